@@ -193,6 +193,18 @@ def parse_claim_file(name: str) -> tuple[str, int] | None:
     return run, int(attempt)
 
 
+def answer_file(run: str, attempt: int, turn: int) -> str:
+    """The file, in a root of several daemons, that says what all ranks of an attempt restore as their `turn`-th."""
+    return f"{claim_file(run, attempt)}~{turn}"
+
+
+def parse_answer_file(name: str) -> tuple[str, int, int] | None:
+    """Run, attempt and turn of an answer, by its name in `CLAIMS`; None for any other file."""
+    claim, at, turn = name.rpartition("~")
+    found = parse_claim_file(claim)
+    return (*found, int(turn)) if at and found is not None and re.fullmatch("0|[1-9][0-9]{0,18}", turn) else None
+
+
 def daemon_file(node: str) -> str:
     """Where it is stated how to reach a daemon of several on one root."""
     return f".holdfast@{node}.json"

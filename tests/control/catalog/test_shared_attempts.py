@@ -98,6 +98,24 @@ def test_ranks_of_one_launch_have_one_attempt_on_all_nodes(site: Site) -> None:
             node.declare(RUN, "second", list, Member(0, "u", 1))
 
 
+def test_nodes_without_the_catalog_answer_alike(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one launch at two nodes ask what to restore, with the catalog, without, and when it comes back: the first
+    answer holds for all; another turn has its own; those of old attempts go.
+    """
+    a, b, c = (site.node(name) for name in "abc")
+    a.declare(RUN, "first", list, Member(0, "s", 3))
+    assert a.answer(RUN, 1, 1, 5) == 5
+    away(a, monkeypatch)
+    away(b, monkeypatch)
+    assert b.answer(RUN, 1, 1, 6) == 5
+    assert a.answer(RUN, 1, 2, None) is None and b.answer(RUN, 1, 2, 6) is None
+    assert b.answer(RUN, 1, 3, 8) == 8
+    assert c.answer(RUN, 1, 2, 7) is None and c.answer(RUN, 1, 3, 7) == 8
+    for number in range(5):
+        a._give_out(RUN, f"l{number}", 1, a._claims(RUN))
+    assert not any("~" in name for name in site.tier.list(naming.CLAIMS))
+
+
 def test_launches_that_start_at_once_get_numbers_of_their_own(site: Site) -> None:
     """Eight nodes, eight launches that take the run over: eight numbers."""
     nodes = [site.node(f"n{number}") for number in range(8)]

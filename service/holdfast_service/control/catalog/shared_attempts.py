@@ -7,15 +7,24 @@ told apart, although the catalog is away, or has come back as an older one. What
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
 from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RunBusy, StaleAttempt
+from holdfast_formats import decoding, naming
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    CorruptManifest,
+    NoSuchResource,
+    RunBusy,
+    StaleAttempt,
+)
 from holdfast_formats.moments import utc_now
 from holdfast_service.control.catalog.attempts import (
     LAUNCH_LENGTH_MAX,
@@ -34,10 +43,14 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 CLAIMS_MAX = 4  # of a run: older numbers are below those
+ANSWER_BYTES_MAX = 32
+SEEN_S, SEEN_POLL_S = 60.0, 0.5  # how long a name that another node has made may take to be seen on this machine
 BUSY_HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
 )
 
+
+_decode_answer = decoding.decoder(int | None)  # type: ignore[arg-type]
 
 Ask = Callable[[Callable[[], "int | None"]], "int | None"]
 
@@ -92,9 +105,24 @@ class SharedAttempts(Attempts):
                     session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
                 else:
                     step = row.step
-        except CatalogUnavailable as away:  # all ranks of a launch ask this daemon
-            log.warning("what attempt %s of %s restores is known here alone: %s", attempt, run, away.detail)
-        return super().answer(run, attempt, turn, step)
+        except CatalogUnavailable as away:
+            log.warning("what attempt %s of %s restores is stated in the root alone: %s", attempt, run, away.detail)
+        return super().answer(run, attempt, turn, self._stated(naming.answer_file(run, attempt, turn), step))
+
+    def _stated(self, path: str, step: int | None) -> int | None:
+        """What the first of several nodes has said, by storage, which lets one be the first: with the catalog or without."""
+        if self._tier.put_first(path, msgspec.json.encode(step)):
+            return step
+        limit = time.monotonic() + SEEN_S
+        while True:
+            try:
+                return _decode_answer(self._tier.read(path, 0, ANSWER_BYTES_MAX))
+            except NoSuchResource:  # there, but not to be seen on this machine yet
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(SEEN_POLL_S)
+            except msgspec.DecodeError as error:
+                raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch anew") from error
 
     def refresh(self, runs: Collection[str]) -> dict[str, int]:
         """Ask the catalog for the newest attempts of these runs; returns those of which this daemon did not know."""
@@ -204,6 +232,10 @@ class SharedAttempts(Attempts):
         for old in claims[: -CLAIMS_MAX + 1]:
             with suppress(CheckpointError):  # another node has just removed it
                 self._tier.remove_file(naming.claim_file(run, old))
+        for found in map(naming.parse_answer_file, self._tier.list(naming.CLAIMS)):
+            if found is not None and found[0] == run and found[1] <= attempt - CLAIMS_MAX:
+                with suppress(CheckpointError):
+                    self._tier.remove_file(naming.answer_file(*found))
         return attempt
 
     def _claims(self, run: str) -> list[int]:

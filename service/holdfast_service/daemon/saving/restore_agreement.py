@@ -35,6 +35,7 @@ class _Turn:
         self.asked: set[int] = set()
         self.reading: set[int] = set()  # those of them that were told a step
         self.ended: set[int] = set()
+        self.spans = False  # ranks may be on other nodes
         self.voted: set[int] | None = None  # what other nodes were last told of `ended`
         self.voted_at = 0.0
         self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
@@ -47,10 +48,15 @@ class RestoreAgreement:
     """The restores of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
 
     def __init__(
-        self, look: Look, decisions: Decisions, unheard_s: float = UNHEARD_S, rendezvous: Rendezvous | None = None
+        self,
+        look: Look,
+        decisions: Decisions,
+        unheard_s: float = UNHEARD_S,
+        rendezvous: Rendezvous | None = None,
+        spans: Callable[[Participant], bool] = lambda who: False,
     ) -> None:
-        """With a `rendezvous`, ranks of a launch may be on other nodes as well."""
-        self._rendezvous = rendezvous
+        """With a `rendezvous`, ranks of a launch may be on other nodes as well; `spans` says whether they may now."""
+        self._rendezvous, self._spans = rendezvous, spans
         self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
         self._changed = threading.Condition()
         self._turns: dict[tuple[str, int, int], _Turn] = {}  # oldest first
@@ -212,10 +218,17 @@ class RestoreAgreement:
 
     def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
         """Tell other nodes how the turn ended here, and hear how there; nothing where all ranks are here."""
+        if self._rendezvous is None:
+            return
+        spans = self._spans(who)  # not under the lock: who answers has one of its own
         with self._changed:
+            current.spans = spans
+            if not spans:
+                current.voted = current.voted or set()
+                return
             done = self._done(who, current)
             recent = current.voted == done and time.monotonic() - current.voted_at < VOTE_S
-            if self._rendezvous is None or len(done) >= current.world or (recent and current.failed is None):
+            if len(done) >= current.world or (recent and current.failed is None):
                 return
             current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()
@@ -242,7 +255,7 @@ class RestoreAgreement:
             return True
         if len(done | current.elsewhere) >= current.world and current.voted == done:
             return True
-        patience_s = self.unheard_s if current.voted is None else UNHEARD_ELSEWHERE_S
+        patience_s = UNHEARD_ELSEWHERE_S if current.spans else self.unheard_s
         if current.asked <= done and time.monotonic() - current.began > patience_s:
             missing = sorted(set(range(current.world)) - done)
             log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, missing)

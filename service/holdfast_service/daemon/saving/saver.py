@@ -60,7 +60,9 @@ class Saver:
         checker = checker or Checker(tier, decisions)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
-        self.restores = RestoreAgreement(checker.suspect, decisions, rendezvous=party.rendezvous if party else None)
+        self.restores = RestoreAgreement(
+            checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._is_elsewhere
+        )
         self.holds = HeldCheckpoints(decisions.committed)
         self._write_queue = WriteQueue(
             tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
@@ -147,6 +149,12 @@ class Saver:
             return False
         here = self._here(current)
         return here <= current.sealed.keys() and not current.complete
+
+    def _is_elsewhere(self, who: Participant) -> bool:
+        """Whether ranks of this rank's launch may be on other nodes."""
+        with self._lock:
+            here = {other.rank for other in self._connected.of(who.run) if other.attempt == who.attempt}
+            return len(here) < who.world
 
     def _here(self, current: SaveRound) -> set[int]:
         return {who.rank for who in self._connected.of(current.key.run) if who.attempt == current.key.attempt}
