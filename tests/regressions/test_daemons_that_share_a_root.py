@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned
+from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned, RoundAborted
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, run_files
@@ -348,3 +348,26 @@ def test_files_that_a_node_replaces_are_not_another_ones_halves(pair: tuple[Node
     assert os.path.exists(tmp_path / RUN / ".run.json.a.new")
     a.tier.replace(f"{RUN}/run.json", b"newer")
     assert not os.path.exists(tmp_path / RUN / ".run.json.a.new")
+
+
+def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves staging/ before a file of it goes, so that a committer that was held up publishes all of it or nothing."""
+    a, b = pair
+    staged = naming.staging_path(RUN, 7, 1, 3)
+    for name in ("one.safetensors", "two.safetensors"):
+        a.tier.put(f"{staged}/{name}", b"bytes")
+    removed: list[tuple[str, list[str]]] = []
+    remove = b.tier.remove_tree
+
+    def looking(path: str) -> None:
+        removed.append((path, a.tier.list(staged)))
+        remove(path)
+
+    monkeypatch.setattr(b.tier, "remove_tree", looking)
+    number = b.decisions.begin(RUN, 7, 1, 2)
+    b.decisions.abort(number, RoundAborted("given up"), staged)
+    aside = f"{RUN}/{naming.TRASH}/{staged.rpartition('/')[2]}"
+    assert removed[-1] == (aside, []) and a.tier.list(aside) == []
+    b.decisions.abort(number, RoundAborted("heard again"), staged)

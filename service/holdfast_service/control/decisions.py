@@ -19,6 +19,7 @@ from holdfast_formats.errors import (
     CheckpointError,
     Damaged,
     GenerationDropped,
+    NoSuchResource,
     NotFound,
     StorageFailed,
 )
@@ -432,7 +433,23 @@ class Decisions:
             self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._tier, made.run, made.step))
 
     def _clear(self, path: str) -> None:
-        """Remove a tree in staging/; what cannot be removed now, the next sweep removes."""
+        """Remove a tree in staging/; what cannot be removed now, the next sweep removes.
+
+        What several nodes have staged gets another name first: a late committer on another node then finds all of it, or
+        nothing, and never publishes a rest.
+        """
+        run, room, name = path.split("/")
+        staged = naming.parse_staging_directory(name)
+        try:
+            if staged is not None and staged.round_id and room == naming.STAGING:
+                path, there = f"{run}/{naming.TRASH}/{name}", path
+                self._tier.remove_tree(path)
+                self._tier.publish(there, path)
+        except NoSuchResource:
+            return
+        except CheckpointError as failure:
+            log.warning("%s stays until it is swept: %s", path, failure.detail)
+            return
         try:
             self._tier.remove_tree(path)
         except CheckpointError as failure:

@@ -46,6 +46,8 @@ class RootCare:
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._end_saves([member.name for member in members if member.live])
         self._note_lost()
+        for run, step in self._cluster.rendezvous.end_abandoned():
+            log.warning("%s@%s was not saved: all its nodes were lost", run, step)
         self._cluster.rendezvous.forget()
         for run in roots.runs(self._tier):
             self._due(run)

@@ -211,6 +211,19 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
     assert a.rendezvous.look(number).parts[1].live
 
 
+def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch waits for it any more, and the care of the root ends it; one that has a node goes on."""
+    monkeypatch.setattr(rendezvous, "ABANDONED_S", 0.0)
+    a, b, c = nodes.add("a", lease_s=0.3), nodes.add("b", lease_s=0.3), nodes.add("c")
+    left, going = sealed(a, b, step=1), sealed(a, c, step=2)
+    assert c.rendezvous.is_writing(RUN) and c.rendezvous.end_abandoned() == []
+    time.sleep(0.5)
+    assert c.rendezvous.end_abandoned() == [(RUN, 1)]
+    assert (c.rendezvous.look(left).state, c.rendezvous.look(going).state) == ("aborted", "sealed")
+    c.rendezvous.abort(going, RoundAborted("over").problem())
+    assert not c.rendezvous.is_writing(RUN)
+
+
 def test_votes(nodes: Nodes) -> None:
     """Which ranks have ended, from all nodes; damage on one is heard by all, and stays."""
     a, b = nodes.add("a"), nodes.add("b")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import zstandard
-from sqlalchemy import delete, exists, func, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -38,6 +38,7 @@ CLAIM_S = 60.0
 GOING = ("open", "sealed", "committing")
 DECLARATIONS_KEPT = 64
 BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is not compressed
+ABANDONED_S = 120.0  # daemons that are started again come back with their parts
 _KEPT_S = 3600.0
 _SECRET = "exchange"
 
@@ -242,8 +243,8 @@ class Rendezvous:
                 _ring(session)
 
     def is_writing(self, run: str) -> bool:
-        """Whether a round of this run is sealed, and neither committed nor aborted."""
-        going = (JointRoundRow.run == run, JointRoundRow.state.in_(GOING[1:]))
+        """Whether a round of this run is sealed, and neither committed nor aborted, and some node of it is there."""
+        going = (JointRoundRow.run == run, JointRoundRow.state.in_(GOING[1:]), _attended())
         with self._database.apart() as session:
             return session.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
 
@@ -272,6 +273,16 @@ class Rendezvous:
             session.execute(made)
             return str(session.scalar(select(SecretRow.value).where(SecretRow.name == _SECRET)))
 
+    def end_abandoned(self) -> list[tuple[str, int]]:
+        """End the rounds of which no node is there any more, with what it had brought; returns their runs and steps."""
+        old = now() - func.make_interval(0, 0, 0, 0, 0, 0, ABANDONED_S)
+        left = (JointRoundRow.state.in_(GOING), JointRoundRow.changed < old, ~_attended())
+        problem = RoundAborted("all nodes of the save were lost before it was committed").problem()
+        values = {"state": "aborted", "problem": problem, "changed": now()}
+        with self._database.apart() as session:
+            ended = update(JointRoundRow).where(*left).values(values).returning(JointRoundRow.run, JointRoundRow.step)
+            return [(run, step) for run, step in session.execute(ended)]
+
     def forget(self) -> None:
         """Remove what is kept of rounds that ended long ago, and of restores of older attempts."""
         old = now() - func.make_interval(0, 0, 0, 0, 0, 0, _KEPT_S)
@@ -283,6 +294,12 @@ class Rendezvous:
             session.execute(delete(DeclarationRow).where(DeclarationRow.since < old, DeclarationRow.digest.not_in(used)))
             newest = select(RunRow.attempt).where(RunRow.name == VoteRow.run).scalar_subquery()
             session.execute(delete(VoteRow).where(VoteRow.attempt < func.coalesce(newest, VoteRow.attempt + 1)))
+
+
+def _attended() -> ColumnElement[bool]:
+    """Of a round: whether a node that has brought a part is a member, as the boot that has."""
+    there = (NodeRow.name == PartRow.node) & (NodeRow.boot == PartRow.boot) & (NodeRow.until > now())
+    return exists().where(PartRow.round_id == JointRoundRow.id, there)
 
 
 def _ring(session: Session) -> None:

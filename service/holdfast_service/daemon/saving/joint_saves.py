@@ -58,7 +58,7 @@ class Host(NamedTuple):
     sealed: Callable[[SaveRound], bool]  # False where it has been given up here
     renewed: Callable[[SaveRound], None]
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
-    ended: Callable[[SaveRound, Result, str], None]  # with the path of what was staged
+    ended: Callable[[SaveRound, Result, str], None]  # with the path of what was staged, if that may go
 
 
 class _Joint:
@@ -82,7 +82,10 @@ class _Joint:
 
 
 class _Ended(NamedTuple):
+    """`staging` is what may be removed."""
+
     result: Result
+    staging: str
 
 
 def _measured(writing: Future[ShareWritten] | None) -> dict[str, float]:
@@ -163,10 +166,23 @@ class JointSaves:
             self._wake.clear()
         for joint in list(self._joints.values()):
             if joint.writing is not None and joint.ended is None:
-                self._end(joint, RoundAborted("the daemon is shutting down"))
+                self._leave(joint)
         self._pool.shutdown()
         for joint in list(self._joints.values()):
             self._finish(joint)
+
+    def _leave(self, joint: _Joint) -> None:
+        """The daemon ends. What is staged stays: other nodes may still commit it, if this one's share is among it."""
+        error = RoundAborted(
+            "the daemon ended before the save of all nodes did", hint="the next launch restores it if it stands"
+        )
+        delivered = joint.writing is not None and joint.writing.done() and joint.writing.exception() is None
+        try:
+            if not delivered:
+                self._party.rendezvous.abort(joint.id, error.problem())
+        except CheckpointError as away:
+            log.warning("other nodes are not told that this one ends: %s", away.detail)
+        self._end(joint, error, left=True)
 
     def _is_over(self) -> bool:
         if self._closing is None:
@@ -237,11 +253,25 @@ class JointSaves:
             raise
         except Exception as failure:
             error = failure if isinstance(failure, CheckpointError) else _unexpected(failure, self._node)
-            if joint.writing is not None:
-                self._end(joint, error)
-            else:
-                self._joints.pop(joint.current.key, None)
-                self._host.given_up(joint.current, error)
+            self._give_up(joint, error)
+
+    def _give_up(self, joint: _Joint, error: CheckpointError) -> None:
+        """End the round for all nodes, if nobody commits it just now: then it is looked at again."""
+        if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
+            joint.look_at = time.monotonic() + POLL_S[1]
+        elif joint.writing is not None:
+            self._end(joint, error)
+        else:
+            self._joints.pop(joint.current.key, None)
+            self._host.given_up(joint.current, error)
+
+    def _is_lost(self, joint: _Joint) -> bool:
+        """Whether the catalog knows nothing of the round any more, so nobody can commit it."""
+        try:
+            self._party.rendezvous.look(joint.id)
+        except RoundAborted:
+            return True
+        return False
 
     def _go_on(self, joint: _Joint) -> None:
         seen = self._party.rendezvous.look(joint.id)
@@ -262,8 +292,10 @@ class JointSaves:
                 self._host.given_up(joint.current, from_problem(seen.problem or {}))
             elif seen.state in ("sealed", "committing"):
                 self._begin(joint, seen)
-            else:
+            elif self._host.sealed(joint.current):
                 self._end(joint, None)
+            else:
+                del self._joints[joint.current.key]
             return
         self._follow(joint, seen)
 
@@ -318,10 +350,10 @@ class JointSaves:
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 
-    def _end(self, joint: _Joint, result: Result) -> None:
-        """The round has ended. Its slots are free once nothing is written from them any more."""
+    def _end(self, joint: _Joint, result: Result, left: bool = False) -> None:
+        """The round has ended, or is `left` to others. Its slots are free once nothing is written from them any more."""
         joint.over.set()
-        joint.ended = _Ended(result)
+        joint.ended = _Ended(result, "" if left else joint.staging)
         self._party.exchange.withdraw(joint.id)
         if joint.writing is not None:
             joint.writing.cancel()
@@ -334,7 +366,7 @@ class JointSaves:
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
             self._decisions.joined(joint.current.id, *joint.current.key, measured)
-        self._host.ended(joint.current, joint.ended.result, joint.staging)
+        self._host.ended(joint.current, joint.ended.result, joint.ended.staging)
 
     def _look_for_the_dead(self, joint: _Joint, seen: JointRound) -> None:
         """End a round that waits for a node which is gone, or which has come back without its part."""

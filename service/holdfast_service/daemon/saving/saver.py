@@ -182,7 +182,7 @@ class Saver:
         """What became of a save of several nodes: its slots are free."""
         current.release()
         if isinstance(result, CheckpointError):
-            self._ends.tell(current, result, staging)
+            self._ends.tell(current, result, staging or None)
             self._announce(current, result)
             return
         self.history.ended(current, checked=result is None)
