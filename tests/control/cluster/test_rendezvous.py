@@ -254,5 +254,6 @@ def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     a.rendezvous.forget()
     with pytest.raises(RoundAborted, match="lost"):
         a.rendezvous.look(ended)
+    assert not a.rendezvous.abort(ended, RoundAborted("again").problem())
     assert a.rendezvous.look(going).state == "open" and len(a.rendezvous.parts(going)) == 1
     assert a.rendezvous.vote(RUN, 1, 1, set()).ranks == set()

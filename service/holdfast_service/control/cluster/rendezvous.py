@@ -220,7 +220,8 @@ class Rendezvous:
         values = {"state": "aborted", "problem": dict(problem), "changed": now()}
         with self._database.apart() as session:
             ended = session.scalar(update(JointRoundRow).where(*going).values(values).returning(JointRoundRow.id))
-            self._hear(session, round_id)
+            if session.get(JointRoundRow, round_id) is not None:  # else the catalog has lost it
+                self._hear(session, round_id)
             _ring(session)
             return ended is not None
 
