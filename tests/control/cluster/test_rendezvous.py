@@ -146,6 +146,9 @@ def test_no_part_changes_once_all_are_there(nodes: Nodes) -> None:
         arrive(a, 1, [0, 1])
     with pytest.raises(RoundAborted, match="already"):
         a.rendezvous.arrive(RUN, 1, 1, 2, [0], b"another declaration", b"said")
+    with pytest.raises(RoundAborted, match="already"):
+        arrive(a, 1, [0], said=b"what it said in another save of this step")
+    assert [said for _, _, said in b.rendezvous.parts(number)] == [b"said", b"said"]
 
 
 def test_two_nodes_with_the_same_ranks_end_the_round(nodes: Nodes) -> None:
@@ -207,8 +210,9 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
     b.membership.beat()
     back = a.rendezvous.look(number).parts[1]
     assert (back.live, back.known) == (False, True)
-    arrive(b, 1, [1])
+    b.rendezvous.renew(number)
     assert a.rendezvous.look(number).parts[1].live
+    assert arrive(b, 1, [1]) == number
 
 
 def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,11 @@ class Rendezvous:
             part = session.get(PartRow, (row.id, me.name))
             if row.state == "committed":
                 return row.id
-            if row.state != "open" and (part is None or part.ranks != mine or part.declaration != digest):
-                raise RoundAborted(f"step {step} is being written already, with other ranks of this node")
+            if row.state != "open":
+                if part is None or (part.ranks, part.declaration, part.said) != (mine, digest, packed):
+                    raise RoundAborted(f"step {step} is being written already, with another part of this node")
+                part.boot = me.boot
+                return row.id
             if row.world != world:
                 raise StateMismatch(f"ranks of this node have a world size of {world}, but the save has {row.world}")
             if session.get(DeclarationRow, digest) is None:
@@ -113,6 +116,13 @@ class Rendezvous:
         me = self._membership.me
         empty = {"round_id": round_id, "node": me.name, "boot": me.boot, "ranks": [], "said": b""}
         session.execute(insert(PartRow).values(empty).on_conflict_do_nothing())
+
+    def renew(self, round_id: int) -> None:
+        """This node has joined the cluster anew: its part is the new boot's."""
+        me = self._membership.me
+        mine = (PartRow.round_id == round_id, PartRow.node == me.name)
+        with self._database.apart() as session:
+            session.execute(update(PartRow).where(*mine).values(boot=me.boot))
 
     def seal(self, round_id: int) -> None:
         """If the parts of all ranks are there, no part changes any more."""

@@ -280,7 +280,7 @@ class JointSaves:
             seen = self._party.rendezvous.look(joint.id)
         mine = next((one for one in seen.parts if one.node == self._node), None)
         if mine is not None and not mine.live and seen.state in GOING:  # this node has joined the cluster anew
-            self._arrive(joint.current, joint.ranks)
+            self._party.rendezvous.renew(joint.id)
         joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
         joint.state, joint.look_at = seen.state, time.monotonic() + joint.pause_s
         if seen.state == "open":
