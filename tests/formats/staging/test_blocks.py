@@ -96,11 +96,16 @@ def plain_owners(case: Case) -> list[int]:
         return -lengths[block], -most, here.count(most), block
 
     loads = [0] * case.nodes
-    found = [0] * len(lengths)
+    found = [-1] * len(lengths)
+    file = case.grid.file.tolist()
     for block in sorted(range(len(lengths)), key=turn):
         here, length = held.get(block, {}), lengths[block]
         fit = [node for node in here if loads[node] + length <= limit(case, length)]
-        found[block] = min(fit or range(case.nodes), key=lambda n: (-here[n] if fit else 0, loads[n], n))
+        before = found[block - 1] if block and file[block - 1] == file[block] else -1
+        found[block] = min(
+            fit or range(case.nodes),
+            key=lambda n: (-here[n] if fit else 0, n != before if fit else False, loads[n], n),
+        )
         loads[found[block]] += length
     return found
 
