@@ -6,7 +6,7 @@ import threading
 
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.wiring.clustering import UPKEEP, Upkeep
-from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
 
 __all__ = ["nodes"]
@@ -33,7 +33,7 @@ def caring(cluster: Cluster, cared: Cared) -> Upkeep:
 
 def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:
     """A failure does not end it; a node that is gone does, and then the other one begins."""
-    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    a, b = nodes.add("a"), nodes.add("b")
     first, second = Cared(), Cared()
     first.fails = True
     a.membership.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from sqlalchemy import update
 
@@ -11,7 +10,7 @@ from holdfast_service.control.cluster.cluster import Cluster, Crew, deciding
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import HoldRow
 from holdfast_service.control.database.visible import limited_to
-from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 
@@ -46,9 +45,9 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
 
 def test_ranks_of_a_node_that_is_gone_are_gone(nodes: Nodes) -> None:
     """Nobody is kept out of a run by a node that nobody hears any more."""
-    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    a, b = nodes.add("a"), nodes.add("b")
     arrive(a, "run", Crew(1, 8, 8))
-    time.sleep(LEASE_S * 1.2)
+    nodes.lapse(a)
     assert elsewhere(b, "run") == {}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from holdfast_formats.errors import CatalogUnavailable
-from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+from holdfast_service.control.cluster.membership import later
+from holdfast_service.control.database.schema import DutyRow
+from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 
@@ -25,25 +26,26 @@ def test_a_duty_is_one_nodes(nodes: Nodes) -> None:
 @pytest.mark.parametrize("how", ["leaves", "is gone"])
 def test_another_node_takes_a_duty_over(nodes: Nodes, how: str) -> None:
     """At once where the first one says goodbye, and when its lease ends where it does not."""
-    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    a, b = nodes.add("a"), nodes.add("b")
     assert a.duties.has("scrub") and not b.duties.has("scrub")
     if how == "leaves":
         a.close()
     else:
-        time.sleep(LEASE_S * 1.2)
+        nodes.lapse(a)
     assert b.duties.has("scrub")
     assert not a.duties.has("scrub")
 
 
 def test_a_duty_is_renewed_with_the_beat(nodes: Nodes) -> None:
     """A duty lasts as long as its node's beats, and one that became another's is not taken back."""
-    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    a, b = nodes.add("a"), nodes.add("b")
     a.duties.has("scrub")
-    for _ in range(4):
-        time.sleep(LEASE_S / 2)
-        assert a.membership.beat()
-        a.duties.renew()
-        assert not b.duties.has("scrub")
+    nodes.left(a, 10)
+    assert a.membership.beat()
+    a.duties.renew()
+    with a.database.read() as session:
+        assert session.scalars(select(DutyRow).where(DutyRow.until > later(20))).all()
+    assert not b.duties.has("scrub")
     a.duties.give_up("scrub")
     assert b.duties.has("scrub")
     a.duties.renew()
@@ -53,8 +55,8 @@ def test_a_duty_is_renewed_with_the_beat(nodes: Nodes) -> None:
 def test_who_is_no_member_has_no_duty(nodes: Nodes) -> None:
     """A node that was fenced off, or never joined, does nothing for the others (I16)."""
     stranger = nodes.add("stranger", joined=False)
-    late = nodes.add("late", LEASE_S)
-    time.sleep(LEASE_S * 1.2)
+    late = nodes.add("late")
+    nodes.lapse(late)
     assert not stranger.duties.has("scrub") and not late.duties.has("scrub")
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import RootBusy
 from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow
-from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 
@@ -51,13 +51,14 @@ def test_a_daemon_that_was_killed_here_is_not_waited_for(nodes: Nodes) -> None:
 
 def test_one_of_another_machine_is_waited_for_until_its_lease_ends(nodes: Nodes) -> None:
     """No process of another machine can be seen: only its lease tells, and the next one joins when that is over."""
-    first = nodes.add("a", LEASE_S, joined=False)
+    first = nodes.add("a", joined=False)
     first.membership.me = first.membership.me._replace(machine="another")
     first.membership.join(0.0)
-    second = nodes.add("a", LEASE_S, joined=False)
+    second = nodes.add("a", joined=False)
     with pytest.raises(RootBusy):
         second.membership.join(0.0)
-    second.membership.join()
+    nodes.lapse(first)
+    second.membership.join(0.0)
     before = first.membership.me.boot
     first.membership.me = first.membership.me._replace(machine="another")
     assert second.membership.me.boot != before and live(nodes)["a"]
@@ -65,10 +66,10 @@ def test_one_of_another_machine_is_waited_for_until_its_lease_ends(nodes: Nodes)
 
 def test_a_lease_that_has_ended_is_noticed_and_joined_anew(nodes: Nodes) -> None:
     """Whoever was away for longer than its lease comes back as another boot: what it had is not its own any more."""
-    a = nodes.add("a", LEASE_S)
+    a = nodes.add("a")
     assert a.duties.has("scrub")
     before = a.membership.me.boot
-    time.sleep(LEASE_S * 1.2)
+    nodes.lapse(a)
     assert not a.membership.beat()
     assert a.membership.joined and a.membership.me.boot != before
     with a.database.read() as session:
@@ -118,9 +119,9 @@ def test_many_join_at_once_and_one_of_each_name_is_in(nodes: Nodes) -> None:
 
 def test_beats_go_on_by_themselves_and_tell_who_listens(nodes: Nodes) -> None:
     """A node that has started stays a member for longer than a lease, and hears each of its beats."""
-    a = nodes.add("a", LEASE_S)
+    a = nodes.add("a", lease_s=3.0, beat_s=0.3)
     heard = threading.Semaphore(0)
     a.membership.heard.append(heard.release)
     a.membership.start()
-    assert all(heard.acquire(timeout=30) for _ in range(6))
+    assert all(heard.acquire(timeout=30) for _ in range(12))
     assert live(nodes)["a"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from sqlalchemy import update
 
 from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster import rendezvous
 from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.cluster.membership import later
+from holdfast_service.control.database.schema import JointRoundRow
 from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
@@ -101,15 +103,15 @@ def test_one_of_many_claims_the_commit(nodes: Nodes) -> None:
         assert sorted(got) == [False, False, False, True]
 
 
-def test_a_claim_ends(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_ends(nodes: Nodes) -> None:
     """Who has claimed and is not heard of any more is replaced; it cannot end the round of the next one."""
-    monkeypatch.setattr(rendezvous, "CLAIM_S", 0.2)
     a, b = nodes.add("a"), nodes.add("b")
     number = sealed(a, b)
     for node in (a, b):
         node.rendezvous.deliver(number, b"done")
     assert a.rendezvous.claim(number) and not b.rendezvous.claim(number)
-    time.sleep(0.3)
+    with a.database.write() as session:
+        session.execute(update(JointRoundRow).values(claimed_until=later(-1)))
     assert b.rendezvous.claim(number)
     assert not a.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
     assert not a.rendezvous.abort(number, RoundAborted("late").problem())
@@ -202,9 +204,9 @@ def test_two_nodes_give_up_the_same_step(nodes: Nodes) -> None:
 
 def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
     """Its lease has ended; or it has started anew, and has not brought its part again."""
-    a, b = nodes.add("a"), nodes.add("b", lease_s=0.3)
+    a, b = nodes.add("a"), nodes.add("b")
     number = sealed(a, b)
-    time.sleep(0.5)
+    nodes.lapse(b)
     gone = a.rendezvous.look(number).parts[1]
     assert (gone.live, gone.known) == (False, False)
     b.membership.beat()
@@ -218,10 +220,10 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
 def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch waits for it any more, and the care of the root ends it; one that has a node goes on."""
     monkeypatch.setattr(rendezvous, "ABANDONED_S", 0.0)
-    a, b, c = nodes.add("a", lease_s=0.3), nodes.add("b", lease_s=0.3), nodes.add("c")
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
     left, going = sealed(a, b, step=1), sealed(a, c, step=2)
     assert c.rendezvous.is_writing(RUN) and c.rendezvous.end_abandoned() == []
-    time.sleep(0.5)
+    nodes.lapse(a), nodes.lapse(b)
     assert c.rendezvous.end_abandoned() == [(RUN, 1)]
     assert (c.rendezvous.look(left).state, c.rendezvous.look(going).state) == ("aborted", "sealed")
     c.rendezvous.abort(going, RoundAborted("over").problem())
