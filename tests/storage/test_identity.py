@@ -33,6 +33,20 @@ def test_all_who_start_at_once_are_of_one_root(tmp_path: Path) -> None:
     assert known(tmp_path) == found[0].mark.id and list(tmp_path.iterdir()) == [tmp_path / naming.ROOT_FILE]
 
 
+def test_who_comes_a_moment_later_is_of_the_same_root(tmp_path: Path) -> None:
+    """The file appears between two looks at it."""
+    firsts: list[Identity] = []
+
+    class Late(PosixTier):
+        def size(self, path: str) -> int | None:
+            found = super().size(path)
+            if not firsts:
+                firsts.append(settle(PosixTier(tmp_path), SHARED))
+            return found
+
+    assert settle(Late(tmp_path), SHARED) == firsts[0]
+
+
 def test_a_root_that_was_one_daemons_becomes_shared_and_stays_it(tmp_path: Path) -> None:
     """Its id is the same; a daemon with another catalog, or one of its own, is refused by name."""
     before = settle(PosixTier(tmp_path))

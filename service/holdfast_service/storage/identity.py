@@ -36,11 +36,11 @@ def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> 
     """
     at = os.stat(tier.root)
     found = _read(tier)
-    if found is None and tier.size(naming.ROOT_FILE) is None:
+    if found is None:
         made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=catalog)
-        if tier.put_first(naming.ROOT_FILE, encode(made)):
+        if tier.size(naming.ROOT_FILE) is None and tier.put_first(naming.ROOT_FILE, encode(made)):
             return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino))
-        found = _read(tier)  # another node was faster
+        found = _read(tier)  # what another node has made since, or what cannot be read
     if found is not None and found.inode == at.st_ino:
         if found.catalog != catalog:
             _take_over(tier, found, catalog, leave)
