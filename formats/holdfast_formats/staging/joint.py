@@ -19,7 +19,19 @@ class JointPart(NamedTuple):
     delivered: bool
 
 
+class RoundState(NamedTuple):
+    """How far a round is: of how many of its `world` ranks the part was brought, and whether all nodes have `written`."""
+
+    state: str
+    problem: Mapping[str, Any] | None
+    world: int
+    brought: int
+    written: bool
+
+
 class JointRound(NamedTuple):
+    """A round with its parts."""
+
     id: int
     state: str
     created: str
@@ -31,6 +43,12 @@ class JointRound(NamedTuple):
     def missing(self) -> list[JointPart]:
         """The nodes that have not written their share."""
         return [part for part in self.parts if not part.delivered]
+
+    @property
+    def repeated(self) -> bool:
+        """Whether two nodes have brought the same rank."""
+        brought = [rank for part in self.parts for rank in part.ranks]
+        return len(brought) != len(set(brought))
 
     @property
     def absent(self) -> set[int]:

@@ -292,13 +292,17 @@ class Decisions:
         """Whether this launch has an attempt already, which this rank, spoken for by this checkpointer, can join."""
         return self.attempts.of(run, launch, Member(rank, session, world)) is not None
 
-    def begin(self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT) -> int:
-        """Start the save of this step, or find it; `StaleAttempt` (I6) or `AlreadyCommitted` if it is not allowed."""
+    def begin(
+        self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT, *, quiet: bool = False
+    ) -> int:
+        """Start the save of this step, or find it; `StaleAttempt` (I6) or `AlreadyCommitted` if it is not allowed. `quiet`:
+        its lowest rank is on another node, which records how it goes on.
+        """
         naming.check_run(run)
         naming.check_step(step)
         self.attempts.refuse_older(run, attempt)
         self._refuse_committed(run, step, attempt, intent)
-        return self._rounds.open(run, step, attempt, world)
+        return self._rounds.open(run, step, attempt, world, quiet)
 
     def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
         """`AlreadyCommitted` where the step may not be saved, as far as can be seen now: to publish it is to look again."""
@@ -381,14 +385,14 @@ class Decisions:
         self._tell(
             "checkpoint-committed", f"step {made.step} is committed", made.run, made.step, bytes=made.bytes, measured=known
         )
-        self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
+        self._let_go(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
-    def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
+    def joined(self, round_id: int, run: str, step: int, attempt: int) -> None:
         """Another node has committed a save in which ranks of this one took part."""
         self.findings.made(run, step)
-        self._rounds.end(round_id, "committed", measured=measured)
-        self.parted(run, attempt)
+        self._rounds.left(round_id)
+        self._let_go(run, attempt)
 
     def _publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
@@ -402,7 +406,7 @@ class Decisions:
         about = About(lineage, over)
         if not over:
             return self._make_visible(plan, about, staged)
-        self.parted(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
+        self._let_go(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
         try:
             with self.rotation.replacing(plan.run, plan.step):
                 if not stands(self._tier, plan.run, plan.step):  # retention let it go in this very moment
@@ -464,11 +468,15 @@ class Decisions:
     ) -> None:
         """End a save without a checkpoint and remove its staged files; leftovers are removed by the next sweep."""
         state: Literal["aborted", "dropped"] = "dropped" if isinstance(error, GenerationDropped) else "aborted"
-        ended = self._rounds.end(round_id, state, error.code, error.detail, measured or {})
-        if ended is not None:
-            kind = "save-dropped" if state == "dropped" else "save-aborted"
-            level: Level = "info" if state == "dropped" else "warning"
-            self._tell(kind, f"step {ended[1]} was not saved: {error.detail}", *ended, level, problem=error.problem())
+        kind = "save-dropped" if state == "dropped" else "save-aborted"
+        level: Level = "info" if state == "dropped" else "warning"
+
+        detail, problem = error.detail, error.problem()  # the error itself holds on to who met it
+
+        def tell(run: str, step: int) -> None:
+            self._tell(kind, f"step {step} was not saved: {detail}", run, step, level, problem=problem)
+
+        self._rounds.end(round_id, state, error.code, error.detail, measured or {}, tell)
         if staging is not None and error.members.get("outcome") != "unknown":  # else it may be what a power cut brings back
             self._clear(staging)
 
@@ -527,10 +535,15 @@ class Decisions:
         self._health.take(made, found)
 
     def parted(self, run: str, attempt: int) -> None:
-        """The ranks of this attempt read what they restored no more."""
-        self._choices.parted(run, attempt)
+        """The ranks of this attempt are here no more."""
+        self._let_go(run, attempt)
         if self._cluster is not None:
             self._cluster.crews.parted(run)
+
+    def _let_go(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt read what they restored no more."""
+        if self._choices.parted(run, attempt) and self._cluster is not None:
+            self._cluster.membership.beat_soon()
 
     def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         at = utc_now()

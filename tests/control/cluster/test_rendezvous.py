@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 from sqlalchemy import update
 
 from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster import rendezvous
 from holdfast_service.control.cluster.cluster import Cluster
@@ -174,6 +176,48 @@ def test_an_older_attempt_brings_nothing(nodes: Nodes) -> None:
     assert arrive(a, 1, [0], attempt=2)
 
 
+def test_how_far_a_round_is(nodes: Nodes) -> None:
+    """How many ranks were brought, and whether all have written."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = arrive(a, 1, [0, 2], 3)
+    assert a.rendezvous.state(number) == RoundState("open", None, 3, 2, False)
+    arrive(b, 1, [1], 3)
+    assert a.rendezvous.state(number).brought == 3
+    a.rendezvous.seal(number)
+    a.rendezvous.deliver(number, b"done")
+    assert b.rendezvous.state(number) == RoundState("sealed", None, 3, 3, False)
+    b.rendezvous.deliver(number, b"done")
+    assert a.rendezvous.state(number).written
+    with pytest.raises(RoundAborted, match="lost"):
+        a.rendezvous.state(number + 1)
+
+
+def test_a_step_is_given_up_at_the_moment_when_it_begins(nodes: Nodes) -> None:
+    """Nobody waits for who has given it up: either their round has ended, or they hear it as they come."""
+    made = [nodes.add(name) for name in "abc"]
+    problem = RoundAborted("a rank is gone").problem()
+    for step in range(1, 61):
+        open_ones: list[tuple[Cluster, int]] = []
+        start = threading.Barrier(len(made))
+
+        def bring(node: Cluster, rank: int) -> None:
+            start.wait()  # noqa: B023 - the threads of this step
+            with suppress(RoundAborted):
+                open_ones.append((node, arrive(node, step, [rank], 3)))  # noqa: B023
+
+        def refuse(node: Cluster) -> None:
+            start.wait()  # noqa: B023
+            node.rendezvous.refuse(RUN, step, 1, 3, problem)  # noqa: B023
+
+        threads = [threading.Thread(target=bring, args=(node, rank)) for rank, node in enumerate(made[:2])]
+        threads.append(threading.Thread(target=refuse, args=(made[2],)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [node.rendezvous.state(number).state for node, number in open_ones] == ["aborted"] * len(open_ones)
+
+
 def test_who_gives_up_ends_it_for_all_and_each_hears_it_once(nodes: Nodes) -> None:
     """Before the others arrive, and after; then the same step may be tried again by all."""
     a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
@@ -212,7 +256,7 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
     b.membership.beat()
     back = a.rendezvous.look(number).parts[1]
     assert (back.live, back.known) == (False, True)
-    b.rendezvous.renew(number)
+    assert b.rendezvous.state(number) == RoundState("sealed", None, 2, 2, False)
     assert a.rendezvous.look(number).parts[1].live
     assert arrive(b, 1, [1]) == number
 

@@ -20,8 +20,8 @@ def test_a_newer_attempt_that_comes_while_a_round_is_opened_ends_it(monkeypatch:
     begin = Decisions.begin
     comes: list[Callable[[], object]] = []
 
-    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int, *intent: Any) -> int:
-        found = begin(decisions, run, step, attempt, size, *intent)
+    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int, *intent: Any, **how: bool) -> int:
+        found = begin(decisions, run, step, attempt, size, *intent, **how)
         while comes:
             comes.pop()()
         return found

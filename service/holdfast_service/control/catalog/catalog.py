@@ -157,6 +157,12 @@ class Catalog:
             row = session.get(RoundRow, round_id)
             return row is not None and (row.run, row.step, row.attempt, row.opened) == (run, step, attempt, opened)
 
+    def knows_round(self, run: str, step: int, attempt: int) -> bool:
+        """Whether there is a round of this step and attempt, whatever became of it."""
+        same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
+        with self._read() as session:
+            return session.scalar(select(RoundRow.id).where(*same).limit(1)) is not None
+
     def is_sealed(self, run: str, step: int, attempt: int) -> bool:
         """Whether a round goes on of which all ranks had sealed."""
         same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 
@@ -45,6 +44,7 @@ class _Round:
         self.sealed = 0
         self.id: int | None = None
         self.ended: EndedRound | None = None
+        self.told = False  # whether the catalog has been told that it goes on
 
 
 class Rounds:
@@ -57,18 +57,23 @@ class Rounds:
         self._rounds: OrderedDict[int, _Round] = OrderedDict()
         self._open: dict[RoundName, int] = {}
 
-    def open(self, run: str, step: int, attempt: int, world: int) -> int:
-        """The number of the save of this step and attempt: the current one, or a new one."""
+    def open(self, run: str, step: int, attempt: int, world: int, quiet: bool = False) -> int:
+        """The number of the save of this step and attempt: the current one, or a new one. `quiet`: another node tells the
+        catalog how it goes on; this one, only why it ended.
+        """
         key = RoundName(run, step, attempt)
         with self._lock:
             number = self._open.get(key)
-            if number is not None:
+            if number is None:
+                number = self._open[key] = next(self._numbers)
+                self._rounds[number] = _Round(key, world, self._now())
+                while len(self._rounds) > ENDED_MAX + len(self._open):
+                    oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
+                    del self._rounds[oldest]
+            made = self._rounds[number]
+            if quiet or made.told:
                 return number
-            number = self._open[key] = next(self._numbers)
-            made = self._rounds[number] = _Round(key, world, self._now())
-            while len(self._rounds) > ENDED_MAX + len(self._open):
-                oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
-                del self._rounds[oldest]
+            made.told = True
         self._book.tell(f"that the save of {run}@{step} has started", lambda: self._note(made))
         return number
 
@@ -76,7 +81,8 @@ class Rounds:
         """Record how many ranks have sealed."""
         made = self._of(number)
         made.sealed = max(made.sealed, ranks)
-        self._book.tell("which ranks have sealed", lambda: self._note_seals(made))
+        if made.told:
+            self._book.tell("which ranks have sealed", lambda: self._note_seals(made))
 
     def end(
         self,
@@ -85,24 +91,39 @@ class Rounds:
         code: str | None = None,
         detail: str | None = None,
         measured: Mapping[str, float] = NOTHING,
-    ) -> tuple[str, int] | None:
-        """End a save; returns its run and step. The first end counts; later ones change nothing and return None."""
+        told: Callable[[str, int], None] = lambda run, step: None,
+    ) -> None:
+        """End a save. The first end counts; later ones change nothing. `told` is called, with run and step, where the
+        catalog did not know of it from another node.
+        """
         with self._lock:
             made = self._rounds.get(number)
             if made is None:
                 raise NoSuchResource(f"there is no save with the round ID {number}")
             if made.ended is not None:
-                return None
+                return
             made.ended = ended = EndedRound(state, self._now(), code, detail, measured)
             self._open.pop(made.key, None)
-        self._book.tell("how a save ended", lambda: self._note_end(made, ended))
-        return made.key[0], made.key[1]
+
+        def note() -> None:
+            if self._note_end(made, ended):
+                told(made.key.run, made.key.step)
+
+        self._book.tell("how a save ended", note)
+
+    def left(self, number: int) -> None:
+        """Another node has committed it, and tells the catalog."""
+        with self._lock:
+            made = self._rounds.get(number)
+            if made is not None and made.ended is None:
+                made.ended = EndedRound("committed", self._now(), None, None, NOTHING)
+                self._open.pop(made.key, None)
 
     def measure(self, number: int, measured: Mapping[str, float]) -> None:
         """Record timings found after its end."""
         with self._lock:
             made = self._rounds.get(number)
-        if made is not None:
+        if made is not None and (made.told or made.id is not None):
             self._book.tell("what a save cost", lambda: self._catalog.measure_round(self._id(made), measured))
 
     def complete(self, run: str) -> list[tuple[int, int]]:
@@ -114,7 +135,7 @@ class Rounds:
     def ids(self) -> list[int]:
         """For the book's thread: the catalog's ids of the rounds that go on."""
         with self._lock:
-            going = [self._rounds[number] for number in self._open.values()]
+            going = [made for number in self._open.values() if (made := self._rounds[number]).told]
         return [self._id(made) for made in going]
 
     def look_again(self) -> None:
@@ -143,6 +164,8 @@ class Rounds:
     def _note_seals(self, made: _Round) -> None:
         self._catalog.update_round(self._id(made), sealed=made.sealed)
 
-    def _note_end(self, made: _Round, ended: EndedRound) -> bodies.Round | None:
+    def _note_end(self, made: _Round, ended: EndedRound) -> bool:
         state, at, code, detail, measured = ended
-        return self._catalog.end_round(self._id(made), state, at, code, detail, **measured)
+        if state != "committed" and not made.told and self._catalog.knows_round(*made.key):
+            return False  # the other nodes of the save have said it
+        return self._catalog.end_round(self._id(made), state, at, code, detail, **measured) is not None

@@ -12,19 +12,21 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import zstandard
-from sqlalchemy import ColumnElement, delete, exists, func, select, update
-from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy import JSON, ColumnElement, Text, cast, delete, exists, func, literal, select, type_coerce, update
+from sqlalchemy.dialects.postgresql import Insert, insert
+from sqlalchemy.orm import Session, aliased
+from sqlalchemy.sql.dml import ReturningInsert
 
 from holdfast_formats.errors import InvalidRequest, RoundAborted, StaleAttempt, StateMismatch, from_problem
 from holdfast_formats.moments import utc_now
-from holdfast_formats.staging.joint import JointPart, JointRound, Votes
+from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
 from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
 from holdfast_service.control.database.schema import (
+    CatalogTable,
     DeclarationRow,
     JointRoundRow,
     NodeRow,
@@ -41,6 +43,25 @@ BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is n
 ABANDONED_S = 120.0  # daemons that are started again come back with their parts
 _KEPT_S = 3600.0
 _SECRET = "exchange"
+LOST = "the catalog has lost the save; it may have been restored from a backup"
+
+
+class _Key(NamedTuple):
+    """The step that a round saves."""
+
+    run: str
+    step: int
+    attempt: int
+
+    def of(self, row: type[JointRoundRow]) -> tuple[ColumnElement[bool], ...]:
+        return row.run == self.run, row.step == self.step, row.attempt == self.attempt
+
+    def lock(self, session: Session) -> None:
+        """Nobody else with this lock makes or ends a round of this step until the transaction ends."""
+        number = int.from_bytes(
+            hashlib.sha256(f"{self.run}@{self.step}~{self.attempt}".encode()).digest()[:8], "big", signed=True
+        )
+        session.execute(select(func.pg_advisory_xact_lock(number)))
 
 
 class Rendezvous:
@@ -61,9 +82,14 @@ class Rendezvous:
         """
         digest, me = hashlib.sha256(declaration).hexdigest(), self._membership.me
         packed, mine = zstandard.compress(said), sorted(ranks)
+        key = _Key(run, step, attempt)
+        brought = self._bring(key, world, {"ranks": mine, "declaration": digest, "said": packed})
+        if brought is not None:
+            return brought
         with self._database.apart() as session:
+            key.lock(session)
             _refuse_stale(session, run, attempt)
-            row = self._going(session, run, step, attempt, world, packed)
+            row = self._going(session, key, world, packed)
             part = session.get(PartRow, (row.id, me.name))
             if row.state == "committed":
                 return row.id
@@ -82,29 +108,67 @@ class Rendezvous:
             session.execute(made.on_conflict_do_update(index_elements=[PartRow.round_id, PartRow.node], set_=values))
             return row.id
 
-    def _going(self, session: Session, run: str, step: int, attempt: int, world: int, packed: bytes) -> JointRoundRow:
+    def _bring(self, key: _Key, world: int, part: Mapping[str, Any]) -> int | None:
+        """As `arrive` where all is as it is in most saves: one statement where the round is open, three where nothing is
+        known of this step yet. None where there is more to be said.
+        """
+        bring, make = self._put_part(key, world, part), self._make(key, world, part["declaration"])
+        with self._database.plain() as connection:
+            there = connection.scalar(bring)
+            if there is None:
+                connection.execute(make)
+                there = connection.scalar(bring)
+        return None if there is None else int(there)
+
+    def _put_part(self, key: _Key, world: int, part: Mapping[str, Any]) -> ReturningInsert[Any]:
+        """The part of the round that is open. The round is locked meanwhile, so it is not sealed in between."""
+        values = {"boot": self._membership.me.boot, **part}
+        columns = {"node": self._membership.me.name, **values}
+        is_open = (*key.of(JointRoundRow), JointRoundRow.state == "open", JointRoundRow.world == world)
+        usual = self._is_usual(key, part["declaration"])
+        found = select(JointRoundRow.id, *_literals(PartRow, columns)).where(*is_open, usual).with_for_update(read=True)
+        made = insert(PartRow).from_select(["round_id", *columns], found)
+        same = [PartRow.round_id, PartRow.node]
+        return made.on_conflict_do_update(index_elements=same, set_=values).returning(PartRow.round_id)
+
+    def _make(self, key: _Key, world: int, declaration: str) -> Insert:
+        """An open round, where nobody has made one of this step yet."""
+        values = {**key._asdict(), "world": world, "state": "open", "created": utc_now()}
+        first = (self._is_usual(key, declaration), ~exists().where(*key.of(JointRoundRow)))
+        new = select(*_literals(JointRoundRow, values), now()).where(*first)
+        return insert(JointRoundRow).from_select([*values, "changed"], new).on_conflict_do_nothing()
+
+    def _is_usual(self, key: _Key, declaration: str) -> ColumnElement[bool]:
+        """Whether the declaration is there, no newer attempt has begun, and no round was given up that this node has not
+        heard of.
+        """
+        known = exists().where(DeclarationRow.digest == declaration)
+        newer = exists().where(RunRow.name == key.run, RunRow.attempt > key.attempt)
+        ended, mine = aliased(JointRoundRow), aliased(PartRow)
+        heard = exists().where(mine.round_id == ended.id, mine.node == self._membership.me.name)
+        return known & ~newer & ~exists().where(*key.of(ended), ended.state == "aborted", ~heard)
+
+    def _going(self, session: Session, key: _Key, world: int, packed: bytes) -> JointRoundRow:
         """The round that goes on, shared until the transaction ends; made if there is none. Or the one that has committed
         what this node brings once more.
         """
-        key = (JointRoundRow.run == run, JointRoundRow.step == step, JointRoundRow.attempt == attempt)
-        newest = select(JointRoundRow).where(*key).order_by(JointRoundRow.id.desc()).limit(1).with_for_update(read=True)
-        last = session.scalar(newest)
-        if (
-            last is not None
-            and last.state == "aborted"
-            and session.get(PartRow, (last.id, self._membership.me.name)) is None
-        ):
-            self._hear(session, last.id)
-            problem = last.problem or {}
+        of_key = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc())
+        newest = of_key.limit(1).with_for_update(read=True)
+        heard = select(PartRow.round_id).where(PartRow.node == self._membership.me.name)
+        ended = session.scalar(of_key.where(JointRoundRow.state == "aborted", JointRoundRow.id.not_in(heard)).limit(1))
+        if ended is not None:
+            self._hear(session, ended.id)
+            problem = ended.problem or {}
             session.commit()
             raise from_problem(problem)
+        last = session.scalar(newest)
         if last is not None and (last.state in GOING or self._was_in(session, last, packed)):
             return last
-        values = {"run": run, "step": step, "attempt": attempt, "world": world, "state": "open", "created": utc_now()}
-        session.execute(insert(JointRoundRow).values(values | {"changed": now()}).on_conflict_do_nothing())
+        values = {**key._asdict(), "world": world, "state": "open", "created": utc_now(), "changed": now()}
+        session.execute(insert(JointRoundRow).values(values).on_conflict_do_nothing())
         made = session.scalar(newest)
         if made is None or made.state not in GOING:
-            raise RoundAborted(f"step {step} was given up on another node at this moment")
+            raise RoundAborted(f"step {key.step} was given up on another node at this moment")
         return made
 
     def _was_in(self, session: Session, last: JointRoundRow, packed: bytes) -> bool:
@@ -116,13 +180,6 @@ class Rendezvous:
         me = self._membership.me
         empty = {"round_id": round_id, "node": me.name, "boot": me.boot, "ranks": [], "said": b""}
         session.execute(insert(PartRow).values(empty).on_conflict_do_nothing())
-
-    def renew(self, round_id: int) -> None:
-        """This node has joined the cluster anew: its part is the new boot's."""
-        me = self._membership.me
-        mine = (PartRow.round_id == round_id, PartRow.node == me.name)
-        with self._database.apart() as session:
-            session.execute(update(PartRow).where(*mine).values(boot=me.boot))
 
     def seal(self, round_id: int) -> None:
         """If the parts of all ranks are there, no part changes any more."""
@@ -140,8 +197,26 @@ class Rendezvous:
                 row.state, row.changed = "sealed", now()
                 _ring(session)
 
+    def state(self, round_id: int) -> RoundState:
+        """How far the round is. If this node has joined the cluster anew since, its part is the new boot's from now on."""
+        me = self._membership.me
+        of_round = PartRow.round_id == round_id
+        brought = select(func.coalesce(func.sum(_count(PartRow.ranks)), 0)).where(of_round).scalar_subquery()
+        boot = select(PartRow.boot).where(of_round, PartRow.node == me.name).scalar_subquery()
+        missing = exists().where(of_round, PartRow.receipt.is_(None))
+        row = JointRoundRow
+        wanted = select(row.state, row.problem, row.world, brought, ~missing, boot).where(row.id == round_id)
+        with self._database.plain() as connection:
+            found = connection.execute(wanted).one_or_none()
+            if found is None:
+                raise RoundAborted(LOST)
+            state, problem, world, ranks, written, known = found
+            if known is not None and known != me.boot and state in GOING:
+                connection.execute(update(PartRow).where(of_round, PartRow.node == me.name).values(boot=me.boot))
+        return RoundState(state, problem, world, int(ranks), bool(written))
+
     def look(self, round_id: int) -> JointRound:
-        """The round as it is now."""
+        """The round with its parts, as they are now."""
         live = func.coalesce(NodeRow.until > now(), False)
         columns = (JointRoundRow.state, JointRoundRow.created, JointRoundRow.world, JointRoundRow.problem)
         of_part = (PartRow.node, PartRow.ranks, PartRow.boot, PartRow.receipt.is_not(None))
@@ -152,10 +227,10 @@ class Rendezvous:
             .where(JointRoundRow.id == round_id)
             .order_by(PartRow.node)
         )
-        with self._database.apart() as session:
-            rows = session.execute(wanted).all()
+        with self._database.plain() as connection:
+            rows = connection.execute(wanted).all()
         if not rows:
-            raise RoundAborted("the catalog has lost the save; it may have been restored from a backup")
+            raise RoundAborted(LOST)
         state, created, world, problem = rows[0][:4]
         parts = tuple(
             JointPart(
@@ -168,34 +243,36 @@ class Rendezvous:
 
     def parts(self, round_id: int) -> list[tuple[str, bytes, bytes]]:
         """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
-        with self._database.apart() as session:
-            rows = [part for part in session.scalars(select(PartRow).where(PartRow.round_id == round_id)) if part.ranks]
-            wanted = {part.declaration for part in rows if part.declaration}
+        of_round = select(PartRow.ranks, PartRow.declaration, PartRow.said).where(PartRow.round_id == round_id)
+        with self._database.plain() as connection:
+            rows = [row for row in connection.execute(of_round.order_by(PartRow.node)) if row.ranks]
+            wanted = {row.declaration for row in rows}
             with self._lock:
                 known = {digest: self._declarations[digest] for digest in wanted & self._declarations.keys()}
-            unknown = select(DeclarationRow).where(DeclarationRow.digest.in_(wanted - known.keys()))
-            for row in session.scalars(unknown) if wanted - known.keys() else ():
-                known[row.digest] = self._unpacked(row)
-            return [(str(part.declaration), known[str(part.declaration)], _unpack(part.said)) for part in rows]
+            unknown = select(DeclarationRow.digest, DeclarationRow.body)
+            unknown = unknown.where(DeclarationRow.digest.in_(wanted - known.keys()))
+            for digest, body in connection.execute(unknown) if wanted - known.keys() else ():
+                known[digest] = self._unpacked(digest, body)
+        return [(row.declaration, known[row.declaration], _unpack(row.said)) for row in rows]
 
-    def _unpacked(self, row: DeclarationRow) -> bytes:
-        body = _unpack(row.body)
-        if hashlib.sha256(body).hexdigest() != row.digest:
+    def _unpacked(self, digest: str, packed: bytes) -> bytes:
+        body = _unpack(packed)
+        if hashlib.sha256(body).hexdigest() != digest:
             raise InvalidRequest("the catalog holds another declaration than its digest says")
         with self._lock:
-            self._declarations[row.digest] = body
+            self._declarations[digest] = body
             while len(self._declarations) > DECLARATIONS_KEPT:
                 self._declarations.popitem(last=False)
         return body
 
     def deliver(self, round_id: int, receipt: bytes) -> None:
-        """What this node has written and synced. The first receipt of a node stands."""
+        """What this node has written and synced. The first receipt of a node stands. Who delivers then tries to `claim`: of
+        those that come last, one finds that nobody is missing.
+        """
         mine = (PartRow.round_id == round_id, PartRow.node == self._membership.me.name, PartRow.receipt.is_(None))
         going = exists().where(JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING))
-        with self._database.apart() as session:
-            session.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
-            missing = exists().where(PartRow.round_id == round_id, PartRow.receipt.is_(None))
-            session.execute(select(func.pg_notify(CHANNEL, "")).where(~missing))
+        with self._database.plain() as connection:
+            connection.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
 
     def claim(self, round_id: int) -> bool:
         """Whether this node is the one that commits now: all receipts are there, and nobody else's claim lasts."""
@@ -206,14 +283,15 @@ class Rendezvous:
         )
         free = (JointRoundRow.id == round_id, (JointRoundRow.state == "sealed") | over, ~missing)
         values = {"state": "committing", "committer": me.name, "claimed_until": later(CLAIM_S), "changed": now()}
-        with self._database.apart() as session:
-            return session.scalar(update(JointRoundRow).where(*free).values(values).returning(JointRoundRow.id)) is not None
+        with self._database.plain() as connection:
+            claimed = update(JointRoundRow).where(*free).values(values).returning(JointRoundRow.id)
+            return connection.scalar(claimed) is not None
 
     def receipts(self, round_id: int) -> list[bytes]:
         """What all nodes have written."""
-        with self._database.apart() as session:
-            found = select(PartRow.receipt).where(PartRow.round_id == round_id).order_by(PartRow.node)
-            return [_unpack(receipt) for receipt in session.scalars(found) if receipt is not None]
+        found = select(PartRow.receipt).where(PartRow.round_id == round_id).order_by(PartRow.node)
+        with self._database.plain() as connection:
+            return [_unpack(receipt) for receipt in connection.scalars(found) if receipt is not None]
 
     def committed(self, round_id: int) -> None:
         """The checkpoint stands."""
@@ -237,18 +315,26 @@ class Rendezvous:
 
     def refuse(self, run: str, step: int, attempt: int, world: int, problem: Mapping[str, Any]) -> None:
         """This node will not bring its part of a step: the round ends for all, also for those that come later."""
-        key = (JointRoundRow.run == run, JointRoundRow.step == step, JointRoundRow.attempt == attempt)
+        key = _Key(run, step, attempt)
         ended = {"state": "aborted", "problem": dict(problem), "changed": now()}
+        open_one = (*key.of(JointRoundRow), JointRoundRow.state.in_(GOING[:-1]))
+        end = update(JointRoundRow).where(*open_one).values(ended).returning(JointRoundRow.id)
+        newest = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc()).limit(1)
         with self._database.apart() as session:
-            open_one = (*key, JointRoundRow.state.in_(GOING[:-1]))
-            found = session.scalar(update(JointRoundRow).where(*open_one).values(ended).returning(JointRoundRow.id))
-            last = session.scalar(select(JointRoundRow).where(*key).order_by(JointRoundRow.id.desc()).limit(1))
+            key.lock(session)
+            found = session.scalar(end)
+            last = session.scalar(newest)
             if found is None and (last is None or last.state not in (*GOING, "committed")):
                 if last is not None and session.get(PartRow, (last.id, self._membership.me.name)) is None:
                     self._hear(session, last.id)  # that one was another node's, of the same step
                     return
-                values = {"run": run, "step": step, "attempt": attempt, "world": world, "created": utc_now()} | ended
+                values = {**key._asdict(), "world": world, "created": utc_now(), **ended}
                 found = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
+            if found is not None:
+                self._hear(session, found)
+                _ring(session)
+        with self._database.apart() as session:  # one that was made meanwhile; who makes one from now on sees the other
+            found = session.scalar(end)
             if found is not None:
                 self._hear(session, found)
                 _ring(session)
@@ -256,8 +342,8 @@ class Rendezvous:
     def is_writing(self, run: str) -> bool:
         """Whether a round of this run is sealed, and neither committed nor aborted, and some node of it is there."""
         going = (JointRoundRow.run == run, JointRoundRow.state.in_(GOING[1:]), _attended())
-        with self._database.apart() as session:
-            return session.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
+        with self._database.plain() as connection:
+            return connection.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
 
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None
@@ -305,6 +391,15 @@ class Rendezvous:
             session.execute(delete(DeclarationRow).where(DeclarationRow.since < old, DeclarationRow.digest.not_in(used)))
             newest = select(RunRow.attempt).where(RunRow.name == VoteRow.run).scalar_subquery()
             session.execute(delete(VoteRow).where(VoteRow.attempt < func.coalesce(newest, VoteRow.attempt + 1)))
+
+
+def _literals(row: type[CatalogTable], values: Mapping[str, Any]) -> list[ColumnElement[Any]]:
+    """Values to select, as the columns of these names have them."""
+    return [literal(value, row.__table__.c[name].type) for name, value in values.items()]
+
+
+def _count(numbers: ColumnElement[Any] | Any) -> ColumnElement[int]:
+    return func.json_array_length(cast(type_coerce(numbers, Text), JSON))
 
 
 def _attended() -> ColumnElement[bool]:

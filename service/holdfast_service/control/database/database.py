@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
-from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, without_password
+from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, plain, without_password
 from holdfast_service.control.database.migrations import migrate
 from holdfast_service.control.database.visible import restrict
 
@@ -52,6 +52,8 @@ class Database:
         self.engine = engine
         self._reading = engine.execution_options(**{READ_ONLY: True})
         self._hasty = engine.execution_options(**{HASTY: True})
+        self._plain: Engine | None = None  # made by the first who wants it
+        self._plain_lock = threading.Lock()
         self._prepared = prepared
         self._file = self._identity() if prepared else None
         self.keeper: threading.Thread | None = None
@@ -113,6 +115,8 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+        if self._plain is not None:
+            self._plain.dispose()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -139,14 +143,29 @@ class Database:
         Refused at once while the database is known to be away, or has not answered its keeper for a while, unless the
         caller is `hopeful`: it finds out by itself.
         """
+        self._refuse_if_away(hopeful)
+        with translated(), Session(self.engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def plain(self) -> Iterator[Connection]:
+        """As `apart`, for statements each of which stands alone: it is done, or not, once it has returned. The cheapest
+        way to ask a server.
+        """
+        self._refuse_if_away()
+        with self._plain_lock:
+            if self._plain is None:
+                self._plain = plain(self.engine)
+        with translated(), self._plain.connect() as connection:
+            yield connection
+
+    def _refuse_if_away(self, hopeful: bool = False) -> None:
         since = self.keeper_since
         stuck = since is not None and time.monotonic() - since > STUCK_S
         if not hopeful and (self.trouble is not None or stuck):
             raise CatalogUnavailable(self.trouble.why if self.trouble else "the catalog has not answered yet", hint=_HINT)
         if not self._prepared:
             raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
-        with translated(), Session(self.engine) as session, session.begin():
-            yield session
 
     @property
     def is_shared(self) -> bool:

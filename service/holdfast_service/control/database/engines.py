@@ -14,6 +14,7 @@ CONNECT_TIMEOUT_S = 10
 ANSWER_TIMEOUT_S = 12.0  # a server that is stopped or cut off keeps its connections, and says nothing on them
 IDLE_TIMEOUT_S = 60  # a node that stops in the middle of a transaction holds up the others no longer
 CONNECTIONS = 8
+PLAIN_CONNECTIONS = 2
 CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
 POSTGRESQL = "postgresql+psycopg"  # also where a URL names no driver
 PORT = 5432  # of PostgreSQL, where a URL names none
@@ -65,6 +66,27 @@ def _postgresql(url: URL) -> Engine:
         pool_timeout=BUSY_TIMEOUT_S,
         connect_args=given,
     )
+    return _listening(engine)
+
+
+def plain(engine: Engine) -> Engine:
+    """Connections to the same server for statements that stand alone: one message each, and no transaction around it.
+
+    A connection that the server has ended is noticed by the first statement on it, which fails.
+    """
+    made = create_engine(
+        engine.url,
+        hide_parameters=True,
+        isolation_level="AUTOCOMMIT",
+        pool_size=PLAIN_CONNECTIONS,
+        max_overflow=CONNECTIONS_MORE,
+        pool_timeout=BUSY_TIMEOUT_S,
+        connect_args={} if "connect_timeout" in engine.url.query else {"connect_timeout": CONNECT_TIMEOUT_S},
+    )
+    return _listening(made)
+
+
+def _listening(engine: Engine) -> Engine:
     event.listen(engine, "do_connect", _connect_postgresql)
     event.listen(engine, "connect", _prepare_postgresql)
     return engine

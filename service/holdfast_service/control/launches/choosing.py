@@ -89,11 +89,12 @@ class Choices:
             )
         return chosen
 
-    def parted(self, run: str, attempt: int) -> None:
-        """The ranks of this attempt read what they restored no more."""
+    def parted(self, run: str, attempt: int) -> bool:
+        """The ranks of this attempt read what they restored no more; whether there was anything."""
         step = self._restored.pop((run, attempt), None)
         if step is not None:
             self._readers.release(run, step, f"attempt {attempt}")
+        return step is not None
 
     def _chosen(self, asked: RestoreQuestion) -> int | None:
         run, attempt, turn = asked[:3]

@@ -18,7 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RoundAborted, from_problem
 from holdfast_formats.staging import part
-from holdfast_formats.staging.joint import JointlyStaged, JointRound
+from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.ports import Decisions, Rendezvous
@@ -33,6 +33,7 @@ AWAY_S = 0.5  # between two tries, while the catalog is away
 DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
 ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
 CREWS_EVERY_S = 5.0
+NODES_EVERY_S = 2.0  # how often it is looked which nodes are gone
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
 GOING = ("open", "sealed", "committing")
@@ -71,10 +72,22 @@ class _Joint:
         self.ended: _Ended | None = None  # although it may still be written from its slots
         self.dead_since: dict[str, float] = {}
         self.absent_since: float | None = None
-        self.crews_at = 0.0
+        self.asked = False  # whether it may commit, since it has delivered
+        self.seen: JointRound | None = None  # as it was sealed
+        self.crews_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
         self.look_at = 0.0
         self.pause_s = POLL_S[0]
         self.state = ""
+
+    @property
+    def news(self) -> bool:
+        """Whether its writing has ended, and nothing has been done about it."""
+        return self.writing is not None and self.writing.done() and not self.asked
+
+    @property
+    def delivered(self) -> bool:
+        """Whether this node's share is written, and its receipt is in the catalog."""
+        return self.writing is not None and self.writing.done() and self.writing.exception() is None
 
     @property
     def staging(self) -> str:
@@ -176,9 +189,8 @@ class JointSaves:
         error = RoundAborted(
             "the daemon ended before the save of all nodes did", hint="the next launch restores it if it stands"
         )
-        delivered = joint.writing is not None and joint.writing.done() and joint.writing.exception() is None
         try:
-            if not delivered:
+            if not joint.delivered:
                 self._party.rendezvous.abort(joint.id, error.problem())
         except CheckpointError as away:
             log.warning("other nodes are not told that this one ends: %s", away.detail)
@@ -219,7 +231,7 @@ class JointSaves:
         for joint in list(self._joints.values()):
             if joint.ended is not None:
                 self._finish(joint)
-            elif changed or time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
+            elif changed or time.monotonic() >= joint.look_at or joint.news:
                 self._go_on_or_end(joint)
 
     def _arrive(self, current: SaveRound, ranks: tuple[int, ...]) -> None:
@@ -274,24 +286,25 @@ class JointSaves:
         return False
 
     def _go_on(self, joint: _Joint) -> None:
-        seen = self._party.rendezvous.look(joint.id)
-        if seen.state == "open" and not seen.absent:
+        if joint.delivered and not joint.asked:  # of those that come last, one commits at once
+            joint.asked = True
+            self._claim(joint)
+            return
+        seen = self._party.rendezvous.state(joint.id)
+        if seen.state == "open" and seen.brought >= seen.world:
             self._party.rendezvous.seal(joint.id)
-            seen = self._party.rendezvous.look(joint.id)
-        mine = next((one for one in seen.parts if one.node == self._node), None)
-        if mine is not None and not mine.live and seen.state in GOING:  # this node has joined the cluster anew
-            self._party.rendezvous.renew(joint.id)
+            seen = self._party.rendezvous.state(joint.id)
         joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
         joint.state, joint.look_at = seen.state, time.monotonic() + joint.pause_s
         if seen.state == "open":
-            self._wait_for_others(joint, seen)
+            self._wait_for_others(joint)
             return
         if joint.writing is None:
             if seen.state == "aborted":
                 del self._joints[joint.current.key]
                 self._host.given_up(joint.current, from_problem(seen.problem or {}))
             elif seen.state in ("sealed", "committing"):
-                self._begin(joint, seen)
+                self._begin(joint)
             elif self._host.sealed(joint.current):
                 self._end(joint, None)
             else:
@@ -299,8 +312,9 @@ class JointSaves:
             return
         self._follow(joint, seen)
 
-    def _begin(self, joint: _Joint, seen: JointRound) -> None:
+    def _begin(self, joint: _Joint) -> None:
         """All parts are there: nobody gives the round up alone any more."""
+        joint.seen = seen = self._party.rendezvous.look(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
             return
@@ -309,22 +323,23 @@ class JointSaves:
         joint.writing = self._pool.submit(self._writer.write, seen, slots, joint.over.is_set)
         joint.writing.add_done_callback(lambda done: self._wake.set())
 
-    def _follow(self, joint: _Joint, seen: JointRound) -> None:
+    def _follow(self, joint: _Joint, seen: RoundState) -> None:
         assert joint.writing is not None
+        error = joint.writing.exception() if joint.writing.done() else None
         if seen.state in ("aborted", "committed"):
-            problem = None if seen.state == "committed" else from_problem(seen.problem or {})
-            self._end(joint, problem)
-            return
-        if not joint.writing.done():
-            self._look_for_the_dead(joint, seen)
-            return
-        error = joint.writing.exception()
-        if error is not None:
+            self._end(joint, None if seen.state == "committed" else from_problem(seen.problem or {}))
+        elif error is not None:
             self._abort(joint, error)
-        elif seen.missing:
-            self._look_for_the_dead(joint, seen)
-        elif self._party.rendezvous.claim(joint.id):
-            self._commit(joint, joint.writing.result(), seen)
+        elif not seen.written:
+            self._look_for_the_dead(joint)
+        elif joint.delivered:
+            self._claim(joint)
+
+    def _claim(self, joint: _Joint) -> None:
+        """Commit the round if nobody is missing, and no other node does."""
+        assert joint.writing is not None and joint.seen is not None
+        if self._party.rendezvous.claim(joint.id):
+            self._commit(joint, joint.writing.result(), joint.seen)
 
     def _commit(self, joint: _Joint, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
@@ -364,21 +379,24 @@ class JointSaves:
             return
         del self._joints[joint.current.key]
         if joint.ended.result is None:
-            measured = self._history.ending(joint.current, **_measured(joint.writing))
-            self._decisions.joined(joint.current.id, *joint.current.key, measured)
+            self._history.ending(joint.current, **_measured(joint.writing))
+            self._decisions.joined(joint.current.id, *joint.current.key)
         self._host.ended(joint.current, joint.ended.result, joint.ended.staging)
 
-    def _look_for_the_dead(self, joint: _Joint, seen: JointRound) -> None:
+    def _look_for_the_dead(self, joint: _Joint) -> None:
         """End a round that waits for a node which is gone, or which has come back without its part."""
         now = time.monotonic()
-        for one in seen.missing:
+        if now < joint.nodes_at:
+            return
+        joint.nodes_at = now + NODES_EVERY_S
+        for one in self._party.rendezvous.look(joint.id).missing:
             if one.live or one.node == self._node:
                 joint.dead_since.pop(one.node, None)
             elif now - joint.dead_since.setdefault(one.node, now) > DEAD_S:
                 self._abort(joint, RoundAborted(f"node {one.node} was lost while it wrote its share of the save"))
                 return
 
-    def _wait_for_others(self, joint: _Joint, seen: JointRound) -> None:
+    def _wait_for_others(self, joint: _Joint) -> None:
         """End a round of which ranks are missing that were connected to a node and are to none any more. Those that never
         were may be on their way to their first save.
         """
@@ -386,6 +404,10 @@ class JointSaves:
         if now < joint.crews_at:
             return
         joint.crews_at = now + CREWS_EVERY_S
+        seen = self._party.rendezvous.look(joint.id)
+        if seen.repeated:
+            self._party.rendezvous.seal(joint.id)  # which ends it
+            return
         brought = {one.node: len(one.ranks) for one in seen.parts}
         crews, spoken = self._party.crews(key.run, key.attempt)
         coming = sum(max(count - brought.get(node, 0), 0) for node, count in crews.items())

@@ -156,6 +156,13 @@ class Saver:
             here = {other.rank for other in self._connected.of(who.run) if other.attempt == who.attempt}
             return len(here) < who.world
 
+    def _is_told_elsewhere(self, who: Participant) -> bool:
+        """Whether the node of this launch's first rank, which is another one, records how its saves go on."""
+        if self._joint is None or who.rank == 0 or not self._is_elsewhere(who):
+            return False
+        with self._lock:
+            return all(other.rank != 0 for other in self._connected.of(who.run) if other.attempt == who.attempt)
+
     def _here(self, current: SaveRound) -> set[int]:
         return {who.rank for who in self._connected.of(current.key.run) if who.attempt == current.key.attempt}
 
@@ -230,7 +237,8 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
-        round_id = self._decisions.begin(*key, who.world, intent)
+        quiet = self._is_told_elsewhere(who)
+        round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
         slot = -1
         try:
             if policy == "wait":
@@ -239,7 +247,8 @@ class Saver:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)
                 if begun is None:
-                    round_id = self._decisions.begin(*key, who.world, intent)  # it may have ended, or been fenced off, since
+                    # It may have ended, or been fenced off, since.
+                    round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
                     self.history.begun(key)
                 if begun is not None and key in self._pending and not begun.complete:
                     raise RoundAborted(f"step {step} is being saved by ranks of several nodes, this one's among them")
