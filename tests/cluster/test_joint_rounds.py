@@ -47,7 +47,7 @@ def test_a_daemon_is_killed_in_every_round(site: Site, request: pytest.FixtureRe
             time.sleep(chance.uniform(0.0, LATEST_S))
             daemons[victim].kill()
             daemons[victim] = site.start(victim)
-            heard = {_end(ticket) for ticket in tickets}
+            heard = {how_it_ended(ticket) for ticket in tickets}
             assert len(heard) == 1, (step, heard)
             end = heard.pop()
             ends[end] += 1
@@ -60,10 +60,10 @@ def test_a_daemon_is_killed_in_every_round(site: Site, request: pytest.FixtureRe
     assert steps(site.root, "run") == committed
     for step in committed:
         verify(PosixTier(site.root), naming.checkpoint_path("run", step))
-    _restores(daemons, committed)
+    restores(daemons, committed)
 
 
-def _end(ticket: object) -> str:
+def how_it_ended(ticket: object) -> str:
     try:
         ticket.result(120)  # type: ignore[attr-defined]
     except CheckpointError as error:
@@ -71,7 +71,7 @@ def _end(ticket: object) -> str:
     return "committed"
 
 
-def _restores(daemons: dict[str, Daemon], committed: list[int]) -> None:
+def restores(daemons: dict[str, Daemon], committed: list[int]) -> None:
     with ranks("run", [daemons["a"], daemons["c"], daemons["d"]], "after") as world:
         for step in (committed[-1], committed[len(committed) // 2]):
             assert set(world.each(lambda rank, one: one.restore(step=step))) == {step}  # noqa: B023 - used at once

@@ -122,6 +122,16 @@ def test_a_claim_ends(nodes: Nodes) -> None:
     assert a.rendezvous.look(number).state == "aborted"
 
 
+def test_a_claim_ends_with_the_lease_of_its_node(nodes: Nodes) -> None:
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    for node in (a, b):
+        node.rendezvous.deliver(number, b"done")
+    assert a.rendezvous.claim(number) and not b.rendezvous.claim(number)
+    nodes.lapse(a)
+    assert b.rendezvous.claim(number) and b.rendezvous.claim(number)
+
+
 def test_the_first_receipt_of_a_node_stands(nodes: Nodes) -> None:
     """A node that comes back writes again, and does not change what others may have read already."""
     a, b = nodes.add("a"), nodes.add("b")

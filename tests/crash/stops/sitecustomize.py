@@ -1,8 +1,9 @@
 """Named points at which a process of the product waits to be killed. Python imports this before anything else.
 
-Nothing of the product knows of it: with this directory on PYTHONPATH, and CRASH_POINT and CRASH_DIRECTORY set, one function
-of the product is wrapped when its module is imported. The first process that gets there while `armed` stands in the
-directory leaves its id in `hit` and goes on when there is a file `go`.
+Nothing of the product knows of it: with this directory on PYTHONPATH, and CRASH_POINT and CRASH_DIRECTORY set, functions
+of the product are wrapped when their modules are imported. The first process that gets to one while `armed` stands in the
+directory leaves its id in `hit` and goes on when there is a file `go`. CRASH_POINT may name several points, with "|" between
+them; then `armed` says for which of them it stands.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def _from_trash(tier: Any, path: str) -> bool:
     return "/trash/" in path
 
 
+_RENDEZVOUS = "holdfast_service.control.cluster.rendezvous"
+
 POINTS = {
     # in a rank
     "before stage": Point("holdfast.stage.slots", "Slots.lease"),
@@ -62,6 +65,21 @@ POINTS = {
     "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
     "before the catalog": Point("holdfast_service.control.catalog.catalog", "Catalog.record_checkpoint"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
+    # in a daemon that saves with those of other nodes
+    "before arriving": Point(_RENDEZVOUS, "Rendezvous.arrive"),
+    "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),
+    "before the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal"),
+    "the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal", after=True),
+    "before planning": Point("holdfast_service.control.checkpoints.planner", "plan"),
+    "bytes brought": Point("holdfast_service.daemon.exchange.fetching", "Peer.fetch", after=True),
+    "mid share": Point("holdfast_service.daemon.writing.part_writer", "_write_all"),
+    "share written": Point("holdfast_service.daemon.writing.part_writer", "_write_shares", after=True),
+    "before delivering": Point(_RENDEZVOUS, "Rendezvous.deliver"),
+    "delivered": Point(_RENDEZVOUS, "Rendezvous.deliver", after=True),
+    "claimed": Point(_RENDEZVOUS, "Rendezvous.receipts"),
+    "before the joint manifest": Point("holdfast_service.control.checkpoints.commit", "publish_joint"),
+    "before the end is told": Point(_RENDEZVOUS, "Rendezvous.committed"),
+    "the end is told": Point(_RENDEZVOUS, "Rendezvous.committed", after=True),
     # in what the daemon does beside saves
     "job claimed": Point("holdfast_service.control.jobs.catalog", "Jobs.claim", after=True),
     "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),
@@ -79,9 +97,13 @@ POINTS = {
 }
 
 
-def pause(directory: Path) -> None:
+def pause(directory: Path, name: str) -> None:
     """Wait to be killed, or to be let go; only the first one who comes."""
-    if not (directory / "armed").exists():
+    try:
+        armed = (directory / "armed").read_text()
+    except FileNotFoundError:
+        return
+    if armed not in ("", name):
         return
     try:
         descriptor = os.open(directory / "hit", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -93,54 +115,57 @@ def pause(directory: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _wrap(module: ModuleType, point: Point, directory: Path) -> None:
-    *owners, name = point.function.split(".")
+def _wrap(module: ModuleType, name: str, directory: Path) -> None:
+    point = POINTS[name]
+    *owners, attribute = point.function.split(".")
     owner: Any = module
     for each in owners:
         owner = getattr(owner, each)
-    function = getattr(owner, name)
+    function = getattr(owner, attribute)
 
     def stopping(*arguments: Any, **options: Any) -> Any:
         due = point.at(*arguments, **options)
         if due and not point.after:
-            pause(directory)
+            pause(directory, name)
         result = function(*arguments, **options)
         if due and point.after:
-            pause(directory)
+            pause(directory, name)
         return result
 
-    setattr(owner, name, stopping)
+    setattr(owner, attribute, stopping)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module as it would have been, then wraps the point in it."""
+    """Loads a module as it would have been, then wraps the points in it."""
 
-    point: Point
+    points: Sequence[str]
     directory: Path
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        _wrap(module, self.point, self.directory)
+        for point in self.points:
+            _wrap(module, point, self.directory)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module that has the point."""
+    """Finds the modules that have the points."""
 
-    def __init__(self, point: Point, directory: Path) -> None:
-        self._point, self._directory = point, directory
+    def __init__(self, points: Sequence[str], directory: Path) -> None:
+        self._points, self._directory = points, directory
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._point.module:
+        here = [point for point in self._points if POINTS[point].module == name]
+        if not here:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.origin is not None, name
         loader = _Loader(name, spec.origin)
-        loader.point, loader.directory = self._point, self._directory
+        loader.points, loader.directory = here, self._directory
         spec.loader = loader
         return spec
 
 
 if "CRASH_POINT" in os.environ:
-    sys.meta_path.insert(0, _Finder(POINTS[os.environ["CRASH_POINT"]], Path(os.environ["CRASH_DIRECTORY"])))
+    sys.meta_path.insert(0, _Finder(os.environ["CRASH_POINT"].split("|"), Path(os.environ["CRASH_DIRECTORY"])))

@@ -275,11 +275,14 @@ class Rendezvous:
             connection.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
 
     def claim(self, round_id: int) -> bool:
-        """Whether this node is the one that commits now: all receipts are there, and nobody else's claim lasts."""
+        """Whether this node is the one that commits now: all receipts are there, and nobody else's claim lasts. It ends with
+        its time, or with the claimer's lease.
+        """
         me = self._membership.me
         missing = exists().where(PartRow.round_id == round_id, PartRow.receipt.is_(None))
+        there = exists().where(NodeRow.name == JointRoundRow.committer, NodeRow.until > now())
         over = (JointRoundRow.state == "committing") & (
-            (JointRoundRow.claimed_until < now()) | (JointRoundRow.committer == me.name)
+            (JointRoundRow.claimed_until < now()) | (JointRoundRow.committer == me.name) | ~there
         )
         free = (JointRoundRow.id == round_id, (JointRoundRow.state == "sealed") | over, ~missing)
         values = {"state": "committing", "committer": me.name, "claimed_until": later(CLAIM_S), "changed": now()}
