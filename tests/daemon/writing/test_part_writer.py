@@ -27,7 +27,7 @@ from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, Tier
 from tests.daemon.writing.test_path import DTYPES, Shards, cuts, files_of
 
 STAGED = naming.staging_path("r", 7, 1, 5)
@@ -48,7 +48,7 @@ class Site:
         self.owned = blocks.owners(self.grid, held, self.nodes)
         self.asked: Counter[SlotRange] = Counter()
 
-    def write(self, tier: MemoryTier, node: int) -> Receipt:
+    def write(self, tier: Tier, node: int, staged: str = STAGED) -> Receipt:
         own = {rank: data for rank, data in self.slots.items() if self.node_of[rank] == node}
         shares = blocks.shares(self.grid, self.owned, node, 4 * self.grid.block_bytes)
 
@@ -59,7 +59,7 @@ class Site:
                 into[one.rank][one.begin : one.end] = self.slots[one.rank][one.begin : one.end]
 
         share = NodeShare(shares, self.grid.block_bytes)
-        return write_share(tier, self.plan, STAGED, SlotSources(own, bring), share, f"n{node}")
+        return write_share(tier, self.plan, staged, SlotSources(own, bring), share, f"n{node}")
 
     def save(self, tier: MemoryTier) -> manifest.Manifest:
         receipts = [self.write(tier, node) for node in reversed(range(self.nodes))]

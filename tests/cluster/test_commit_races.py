@@ -1,0 +1,69 @@
+"""Two nodes commit the same round at the same moment, on a real directory with a real PostgreSQL: one checkpoint, and both
+are told that it stands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_service.control.checkpoints import planner
+from holdfast_service.daemon.checking.verifier import verify
+from tests.control.cluster.nodes import Nodes, nodes
+from tests.daemon.writing.test_part_writer import CREATED, columns
+from tests.daemon.writing.test_part_writer import Site as Shares
+from tests.regressions.test_daemons_that_share_a_root import Node
+
+__all__ = ["nodes"]
+pytestmark = pytest.mark.cluster
+
+RUN, RACES, KEPT = "r", 1000, 3
+
+
+@pytest.fixture
+def pair(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    made = Node(nodes, tmp_path, "a"), Node(nodes, tmp_path, "b")
+    yield made
+    for node in made:
+        node.decisions.close()
+
+
+def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
+    """A thousand races. What either leaves of its staging directory goes; nothing is removed of what stands."""
+    shares = Shares(columns([500, 700], 2), [0, 1])
+    tables = columns([500, 700], 2).tables()
+    for node in pair:
+        node.decisions.hello(RUN, "launch", 2, KEPT)
+    a, b = pair
+    for step in range(1, RACES + 1):
+        plan = shares.plan = planner.plan([msgspec.structs.replace(table, step=step) for table in tables])
+        staged = naming.staging_path(RUN, step, 1, step)
+        receipts = [shares.write(a.tier, 0, staged), shares.write(b.tier, 1, staged)]
+        numbers = [node.decisions.begin(RUN, step, 1, 2) for node in pair]
+        made: list[Manifest] = []
+        start = threading.Barrier(2)
+
+        def commit(node: Node, number: int) -> None:
+            start.wait()  # noqa: B023 - the threads of this step
+            done = node.decisions.commit(number, plan, {}, JointlyStaged(staged, receipts, CREATED))  # noqa: B023
+            made.append(done)  # noqa: B023
+
+        threads = [threading.Thread(target=commit, args=one) for one in zip(pair, numbers, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 2 and made[0] == made[1], (step, made)
+        assert verify(a.tier, naming.checkpoint_path(RUN, step)) == made[0]
+        assert a.tier.list(f"{RUN}/{naming.STAGING}") == []
+    for node in pair:
+        assert node.decisions.recorded(60)
+    listed = [found.step for found in b.catalog.checkpoints(RUN, None, 100).items]
+    assert RACES in listed and len(listed) == len(set(listed))
