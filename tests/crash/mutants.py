@@ -7,6 +7,9 @@ from typing import NamedTuple
 _POSIX = "service/holdfast_service/storage/posix.py"
 _CUT = "tests/crash/test_power_cut.py"
 _REPAIRS = "tests/crash/test_repairs.py"
+_RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
+_MEETING = "tests/control/cluster/test_rendezvous.py"
+_SHARES = "tests/daemon/writing/test_part_writer.py"
 _FLIPS = "tests/crash/test_flips.py"
 
 
@@ -568,6 +571,56 @@ MUTATIONS = (
         "            except FileExistsError:\n                return False\n            finally:",
         "            except FileExistsError:\n                pass\n            finally:",
         ("tests/control/catalog/test_shared_attempts.py", "tests/storage/test_posix.py"),
+    ),
+    # saves of several nodes (I11 to I14)
+    Mutation(
+        "a commit is claimed when nobody is missing",
+        _RENDEZVOUS,
+        '(JointRoundRow.state == "sealed") | over, ~missing)',
+        '(JointRoundRow.state == "sealed") | over)',
+        (_MEETING,),
+    ),
+    Mutation(
+        "a commit is claimed by one",
+        _RENDEZVOUS,
+        '(JointRoundRow.state == "sealed") | over, ~missing)',
+        "JointRoundRow.state.in_(GOING), ~missing)",
+        (_MEETING,),
+    ),
+    Mutation(
+        "fence of an older attempt's part",
+        _RENDEZVOUS,
+        "return known & ~newer & ~exists()",
+        "return known & ~exists()",
+        (_MEETING,),
+    ),
+    Mutation(
+        "a round that is given up as it is made",
+        _RENDEZVOUS,
+        "            found = session.scalar(end)\n            if found is not None:",
+        "            found = None\n            if found is not None:",
+        (_MEETING,),
+    ),
+    Mutation(
+        "the round in the path",
+        "formats/holdfast_formats/naming.py",
+        ' + (f".r{round_id}" if round_id else "")',
+        "",
+        ("tests/formats/test_naming.py",),
+    ),
+    Mutation(
+        "what stands is read back",
+        "service/holdfast_service/control/checkpoints/commit.py",
+        '.read(f"{target}/{naming.COMMIT}") != commit_bytes:',
+        ".size(target) is None:",
+        (_SHARES,),
+    ),
+    Mutation(
+        "files are looked at before the rename",
+        "service/holdfast_service/control/checkpoints/commit.py",
+        "        if found != entry.bytes:",
+        "        if False:",
+        (_SHARES,),
     ),
     Mutation(
         "pins",

@@ -184,6 +184,8 @@ def test_an_older_attempt_brings_nothing(nodes: Nodes) -> None:
     with pytest.raises(StaleAttempt):
         arrive(a, 1, [0], attempt=1)
     assert arrive(a, 1, [0], attempt=2)
+    with pytest.raises(StaleAttempt):  # also where what its ranks hold is known
+        arrive(a, 2, [0], attempt=1)
 
 
 def test_how_far_a_round_is(nodes: Nodes) -> None:
