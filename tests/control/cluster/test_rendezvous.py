@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import event, update
 
 from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_formats.staging.joint import RoundState
@@ -202,6 +202,21 @@ def test_how_far_a_round_is(nodes: Nodes) -> None:
     assert a.rendezvous.state(number).written
     with pytest.raises(RoundAborted, match="lost"):
         a.rendezvous.state(number + 1)
+
+
+def test_a_round_that_is_made_while_the_step_is_given_up(nodes: Nodes) -> None:
+    """It comes after the look for one to end."""
+    a, b = nodes.add("a"), nodes.add("b")
+    arrive(a, 1, [0])  # what it holds is known from then on
+    made: list[int] = []
+
+    def comes(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        if statement.startswith("UPDATE joint_rounds") and not made:
+            made.append(arrive(a, 2, [0]))
+
+    event.listen(b.database.engine, "after_cursor_execute", comes)
+    b.rendezvous.refuse(RUN, 2, 1, 2, RoundAborted("a rank is gone").problem())
+    assert a.rendezvous.state(made[0]).state == "aborted"
 
 
 def test_a_step_is_given_up_at_the_moment_when_it_begins(nodes: Nodes) -> None:
