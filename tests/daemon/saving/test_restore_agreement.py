@@ -9,9 +9,14 @@ import pytest
 
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.database.database import Trouble
 from holdfast_service.daemon.saving import restore_agreement
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import Participant
+from tests.control.cluster.nodes import Nodes, nodes
+
+__all__ = ["nodes"]
 
 BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
 GO_ON = RestoreVerdict()
@@ -81,6 +86,33 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
     assert restores.judge(rank(2, 3), 0, WELL, 60.0) == RestoreVerdict(problem=BAD.problem())
     for number in range(3):  # the next turn is a new one
         restores.told(rank(number, 3), 1, 400, named=False)
+
+
+def agreement(node: Cluster) -> RestoreAgreement:
+    """Of a node of a launch that spans several."""
+    known = Known()
+    return RestoreAgreement(lambda run, step, error: error, known, rendezvous=node.rendezvous, spans=lambda who: True)  # type: ignore[arg-type]
+
+
+def test_a_restore_that_is_given_up_is_waited_for_on_no_node(nodes: Nodes) -> None:
+    """It was the only rank of its node, and nobody else there tells the other ones."""
+    here, there = agreement(nodes.add("a")), agreement(nodes.add("b"))
+    assert here.judge(rank(0), 0, ended(StorageFailed("no")), 0.0) == GO_ON
+    assert there.judge(rank(1), 0, WELL, 30.0) == GO_ON
+
+
+def test_damage_is_told_to_other_nodes_once_the_catalog_is_back(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was away when one node met it: the rank on the other one waits, and does not go on from that step."""
+    monkeypatch.setattr(restore_agreement, "REPEAT_S", 0.05)
+    a, b = nodes.add("a"), nodes.add("b")
+    here, there = agreement(a), agreement(b)
+    a.database.trouble = Trouble(0.0, "the catalog is away", reads=True)
+    assert here.judge(rank(0), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem())
+    with pytest.raises(DeadlineExceeded):
+        there.judge(rank(1), 0, WELL, 0.5)
+    a.database.trouble = None
+    assert there.judge(rank(1), 0, WELL, 30.0) == RestoreVerdict(problem=BAD.problem())
+    here.close()
 
 
 def test_what_is_well_again_is_read_again_and_then_believed() -> None:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
 UNHEARD_ELSEWHERE_S = 1800.0  # and where they may be on other nodes, and read still
+REPEAT_S = 1.0  # between two tries to tell of damage, while the catalog is away
 VOTE_S = 0.2  # how often other nodes are asked
 TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
@@ -41,6 +42,7 @@ class _Turn:
         self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
         self.doubted: set[int] = set()  # who met damage where there was none
         self.failed: Damaged | None = None
+        self.spread = False  # other nodes were told that it has failed
         self.agreed = False
 
 
@@ -160,8 +162,10 @@ class RestoreAgreement:
         it.
         """
         with self._changed:
-            self._turn(who, turn).ended.add(who.rank)
+            current = self._turn(who, turn)
+            current.ended.add(who.rank)
             self._changed.notify_all()
+        self._vote(who, turn, current)  # no other rank of this node may be there to do it
 
     def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> RestoreVerdict:
         """A rank reports damage. If it is confirmed, the turn ends for all ranks, unless it asked `alone`.
@@ -191,7 +195,7 @@ class RestoreAgreement:
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
         if not late:
-            self._vote(who, turn, current)
+            self._spread(who, turn, current)
         newest = self._findings.newest(who.run) if alone else None
         return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
 
@@ -216,6 +220,24 @@ class RestoreAgreement:
                 del self._turns[old]
         return self._turns[key]
 
+    def _spread(self, who: Participant, turn: int, current: _Turn) -> None:
+        """Tell other nodes of damage. While the catalog is away, again and again: their ranks must not go on from what this
+        node's did not restore, and nobody here may ask about this turn any more.
+        """
+        self._vote(who, turn, current)
+        if current.spans and not current.spread:
+            repeat = threading.Thread(target=self._repeat, args=(who, turn, current), name="holdfast-damage", daemon=True)
+            repeat.start()
+
+    def _repeat(self, who: Participant, turn: int, current: _Turn) -> None:
+        while True:
+            with self._changed:
+                if current.spread or not current.spans or self._changed.wait_for(lambda: self._closed, REPEAT_S):
+                    return
+                if current not in self._turns.values():  # nobody trains this run any more
+                    return
+            self._vote(who, turn, current)
+
     def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
         """Tell other nodes how the turn ended here, and hear how there; nothing where all ranks are here."""
         if self._rendezvous is None:
@@ -229,6 +251,7 @@ class RestoreAgreement:
             done = self._done(who, current)
             recent = current.voted == done and time.monotonic() - current.voted_at < VOTE_S
             if len(done) >= current.world or (recent and current.failed is None):
+                current.spread = current.spread or len(done) >= current.world  # nobody is elsewhere any more
                 return
             current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()
@@ -239,6 +262,7 @@ class RestoreAgreement:
             votes = None
         with self._changed:
             current.voted = done if votes is not None else current.voted or set()
+            current.spread = current.spread or (votes is not None and problem is not None)
             if votes is not None:
                 current.elsewhere = votes.ranks - done
                 heard = None if votes.problem is None else from_problem(votes.problem)
