@@ -19,7 +19,8 @@ def give_way() -> None:
     """Permanently lower the calling thread's priority: nice for the CPU, the idle class for I/O. It never fails."""
     thread = threading.get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, NICE)
+        lowest = max(NICE, os.getpriority(os.PRIO_PROCESS, thread))  # a daemon may be started with less than that
+        os.setpriority(os.PRIO_PROCESS, thread, lowest)
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         _libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_IDLE)
