@@ -5,8 +5,6 @@ are told that it stands.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,23 +14,15 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon.checking.verifier import verify
-from tests.control.cluster.nodes import Nodes, nodes
+from tests.control.cluster.nodes import nodes
 from tests.daemon.writing.test_part_writer import CREATED, columns
 from tests.daemon.writing.test_part_writer import Site as Shares
-from tests.regressions.test_daemons_that_share_a_root import Node
+from tests.regressions.test_daemons_that_share_a_root import Node, pair
 
-__all__ = ["nodes"]
+__all__ = ["nodes", "pair"]
 pytestmark = pytest.mark.cluster
 
 RUN, RACES, KEPT = "r", 1000, 3
-
-
-@pytest.fixture
-def pair(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
-    made = Node(nodes, tmp_path, "a"), Node(nodes, tmp_path, "b")
-    yield made
-    for node in made:
-        node.decisions.close()
 
 
 def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:

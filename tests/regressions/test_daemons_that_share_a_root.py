@@ -100,6 +100,35 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
 
 
+def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: tuple[Node, Node]) -> None:
+    """Also where its beginning is recorded only after that: a new launch would wait for its end."""
+    a, b = pair
+    late = threading.Event()
+    a.decisions.book.tell("something slow", late.wait)
+    number = a.decisions.begin(RUN, 2, 1, 2)
+    a.decisions.sealed(number, 2)
+    a.decisions.joined(number, RUN, 2, 1, {})
+    quiet = b.decisions.begin(RUN, 2, 1, 2, quiet=True)
+    b.decisions.joined(quiet, RUN, 2, 1, {})
+    late.set()
+    for node in pair:
+        assert node.decisions.recorded(30)
+    assert [found.state for found in b.catalog.rounds(RUN).items] == ["committed"]
+
+
+def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
+    """One record and one event; also where the node of the first rank had not begun it."""
+    for step, told in ((1, pair), (2, pair[1:])):
+        for node in told:
+            number = node.decisions.begin(RUN, step, 1, 2, quiet=node is not pair[0])
+            assert node.decisions.recorded(30)
+            node.decisions.abort(number, RoundAborted("a rank is gone"), None)
+            assert node.decisions.recorded(30)
+        assert [found.step for found in pair[0].catalog.rounds(RUN, "aborted").items].count(step) == 1
+        events = pair[0].decisions.events.after(0, 50, RUN, "save-aborted")
+        assert [found.step for found in events].count(step) == 1
+
+
 def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     """By the storage's clock: a tree of two hours ago goes, one that was written to now stays."""
     a, b = pair

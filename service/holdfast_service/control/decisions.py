@@ -388,10 +388,10 @@ class Decisions:
         self._let_go(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
-    def joined(self, round_id: int, run: str, step: int, attempt: int) -> None:
+    def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
         """Another node has committed a save in which ranks of this one took part."""
         self.findings.made(run, step)
-        self._rounds.left(round_id)
+        self._rounds.left(round_id, measured)
         self._let_go(run, attempt)
 
     def _publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:

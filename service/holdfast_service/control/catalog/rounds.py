@@ -111,13 +111,17 @@ class Rounds:
 
         self._book.tell("how a save ended", note)
 
-    def left(self, number: int) -> None:
-        """Another node has committed it, and tells the catalog."""
+    def left(self, number: int, measured: Mapping[str, float] = NOTHING) -> None:
+        """Another node has committed it, and tells the catalog; so does this one, if it was the one that told how it went
+        on: what it told may come there after that end.
+        """
         with self._lock:
             made = self._rounds.get(number)
-            if made is not None and made.ended is None:
-                made.ended = EndedRound("committed", self._now(), None, None, NOTHING)
+            if made is not None and made.ended is None and not made.told:
+                made.ended = EndedRound("committed", self._now(), None, None, measured)
                 self._open.pop(made.key, None)
+                return
+        self.end(number, "committed", measured=measured)
 
     def measure(self, number: int, measured: Mapping[str, float]) -> None:
         """Record timings found after its end."""

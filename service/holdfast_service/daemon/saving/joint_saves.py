@@ -36,7 +36,6 @@ CREWS_EVERY_S = 5.0
 NODES_EVERY_S = 2.0  # how often it is looked which nodes are gone
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
-GOING = ("open", "sealed", "committing")
 
 Result = Manifest | CheckpointError | None  # None: another node has committed it
 
@@ -379,8 +378,8 @@ class JointSaves:
             return
         del self._joints[joint.current.key]
         if joint.ended.result is None:
-            self._history.ending(joint.current, **_measured(joint.writing))
-            self._decisions.joined(joint.current.id, *joint.current.key)
+            measured = self._history.ending(joint.current, **_measured(joint.writing))
+            self._decisions.joined(joint.current.id, *joint.current.key, measured)
         self._host.ended(joint.current, joint.ended.result, joint.ended.staging)
 
     def _look_for_the_dead(self, joint: _Joint) -> None:
