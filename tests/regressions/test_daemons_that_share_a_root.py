@@ -129,6 +129,27 @@ def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
         assert [found.step for found in events].count(step) == 1
 
 
+def test_a_save_is_one_record_however_late_a_node_tells_of_it(pair: tuple[Node, Node]) -> None:
+    """The node of the first rank records its beginning after another one has recorded its end. The next try is another."""
+    a, b = pair
+    late = threading.Event()
+    a.decisions.book.tell("something slow", late.wait)
+    numbers = [node.decisions.begin(RUN, 2, 1, 2, quiet=node is b) for node in pair]
+    a.decisions.sealed(numbers[0], 2)
+    for node, number in reversed([*zip(pair, numbers, strict=True)]):
+        node.decisions.abort(number, RoundAborted("a rank is gone"), None)
+        if node is b:
+            assert b.decisions.recorded(30)
+    late.set()
+    assert a.decisions.recorded(30)
+    assert [found.state for found in a.catalog.rounds(RUN).items] == ["aborted"]
+    assert len(a.decisions.events.after(0, 50, RUN, "save-aborted")) == 1
+    again = a.decisions.begin(RUN, 2, 1, 2)
+    a.decisions.joined(again, RUN, 2, 1, {})
+    assert a.decisions.recorded(30)
+    assert [found.state for found in a.catalog.rounds(RUN).items] == ["committed", "aborted"]
+
+
 def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     """By the storage's clock: a tree of two hours ago goes, one that was written to now stays."""
     a, b = pair

@@ -17,8 +17,10 @@ def views(draw: st.DrawFn) -> list[torch.Tensor]:
     for _ in range(draw(st.integers(1, 4))):
         of = memory if draw(st.booleans()) else memory.view(torch.uint8)
         shape = draw(st.lists(st.integers(0, 4), max_size=3))
-        strides = [draw(st.integers(0, 9)) for _ in shape]
-        room = of.numel() - 1 - sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n)
+        room, strides = of.numel() - 1, []
+        for n in shape:
+            strides.append(draw(st.integers(0, min(9, room // max(n - 1, 1)))))
+            room -= max(n - 1, 0) * strides[-1]
         found.append(of.as_strided(shape, strides, draw(st.integers(0, room))))
     return found
 

@@ -30,6 +30,7 @@ from holdfast_service.control.database.schema import AnswerRow, AttemptRow, Chec
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 
 UNSAVED = ("aborted", "dropped")
+NEWEST = 64  # rounds of a run, among which is one that another node has just ended
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
 
 
@@ -134,8 +135,12 @@ class Catalog:
             session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
             return step
 
-    def note_round(self, run: str, step: int, attempt: int, world: int, opened: str) -> tuple[int, str]:
-        """The id of the round of this step and attempt, and when it was opened: the one going on, else a new one."""
+    def note_round(
+        self, run: str, step: int, attempt: int, world: int, opened: str, others: Collection[int] = ()
+    ) -> tuple[int, str]:
+        """The id of the round of this step and attempt, and when it was opened: the one going on, else one that another
+        node has ended since then, but for `others`; else a new one.
+        """
         naming.check_step(step)
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
@@ -143,6 +148,10 @@ class Catalog:
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
             going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
             made = session.scalar(going)
+            if made is None and self.database.is_shared:
+                newest = select(RoundRow.id).where(RoundRow.run == run).order_by(RoundRow.id.desc()).limit(NEWEST)
+                ended = (RoundRow.ended >= opened, RoundRow.node != self.node, RoundRow.id.not_in(others))
+                made = session.scalar(select(RoundRow).where(RoundRow.id.in_(newest), *same, *ended).limit(1))
             if made is None:
                 made = RoundRow(
                     run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened, node=self.node

@@ -159,7 +159,9 @@ class Rounds:
 
     def _id(self, made: _Round) -> int:
         if made.id is None:
-            made.id, made.opened = self._catalog.note_round(*made.key, made.world, made.opened)
+            with self._lock:  # the step may have been tried before
+                others = [one.id for one in self._rounds.values() if one.key == made.key and one.id is not None]
+            made.id, made.opened = self._catalog.note_round(*made.key, made.world, made.opened, others)
         return made.id
 
     def _note(self, made: _Round) -> None:
