@@ -27,6 +27,7 @@ CATALOG = "catalog.sqlite"
 STEP_MAX = 10**15 - 1
 _LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
+ROUND_ID_MAX = 10**18 - 1
 REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that is being replaced by another one of its step
 NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
@@ -56,6 +57,22 @@ class StagingName(NamedTuple):
     step: int
     attempt: int
     round_id: int = 0  # of what several nodes write together
+
+
+class Place(NamedTuple):
+    """Where one try to save a step keeps its files until they are published. Where several nodes write together it names
+    their round, so what a node still writes for a round that has ended goes where nobody publishes from (I11).
+    """
+
+    run: str
+    step: int
+    attempt: int
+    round_id: int = 0
+
+    @property
+    def path(self) -> str:
+        """Relative to the root."""
+        return staging_path(*self)
 
 
 def check_run(run: str) -> str:
@@ -135,6 +152,8 @@ def staging_directory(step: int, attempt: int, round_id: int = 0) -> str:
     """`step-N.aK`, and `.rR` where several nodes write one round together."""
     if not 0 <= attempt <= ATTEMPT_MAX:
         raise InvalidRequest(f"attempt must be from 0 to {ATTEMPT_MAX}, not {attempt}")
+    if not 0 <= round_id <= ROUND_ID_MAX:
+        raise InvalidRequest(f"round must be from 0 to {ROUND_ID_MAX}, not {round_id}")
     return f"{step_directory(step)}.a{attempt}" + (f".r{round_id}" if round_id else "")
 
 
@@ -164,9 +183,14 @@ def staging_path(run: str, step: int, attempt: int, round_id: int = 0) -> str:
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt, round_id)}"
 
 
+def replaced_place(run: str, step: int) -> Place:
+    """Where a checkpoint stands while it is replaced by another one of its step, if that takes two renames."""
+    return Place(run, step, REPLACED_ATTEMPT)
+
+
 def replaced_path(run: str, step: int) -> str:
-    """The path of a checkpoint while it is replaced by another one of its step, if that takes two renames."""
-    return staging_path(run, step, REPLACED_ATTEMPT)
+    """The path of `replaced_place`."""
+    return replaced_place(run, step).path
 
 
 def attempts_file(node: str) -> str:

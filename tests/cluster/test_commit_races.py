@@ -34,7 +34,7 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
     a, b = pair
     for step in range(1, RACES + 1):
         plan = shares.plan = planner.plan([msgspec.structs.replace(table, step=step) for table in tables])
-        staged = naming.staging_path(RUN, step, 1, step)
+        staged = naming.Place(RUN, step, 1, step)
         receipts = [shares.write(a.tier, 0, staged), shares.write(b.tier, 1, staged)]
         numbers = [node.decisions.begin(RUN, step, 1, 2) for node in pair]
         made: list[Manifest] = []

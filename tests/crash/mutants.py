@@ -9,6 +9,9 @@ _CUT = "tests/crash/test_power_cut.py"
 _REPAIRS = "tests/crash/test_repairs.py"
 _RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
 _MEETING = "tests/control/cluster/test_rendezvous.py"
+_STORE = "service/holdfast_service/storage/posix_store.py"
+_STORES = "tests/storage/test_posix_store.py"
+_PUBLISHED = "tests/control/checkpoints/test_commit.py"
 _SHARES = "tests/daemon/writing/test_part_writer.py"
 _FLIPS = "tests/crash/test_flips.py"
 
@@ -104,8 +107,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fsync of the staged directory",
-        "service/holdfast_service/control/checkpoints/commit.py",
-        "    tier.sync_directory(staging)\n",
+        _STORE,
+        "            self._tier.sync_directory(place.path)\n",
         "",
         (_CUT,),
     ),
@@ -126,9 +129,10 @@ MUTATIONS = (
     # the order of things (I3, I4, I10)
     Mutation(
         "COMMIT after the manifest",
-        "service/holdfast_service/control/checkpoints/commit.py",
-        '    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
-        '    tier.put(f"{staging}/{naming.COMMIT}.early", encoded)\n    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
+        _STORE,
+        '        self._tier.put(f"{place.path}/{naming.MANIFEST}", contents.manifest)\n',
+        '        self._tier.put(f"{place.path}/{naming.COMMIT}.early", contents.commit)\n'
+        '        self._tier.put(f"{place.path}/{naming.MANIFEST}", contents.manifest)\n',
         ("tests/daemon/writing/test_order.py",),
     ),
     Mutation(
@@ -553,10 +557,17 @@ MUTATIONS = (
     ),
     Mutation(
         "what other nodes write to is not swept",
-        "service/holdfast_service/control/checkpoints/removal.py",
-        "tier.idle_s(path) >= idle_s",
-        "tier.idle_s(path) >= 0.0",
+        _STORE,
+        "self._tier.idle_s(path) >= idle_s",
+        "self._tier.idle_s(path) >= 0.0",
         ("tests/regressions/test_daemons_that_share_a_root.py",),
+    ),
+    Mutation(
+        "what a round that goes on has staged is not swept",
+        _STORE,
+        "path in spared or not _is_ours",
+        "not _is_ours",
+        (_STORES,),
     ),
     Mutation(
         "fence, when a newer launch on another node was answered",
@@ -610,16 +621,30 @@ MUTATIONS = (
     ),
     Mutation(
         "what stands is read back",
-        "service/holdfast_service/control/checkpoints/commit.py",
-        '.read(f"{target}/{naming.COMMIT}") != commit_bytes:',
-        ".size(target) is None:",
-        (_SHARES,),
+        _STORE,
+        "        if stands == contents.commit:\n",
+        "        if stands is not None:\n",
+        (_SHARES, _STORES),
+    ),
+    Mutation(
+        "what another committer has published is made durable",
+        _STORE,
+        '            self._tier.sync_directory(target.rpartition("/")[0])\n',
+        "",
+        (_PUBLISHED,),
+    ),
+    Mutation(
+        "a round is not exchanged for what it has replaced",
+        _STORE,
+        "elif over and self._stands(target) == contents.commit:",
+        "elif False:",
+        (_PUBLISHED, _STORES),
     ),
     Mutation(
         "files are looked at before the rename",
-        "service/holdfast_service/control/checkpoints/commit.py",
-        "        if found != entry.bytes:",
-        "        if False:",
+        _STORE,
+        "            if found != size:",
+        "            if False:",
         (_SHARES,),
     ),
     Mutation(

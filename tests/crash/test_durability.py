@@ -73,9 +73,14 @@ def calls(pattern: str, but: set[str]) -> list[str]:
 
 
 def test_two_modules_publish_and_one_renames() -> None:
-    """I2: only commit and removal move what is under checkpoints/; only storage renames, syncs and unlinks there."""
-    assert calls(r"\btier\.publish\(", {"control/checkpoints/commit.py", "control/checkpoints/removal.py"}) == []
-    assert calls(r"\btier\.supplant\(", {"daemon/copying/file_repair.py"}) == []
+    """I2: only commit and removal ask the store for it; only the store moves what is under checkpoints/, and only storage
+    renames, syncs and unlinks there.
+    """
+    assert calls(r"store\.commit\(", {"control/checkpoints/commit.py"}) == []
+    assert calls(r"store\.remove\(", {"control/checkpoints/removal.py"}) == []
+    # commit gives an export its name, outside of any root
+    assert calls(r"tier\.(publish|exchange)\(", {"storage/posix_store.py", "control/checkpoints/commit.py"}) == []
+    assert calls(r"tier\.supplant\(", {"daemon/copying/file_repair.py"}) == []
     assert (
         calls(
             r"\bos\.(rename|replace|renames|fsync|fdatasync|link)\(|\brenameat2\(", {"storage/posix.py", "storage/libc.py"}

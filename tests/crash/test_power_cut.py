@@ -19,9 +19,9 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
+from holdfast_service.control.checkpoints.removal import remove_checkpoint
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixStore, PosixTier
 from tests.crash import ledger, power
 from tests.crash.calls import steered
 from tests.daemon.writing.test_path import Shards
@@ -72,7 +72,7 @@ def record(directory: Path) -> Story:
             recorder.tell("limited", step)
             if step > 1:
                 recorder.tell("removing", step - 1)
-                assert remove_checkpoint(tier, RUN, step - 1) is None
+                assert remove_checkpoint(PosixStore(tier), RUN, step - 1) is None
     shutil.rmtree(root)
     operations = recorder.operations
     return Story(operations, [(index, op) for index, op in enumerate(operations) if isinstance(op, power.Told)])
@@ -147,7 +147,7 @@ def look_at(tree: power.Tree, root: Path, told: list[power.Told]) -> Harm | None
             return before
         visible = committed_steps(root, RUN)
         tier = PosixTier(root)
-        sweep(tier)
+        PosixStore(tier).sweep()
         if committed_steps(root, RUN) != visible or harm(root, told) is not None:
             return Harm(f"the sweep hurt one of {visible}", lost=STEP_BYTES)
         left = [*tier.list(f"{RUN}/{naming.STAGING}"), *tier.list(f"{RUN}/{naming.TRASH}")]

@@ -19,8 +19,8 @@ from unittest import mock
 
 import pytest
 
-from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
-from holdfast_service.storage import PosixTier, posix
+from holdfast_service.control.checkpoints.removal import remove_checkpoint
+from holdfast_service.storage import PosixStore, PosixTier, posix
 from tests.crash import block_log, ledger, power
 from tests.crash.block_log import Event, Flushed, Marked, Wrote
 from tests.crash.disks import COMMAND_TIMEOUT_S, attached, command
@@ -124,7 +124,7 @@ def save_and_remove(tier: PosixTier, tell: Callable[[str, int], None]) -> None:
         tell("limited", step)
         if step > 1:
             tell("removing", step - 1)
-            assert remove_checkpoint(tier, RUN, step - 1) is None
+            assert remove_checkpoint(PosixStore(tier), RUN, step - 1) is None
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def look_at(place: Path, disk: bytes, told: list[power.Told]) -> Harm | None:
             return Harm("the root is gone") if told else None
         found = harm(root, told)
         if found is None:
-            sweep(PosixTier(root))
+            PosixStore(PosixTier(root)).sweep()
             found = harm(root, told)
         return found
 

@@ -20,11 +20,10 @@ from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_service.control.checkpoints.commit import publish_copy
-from holdfast_service.control.checkpoints.removal import sweep
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Going, carry, read_pair
 from holdfast_service.daemon.copying.repair import Elsewhere, RepairOutcome, mend
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixStore, PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power
 from tests.crash.calls import Fault, Place, PlaceFault, steered
@@ -32,7 +31,7 @@ from tests.in_memory import in_memory
 
 RUN, STEP = "tiny", 5
 DIRECTORY = naming.checkpoint_path(RUN, STEP)
-STAGING = naming.staging_path(RUN, STEP, naming.NO_ATTEMPT)
+PLACE = naming.Place(RUN, STEP, naming.NO_ATTEMPT)
 TENSORS = 50
 PLACES, PLACES_SLOW = 250, 10_000
 CALLS_MAX = 1000
@@ -163,7 +162,7 @@ def test_every_call_of_a_repair_fails(file: str, loops: bool) -> None:
             if left is None:
                 assert now == pair.files, f"{fault.failed}: said to be mended"
             assert pair.mend(None).left is None and pair.stored() == pair.files
-            sweep(pair.here)
+            PosixStore(pair.here).sweep()
             assert pair.here.list(f"{RUN}/{naming.STAGING}") == []
             ledger.survived(FAULTS)
             if not fault.failed:
@@ -191,7 +190,7 @@ def test_every_call_of_a_copy_fails() -> None:
                 assert fault.failed
             for name in target.list(f"{RUN}/{naming.CHECKPOINTS}"):
                 verify(target, f"{RUN}/{naming.CHECKPOINTS}/{name}")
-            sweep(target)
+            PosixStore(target).sweep()
             if not target.list(DIRECTORY):
                 copy(pair, target, read)
             assert {n: target.read(f"{DIRECTORY}/{n}") for n in target.list(DIRECTORY)} == pair.files
@@ -207,8 +206,8 @@ def test_every_call_of_a_copy_fails() -> None:
 
 def copy(pair: Pair, target: PosixTier, read) -> None:
     """What a replica's worker does with one checkpoint."""
-    carry(pair.here, DIRECTORY, target, STAGING, read.made, Going())
-    publish_copy(target, STAGING, read.encoded, read.commit)
+    carry(pair.here, DIRECTORY, target, PLACE.path, read.made, Going())
+    publish_copy(PosixStore(target), PLACE, read.encoded, read.commit)
 
 
 class Story:

@@ -19,10 +19,10 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
+from holdfast_service.control import root_care
 from holdfast_service.control.checkpoints import commit, planner
-from holdfast_service.control.checkpoints.removal import sweep
 from holdfast_service.daemon.writing import writer
-from holdfast_service.storage import PosixTier, posix
+from holdfast_service.storage import PosixStore, PosixTier, posix
 from tests.crash import power
 from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards
@@ -43,19 +43,18 @@ def save(tier: PosixTier, attempt: int) -> None:
     spec = TensorSpec("model", "w", "U8", (NBYTES,))
     shards.add(spec, expected(attempt).tobytes(), [(0, [Box((0,), (NBYTES,))])])
     plan = planner.plan(shards.tables())
-    staging = naming.staging_path(RUN, STEP, attempt)
-    writer.write(tier, plan, staging, {0: memoryview(bytes(shards.data[0]))}, "node")
+    store, place = PosixStore(tier), naming.Place(RUN, STEP, attempt)
+    writer.write(store.begin(place), plan, {0: memoryview(bytes(shards.data[0]))}, "node")
     about = commit.About(REWOUND, over=True) if attempt > 1 else commit.ABOUT
-    commit.publish(tier, plan, f"2026-01-0{attempt}T00:00:00Z", about=about)
+    commit.publish(store, plan, f"2026-01-0{attempt}T00:00:00Z", about=about)
     if attempt > 1:
-        for left in (staging, naming.replaced_path(RUN, STEP)):
-            tier.remove_tree(left)
+        for left in (place, naming.replaced_place(RUN, STEP)):
+            store.discard(left)
 
 
 def restart(tier: PosixTier) -> None:
     """What a start does with a root before anything else."""
-    commit.put_back(tier)
-    sweep(tier)
+    root_care.sweep(PosixStore(tier))
 
 
 def restored(root: Path) -> int:

@@ -17,12 +17,13 @@ from holdfast_formats.layout import parts, rules
 from holdfast_formats.layout.declared import declare
 from holdfast_formats.layout.language import Layout, parse
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
+from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.daemon.writing.writer import write
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 from tests.local_tensors import fill
 
 from . import oracle
@@ -72,12 +73,13 @@ def saved(model_name: str, layout_name: str) -> Saved:
     layout = parse(world.text)
     tables, slots = zip(*(_slot(model, world, layout, rank) for rank in range(world.ranks)), strict=True)
     tier = MemoryTier()
-    write(tier, plan(tables), "staging", dict(enumerate(slots)), "node")
+    staged = PosixStore(tier).begin(Place("run", 1, 1))
+    write(staged, plan(tables), dict(enumerate(slots)), "node")
     digests: dict[str, str] = {}
     tensors: dict[str, Arrays] = {group: {} for group in GROUPS}
-    for name in tier.list("staging"):
+    for name in tier.list(staged.place.path):
         if name.endswith(".safetensors"):
-            data = bytes(tier.read(f"staging/{name}"))
+            data = bytes(tier.read(f"{staged.place.path}/{name}"))
             digests[name] = digest(data)
             tensors[name.partition("-")[0].partition(".")[0]] |= load(data)
     return Saved(digests, tensors)

@@ -15,7 +15,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned, RoundAborted
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.checkpoints import consistency, removal, run_files
+from holdfast_service.control.checkpoints import consistency, run_files
 from holdfast_service.control.cluster.cluster import Crew, changing
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.root_care import RootCare
@@ -170,7 +170,7 @@ def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tupl
     committed(a, 1)
     aside = naming.replaced_path(RUN, 1)
     a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
-    assert removal.sweep(b.tier, 0.0) == []
+    assert b.decisions.store.sweep((), 0.0) == []
     b.care.look(idle_s=0.0)
     assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
 
@@ -405,7 +405,8 @@ def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
 ) -> None:
     """It leaves staging/ before a file of it goes, so that a committer that was held up publishes all of it or nothing."""
     a, b = pair
-    staged = naming.staging_path(RUN, 7, 1, 3)
+    place = naming.Place(RUN, 7, 1, 3)
+    staged = place.path
     for name in ("one.safetensors", "two.safetensors"):
         a.tier.put(f"{staged}/{name}", b"bytes")
     removed: list[tuple[str, list[str]]] = []
@@ -417,7 +418,7 @@ def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
 
     monkeypatch.setattr(b.tier, "remove_tree", looking)
     number = b.decisions.begin(RUN, 7, 1, 2)
-    b.decisions.abort(number, RoundAborted("given up"), staged)
+    b.decisions.abort(number, RoundAborted("given up"), place)
     aside = f"{RUN}/{naming.TRASH}/{staged.rpartition('/')[2]}"
     assert removed[-1] == (aside, []) and a.tier.list(aside) == []
-    b.decisions.abort(number, RoundAborted("heard again"), staged)
+    b.decisions.abort(number, RoundAborted("heard again"), place)

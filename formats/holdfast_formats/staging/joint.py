@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import Receipt
 
 
@@ -64,8 +65,8 @@ class Votes(NamedTuple):
 
 
 class JointlyStaged(NamedTuple):
-    """The files of a plan that several nodes have written at `path`: what each wrote, and when the round began."""
+    """The files of a plan that several nodes have written at `place`: what each wrote, and when the round began."""
 
-    path: str
+    place: Place
     receipts: Sequence[Receipt]
     created: str

@@ -19,13 +19,13 @@ from holdfast_formats.errors import (
     CheckpointError,
     Damaged,
     GenerationDropped,
-    NoSuchResource,
     NotFound,
     StorageFailed,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.lineage import Key as Launch
 from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
@@ -58,7 +58,7 @@ from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.root_care import RootCare
-from holdfast_service.storage import Tier
+from holdfast_service.storage import PosixStore, Store, Tier
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Decisions:
         self, tier: Tier, catalog: Catalog, keep_last: int | None, node: str = "node", cluster: Cluster | None = None
     ) -> None:
         self._tier, self._catalog, self._keep_last, self._cluster = tier, catalog, keep_last, cluster
+        self.store: Store = PosixStore(tier)
         catalog.node = self._node = node
         self.book = Book(catalog.database, self._returned)
         self.attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
@@ -87,7 +88,7 @@ class Decisions:
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
         self.readers = Readers()
-        self.rotation = Rotation(tier, catalog, self._files, self.readers)
+        self.rotation = Rotation(self.store, catalog, self._files, self.readers)
         self.rotation.events = self.events
         self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
@@ -104,7 +105,7 @@ class Decisions:
             self._share(cluster)
 
     def _share(self, cluster: Cluster) -> None:
-        self.care = RootCare(self._tier, self._catalog, cluster, self.events, self.rotation.due)
+        self.care = RootCare(self._tier, self.store, self._catalog, cluster, self.events, self.rotation.due)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
@@ -121,7 +122,7 @@ class Decisions:
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
         if self._cluster is None:  # else others may be writing there: see `RootCare`
-            root_care.sweep(self._tier)
+            root_care.sweep(self.store)
         self._started = False
         self.book.unknown()
         while not self.book.settle() and self.book.trouble is None:
@@ -380,8 +381,8 @@ class Decisions:
         self.findings.made(made.run, made.step)
         self.book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self._list(made))
         self._rounds.end(round_id, "committed", measured=known)
-        self._clear(staged.path if staged else naming.staging_path(made.run, made.step, made.attempt))  # what stood there
-        self._clear(naming.replaced_path(made.run, made.step))
+        self._clear(staged.place if staged else Place(made.run, made.step, made.attempt))  # what stood there
+        self._clear(naming.replaced_place(made.run, made.step))
         self._tell(
             "checkpoint-committed", f"step {made.step} is committed", made.run, made.step, bytes=made.bytes, measured=known
         )
@@ -399,7 +400,7 @@ class Decisions:
         if isinstance(self.attempts, SharedAttempts):
             self.attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self.book.ask(question, LOOK_S))
         if staged is not None:
-            there = commit.published_already(self._tier, plan, staged)
+            there = commit.published_already(self.store, plan, staged)
             if there is not None:
                 return there
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
@@ -417,8 +418,8 @@ class Decisions:
 
     def _make_visible(self, plan: WritePlan, about: About, staged: JointlyStaged | None) -> Manifest:
         if staged is not None:
-            return commit.publish_joint(self._tier, plan, staged, about)
-        return commit.publish(self._tier, plan, utc_now(), about=about)
+            return commit.publish_joint(self.store, plan, staged, about)
+        return commit.publish(self.store, plan, utc_now(), about=about)
 
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
@@ -436,34 +437,18 @@ class Decisions:
         if stands(self._tier, made.run, made.step):  # else it was removed while the catalog was away
             self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._tier, made.run, made.step))
 
-    def _clear(self, path: str) -> None:
-        """Remove a tree in staging/; what cannot be removed now, the next sweep removes.
-
-        What several nodes have staged gets another name first: a late committer on another node then finds all of it, or
-        nothing, and never publishes a rest.
-        """
-        run, room, name = path.split("/")
-        staged = naming.parse_staging_directory(name)
+    def _clear(self, place: Place) -> None:
+        """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""
         try:
-            if staged is not None and staged.round_id and room == naming.STAGING:
-                path, there = f"{run}/{naming.TRASH}/{name}", path
-                self._tier.remove_tree(path)
-                self._tier.publish(there, path)
-        except NoSuchResource:
-            return
+            self.store.discard(place)
         except CheckpointError as failure:
-            log.warning("%s stays until it is swept: %s", path, failure.detail)
-            return
-        try:
-            self._tier.remove_tree(path)
-        except CheckpointError as failure:
-            log.warning("%s stays until the next start: %s", path, failure.detail)
+            log.warning("%s stays until it is swept: %s", place.path, failure.detail)
 
     def abort(
         self,
         round_id: int,
         error: CheckpointError,
-        staging: str | None,
+        staging: Place | None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
         """End a save without a checkpoint and remove its staged files; leftovers are removed by the next sweep."""
@@ -516,7 +501,7 @@ class Decisions:
 
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""
-        return Imports(self._tier, self._catalog, self.events, self.admit, self.standing.way)
+        return Imports(self.store, self._catalog, self.events, self.admit, self.standing.way)
 
     def repair_book(self) -> RepairBook:
         """Where repairs are recorded."""

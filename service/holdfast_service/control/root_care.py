@@ -9,39 +9,49 @@ from contextlib import nullcontext
 from holdfast_formats.moments import utc_now
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.cluster.cluster import Cluster, deciding
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 
 
-def sweep(tier: Tier, cluster: Cluster | None = None, idle_s: float | None = None) -> None:
-    """Put back what was being replaced, and remove what was never committed; in a cluster, what nobody has written to for
-    `idle_s`.
+def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None) -> None:
+    """Put back what was being replaced, and remove what was never committed; in a cluster, what belongs to no round that
+    goes on, and to which nobody has written for `idle_s`.
     """
-    put_back = commit.put_back(tier, lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
+    live = [] if cluster is None else cluster.rendezvous.places()
+    put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
     for path in put_back:
         log.warning("put back %s, which was being replaced", path)
-    for path in removal.sweep(tier, idle_s):
+    for path in store.sweep(live, idle_s):
         log.info("swept %s", path)
 
 
 class RootCare:
     """What one node of a cluster does for all, as long as that is its duty. For one thread."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, cluster: Cluster, events: Events, due: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        store: Store,
+        catalog: Catalog,
+        cluster: Cluster,
+        events: Events,
+        due: Callable[[str], None],
+    ) -> None:
         """`due` has a run's policy applied soon."""
-        self._tier, self._catalog, self._cluster, self._events, self._due = tier, catalog, cluster, events, due
+        self._tier, self._store, self._catalog = tier, store, catalog
+        self._cluster, self._events, self._due = cluster, events, due
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
 
     def look(self, idle_s: float = IDLE_S) -> None:
         """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
         their node, and have all policies applied.
         """
-        sweep(self._tier, self._cluster, idle_s)
+        sweep(self._store, self._cluster, idle_s)
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._end_saves([member.name for member in members if member.live])

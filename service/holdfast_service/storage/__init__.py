@@ -1,9 +1,26 @@
-"""Stored files: the Tier interface, the POSIX tier, and the tier in memory for tests."""
+"""Stored files and checkpoints: the interfaces `Tier` and `Store`, both on POSIX, and the tier in memory for tests."""
 
 from .locking import RootLock, lock_root
 from .memory import MemoryTier
 from .posix import PosixTier
+from .posix_store import PosixStore
 from .snapshot import HubSnapshot
+from .store import CommitContents, Publication, StagedCheckpoint, Store
 from .tier import Buffer, FileWriter, Readable, Tier
 
-__all__ = ["Buffer", "FileWriter", "HubSnapshot", "MemoryTier", "PosixTier", "Readable", "RootLock", "Tier", "lock_root"]
+__all__ = [
+    "Buffer",
+    "CommitContents",
+    "FileWriter",
+    "HubSnapshot",
+    "MemoryTier",
+    "PosixStore",
+    "PosixTier",
+    "Publication",
+    "Readable",
+    "RootLock",
+    "StagedCheckpoint",
+    "Store",
+    "Tier",
+    "lock_root",
+]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.naming import Place
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
@@ -96,7 +97,8 @@ class Transfers:
     def bring(self, source: Readable, run: str, step: int, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`; it is read back, and then counts as verified."""
         imports = self._decisions.imports()
-        staging = naming.staging_path(run, step, naming.NO_ATTEMPT)
+        place = Place(run, step, naming.NO_ATTEMPT)
+        staging = place.path
         ours = importing.is_checkpoint(source)
         pair = read_pair(source, "") if ours else None
         goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging, imports.way(run))
@@ -106,10 +108,10 @@ class Transfers:
         try:
             if pair:
                 copied = importing.copy_in(source, self._tier, goal, _going(progress, 2 * plan.bytes))
-                made = imports.publish(staging, (copied.encoded, copied.commit))
+                made = imports.publish(place, (copied.encoded, copied.commit))
             else:
                 importing.pack_anew(source, self._tier, plan, goal, _going(progress, plan.bytes))
-                made = imports.publish(staging, plan)
+                made = imports.publish(place, plan)
         except BaseException:
             self._tier.remove_tree(staging)
             raise

@@ -15,7 +15,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RunRow, StatisticsRow
-from holdfast_service.storage import MemoryTier, PosixTier, Tier
+from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, Tier
 from tests.control.published import a_manifest, mark_verified, put_checkpoint
 
 NOW = "2030-01-01T00:00:00.000Z"
@@ -70,7 +70,7 @@ def plant(kind: str, tier: MemoryTier, catalog: Catalog) -> tuple[str, str | Non
     if kind == "not-listed":
         change(catalog, delete(CheckpointRow).where(CheckpointRow.step == 2))
     elif kind == "listed-but-gone":
-        removal.discard(tier, "a", 2)
+        removal.discard(PosixStore(tier), "a", 2)
     elif kind in ("listed-but-unreadable", "unreadable"):
         tier.replace("a/checkpoints/step-00000002/manifest.json", b"{}")
         if kind == "unreadable":
@@ -157,7 +157,7 @@ def test_what_was_found_out_stays_through_a_rebuild(tier: MemoryTier, catalog: C
     """A rebuild of a catalog that can be read keeps what no directory states."""
     mark_verified(catalog, "a", 2)
     change(catalog, update(CheckpointRow).where(CheckpointRow.step == 3).values(nonfinite=4, healthy=False))
-    removal.discard(tier, "a", 1)
+    removal.discard(PosixStore(tier), "a", 1)
     consistency.rebuild(tier, catalog, (), NOW)
     listed = {made.step: (made.verified, made.nonfinite) for made in catalog.checkpoints("a", None, 10).items}
     assert listed == {2: (True, None), 3: (False, 4)}
@@ -178,7 +178,7 @@ def test_saves_and_removals_meanwhile_are_no_contradictions(
             put_checkpoint(tier, made)
             catalog.record_checkpoint(bodies.describe(made), roots.stamp(tier, "run", step))
             if step > 3:
-                removal.discard(tier, "run", step - 3)
+                removal.discard(PosixStore(tier), "run", step - 3)
                 catalog.forget_checkpoint("run", step - 3)
 
     worker = threading.Thread(target=save_and_remove)

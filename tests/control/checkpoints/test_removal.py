@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import NoSuchCheckpoint, StorageFailed
-from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
-from holdfast_service.storage import MemoryTier, PosixTier, Tier
+from holdfast_service.control.checkpoints.removal import remove_checkpoint
+from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, Tier
 from tests.control.published import a_manifest, put_checkpoint
 
 
@@ -30,7 +30,7 @@ def test_removed_checkpoint_is_gone(tier: Tier) -> None:
     """Nothing of it is left, its neighbours are whole."""
     for step in (1, 2):
         put_checkpoint(tier, a_manifest("run", step))
-    assert remove_checkpoint(tier, "run", 1) is None
+    assert remove_checkpoint(PosixStore(tier), "run", 1) is None
     assert tier.list("run/checkpoints") == ["step-00000002"]
     assert tier.list("run/trash") == []
     assert len(tier.list("run/checkpoints/step-00000002")) == 3
@@ -47,7 +47,7 @@ def test_removal_is_durable_before_anything_is_unlinked() -> None:
     tier = Watched()
     put_checkpoint(tier, a_manifest("run", 7))
     tier.acts.clear()
-    remove_checkpoint(tier, "run", 7)
+    remove_checkpoint(PosixStore(tier), "run", 7)
     assert tier.acts == [
         ("rename", "run/trash/step-00000007"),
         ("directory", "run/trash"),
@@ -61,7 +61,7 @@ def test_removal_finds_a_free_name_in_the_trash(tier: Tier) -> None:
     for name in ("step-00000007", "step-00000007.a1"):
         tier.put(f"run/trash/{name}/left", b"x")
     put_checkpoint(tier, a_manifest("run", 7))
-    assert remove_checkpoint(tier, "run", 7) is None
+    assert remove_checkpoint(PosixStore(tier), "run", 7) is None
     assert tier.list("run/checkpoints") == []
     assert tier.list("run/trash") == ["step-00000007", "step-00000007.a1"]
 
@@ -71,7 +71,7 @@ def test_removal_of_what_is_not_there(tier: Tier) -> None:
     put_checkpoint(tier, a_manifest("run", 7))
     for run, step in (("run", 8), ("other", 7)):
         with pytest.raises(NoSuchCheckpoint):
-            remove_checkpoint(tier, run, step)
+            remove_checkpoint(PosixStore(tier), run, step)
     assert tier.list("run/checkpoints") == ["step-00000007"]
 
 
@@ -84,7 +84,7 @@ def test_removal_that_cannot_unlink_leaves_the_rest_to_the_sweep() -> None:
 
     tier = Stubborn()
     put_checkpoint(tier, a_manifest("run", 7))
-    failure = remove_checkpoint(tier, "run", 7)
+    failure = remove_checkpoint(PosixStore(tier), "run", 7)
     assert isinstance(failure, StorageFailed)
     assert tier.list("run/checkpoints") == []
     assert len(tier.list("run/trash/step-00000007")) == 3
@@ -100,7 +100,7 @@ def test_sweep_removes_garbage_and_nothing_else(tier: Tier) -> None:
     tier.put("run/trash/step-00000001/COMMIT", b"{}")
     tier.put("run/trash/step-00000001.a1/COMMIT", b"{}")
     tier.put("first-save/staging/step-00000005.a1/model.safetensors", b"half")
-    assert sweep(tier) == [
+    assert PosixStore(tier).sweep() == [
         "first-save/staging/step-00000005.a1",
         "run/staging/step-00000002.a1",
         "run/staging/step-00000002.a12",
@@ -109,7 +109,7 @@ def test_sweep_removes_garbage_and_nothing_else(tier: Tier) -> None:
     ]
     assert tree(tier, "run/checkpoints") == before
     assert tree(tier, "run/staging") == tree(tier, "run/trash") == []
-    assert sweep(tier) == []
+    assert PosixStore(tier).sweep() == []
 
 
 STRANGERS = [
@@ -137,7 +137,7 @@ def test_sweep_never_touches_strangers(tier: Tier) -> None:
     for path in (".holdfast.lock", "catalog.sqlite", "catalog.sqlite-wal", "run/run.json"):
         tier.put(path, b"ours")
     before = tree(tier)
-    assert sweep(tier) == []
+    assert PosixStore(tier).sweep() == []
     assert tree(tier) == before
 
 
@@ -151,5 +151,5 @@ def test_sweep_does_not_follow_links(tmp_path: Path) -> None:
     tier.put("other/staging/step-00000002.a1/file", b"x")
     (tier.root / "run/staging").symlink_to(outside)
     (tier.root / "other/staging/step-00000001.a1").symlink_to(outside)
-    assert sweep(tier) == ["other/staging/step-00000001.a1", "other/staging/step-00000002.a1"]
+    assert PosixStore(tier).sweep() == ["other/staging/step-00000001.a1", "other/staging/step-00000002.a1"]
     assert (outside / "step-00000001.a1/precious").read_bytes() == b"x"

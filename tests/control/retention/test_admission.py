@@ -6,6 +6,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.disk import packing
+from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.staging.slot_table import SlotTable
@@ -13,7 +14,7 @@ from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.control.retention import admission
 from holdfast_service.daemon.writing.writer import write
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
 
 
@@ -124,9 +125,10 @@ def test_the_bound_on_what_a_save_takes_counts_every_extent(monkeypatch: pytest.
     held = (StagedFragment(spec, (whole(spec.shape),), 0),)
     planned = plan([SlotTable(RUN, 1, 1, 0, 1, ("model",), held, {"model": {}}, {})])
     tier = MemoryTier()
-    write(tier, planned, "staging", {0: memoryview(bytes(2**19))}, "node")
-    receipt = tier.size(f"staging/{naming.RECEIPTS}/node.json")
-    data = sum(tier.size(f"staging/{file.layout.name}") or 0 for file in planned.files)
+    staged = Place(RUN, 1, 1)
+    write(PosixStore(tier).begin(staged), planned, {0: memoryview(bytes(2**19))}, "node")
+    receipt = tier.size(f"{staged.path}/{naming.RECEIPTS}/node.json")
+    data = sum(tier.size(f"{staged.path}/{file.layout.name}") or 0 for file in planned.files)
     assert receipt is not None and receipt > 2**16
     assert data + 2 * receipt <= admission.disk_bytes(planned) <= 2 * (data + 2 * receipt)
 

@@ -29,7 +29,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
-from holdfast_service.storage import MemoryTier, Tier
+from holdfast_service.storage import MemoryTier, PosixStore, Tier
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
@@ -44,7 +44,7 @@ class World:
         self.tier, self.catalog = tier, catalog
         self.late_s = 0.0  # how much later it is for readers
         self.files, self.readers = RunFiles(tier), Readers(lambda: time.monotonic() + self.late_s)
-        self.rotation = Rotation(tier, catalog, self.files, self.readers)
+        self.rotation = Rotation(PosixStore(tier), catalog, self.files, self.readers)
 
     def put(self, *steps: int, verified: bool = True, healthy: bool | None = None) -> None:
         for step in steps:

@@ -17,7 +17,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.databases import sqlite_url
 from tests.in_memory import memory
@@ -41,7 +41,7 @@ class Rotating(RuleBasedStateMachine):
         self.tier = MemoryTier()
         self.catalog = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite"))
         self.readers = Readers()
-        self.rotation = Rotation(self.tier, self.catalog, RunFiles(self.tier), self.readers)
+        self.rotation = Rotation(PosixStore(self.tier), self.catalog, RunFiles(self.tier), self.readers)
         self.catalog.declare_attempt(RUN, "launch", 1, "now")
         self.next = 0
         self.verified: set[int] = set()

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import RoundAborted, StorageFailed
+from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import SaveTimes
 from holdfast_service.daemon.saving import save_costs
 from holdfast_service.daemon.writing import disk_limit
 from holdfast_service.daemon.writing.disk_limit import DiskLimit
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
-from holdfast_service.storage import MemoryTier, PosixTier, disk_speed
+from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, disk_speed
 from tests.daemon.saver_world import GatedTier, SaverWorld, saver_world
 
 PATIENCE_S = 30.0
@@ -186,14 +187,15 @@ def test_only_the_newest_saves_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fsyncs_are_timed_and_nothing_else_changes(tmp_path: Path) -> None:
-    """The tier behind does everything; a failing fsync is timed and raised."""
-    timed = FsyncTimed(PosixTier(tmp_path))
-    file = timed.create("a/b", 8)
+    """The store behind does everything; a failing fsync is timed and raised."""
+    tier = PosixTier(tmp_path)
+    timed = FsyncTimed(PosixStore(tier).begin(Place("run", 1, 1)))
+    file = timed.create("b", 8)
     assert file.alignment >= 1
     file.write(0, [b"12345678"])
     assert timed.seconds == 0
     file.finish()
-    assert timed.seconds > 0 and timed.read("a/b") == b"12345678"
+    assert timed.seconds > 0 and tier.read(f"{timed.place.path}/b") == b"12345678"
     before = timed.seconds
     with pytest.raises(StorageFailed):
         file.finish()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest, packing
 from holdfast_formats.errors import AlreadyCommitted, CorruptManifest, RoundAborted, StateMismatch
+from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
 from holdfast_formats.staging import blocks
 from holdfast_formats.staging.joint import JointlyStaged
@@ -27,10 +28,10 @@ from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
-from holdfast_service.storage import MemoryTier, Tier
+from holdfast_service.storage import MemoryTier, PosixStore, Tier
 from tests.daemon.writing.test_path import DTYPES, Shards, cuts, files_of
 
-STAGED = naming.staging_path("r", 7, 1, 5)
+STAGED = Place("r", 7, 1, 5)
 CREATED = "2026-01-01T00:00:00Z"
 BLOCK = 256
 
@@ -48,7 +49,7 @@ class Site:
         self.owned = blocks.owners(self.grid, held, self.nodes)
         self.asked: Counter[SlotRange] = Counter()
 
-    def write(self, tier: Tier, node: int, staged: str = STAGED) -> Receipt:
+    def write(self, tier: Tier, node: int, staged: Place = STAGED) -> Receipt:
         own = {rank: data for rank, data in self.slots.items() if self.node_of[rank] == node}
         shares = blocks.shares(self.grid, self.owned, node, 4 * self.grid.block_bytes)
 
@@ -59,11 +60,11 @@ class Site:
                 into[one.rank][one.begin : one.end] = self.slots[one.rank][one.begin : one.end]
 
         share = NodeShare(shares, self.grid.block_bytes)
-        return write_share(tier, self.plan, staged, SlotSources(own, bring), share, f"n{node}")
+        return write_share(PosixStore(tier).begin(staged), self.plan, SlotSources(own, bring), share, f"n{node}")
 
     def save(self, tier: MemoryTier) -> manifest.Manifest:
         receipts = [self.write(tier, node) for node in reversed(range(self.nodes))]
-        return commit.publish_joint(tier, self.plan, JointlyStaged(STAGED, receipts, CREATED))
+        return commit.publish_joint(PosixStore(tier), self.plan, JointlyStaged(STAGED, receipts, CREATED))
 
 
 def columns(sizes: Sequence[int], world: int) -> Shards:
@@ -160,17 +161,18 @@ def test_who_commits_makes_no_difference() -> None:
     under checkpoints/ that the first did not put there.
     """
     site, tier = Site(columns([500, 700], 3), [0, 1, 2]), MemoryTier()
+    store = PosixStore(tier)
     receipts = [site.write(tier, node) for node in range(3)]
     staged = JointlyStaged(STAGED, receipts, CREATED)
-    assert commit.published_already(tier, site.plan, staged) is None
-    first = commit.publish_joint(tier, site.plan, staged)
+    assert commit.published_already(store, site.plan, staged) is None
+    first = commit.publish_joint(store, site.plan, staged)
     files = files_of(tier)
-    assert commit.published_already(tier, site.plan, staged) == first
-    assert commit.published_already(tier, site.plan, staged._replace(created="2026-01-02T00:00:00Z")) is None
-    assert commit.publish_joint(tier, site.plan, staged._replace(receipts=receipts[::-1])) == first
+    assert commit.published_already(store, site.plan, staged) == first
+    assert commit.published_already(store, site.plan, staged._replace(created="2026-01-02T00:00:00Z")) is None
+    assert commit.publish_joint(store, site.plan, staged._replace(receipts=receipts[::-1])) == first
     assert files_of(tier) == files
     with pytest.raises((AlreadyCommitted, RoundAborted)):
-        commit.publish_joint(tier, site.plan, staged._replace(created="2026-01-02T00:00:00Z"))
+        commit.publish_joint(store, site.plan, staged._replace(created="2026-01-02T00:00:00Z"))
     assert files_of(tier) == files
 
 
@@ -178,11 +180,12 @@ def test_who_commits_makes_no_difference() -> None:
 def test_a_late_committer_publishes_no_rest() -> None:
     """The checkpoint was published by another node, and removed: the small files alone do not become one."""
     site, tier = Site(columns([500, 700], 3), [0, 1, 2]), MemoryTier()
+    store = PosixStore(tier)
     staged = JointlyStaged(STAGED, [site.write(tier, node) for node in range(3)], CREATED)
-    commit.publish_joint(tier, site.plan, staged)
+    commit.publish_joint(store, site.plan, staged)
     tier.remove_tree(naming.checkpoint_path("r", 7))
     with pytest.raises(RoundAborted, match="is not there"):
-        commit.publish_joint(tier, site.plan, staged)
+        commit.publish_joint(store, site.plan, staged)
     assert tier.list(naming.checkpoint_path("r", 7)) == []
 
 
@@ -190,9 +193,10 @@ def test_a_late_committer_publishes_no_rest() -> None:
 def test_without_every_share_nothing_is_published() -> None:
     """A receipt is missing, or one does not say all that its node was to write."""
     site, tier = Site(columns([500, 700], 3), [0, 1, 2]), MemoryTier()
+    store = PosixStore(tier)
     receipts = [site.write(tier, node) for node in range(3)]
     less = Receipt("n1", "r", 7, 1, (), {})
     for few in (receipts[:2], [receipts[0], less, receipts[2]], []):
         with pytest.raises((StateMismatch, CorruptManifest)):
-            commit.publish_joint(tier, site.plan, JointlyStaged(STAGED, few, CREATED))
+            commit.publish_joint(store, site.plan, JointlyStaged(STAGED, few, CREATED))
     assert tier.list(naming.checkpoint_path("r", 7)) == []

@@ -14,6 +14,7 @@ from holdfast_formats import dtypes, naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
+from holdfast_formats.naming import Place
 from holdfast_formats.region import Box, byte_box, byte_view, flat_boxes
 from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
@@ -21,7 +22,7 @@ from holdfast_formats.transfer import element_dtype
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import writer
-from holdfast_service.storage.memory import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 
 DTYPES = ["F32", "BF16", "U8", "I64", "F8_E4M3", "BOOL", "F4"]
 
@@ -68,9 +69,10 @@ class Shards:
     def save(self, tier: MemoryTier) -> manifest.Manifest:
         """Plan, write, publish."""
         plan = planner.plan(self.tables())
-        staging = naming.staging_path("r", self.step, self.attempt)
-        writer.write(tier, plan, staging, {r: memoryview(bytes(d)) for r, d in enumerate(self.data)}, "node")
-        return commit.publish(tier, plan, "2026-01-01T00:00:00Z")
+        store = PosixStore(tier)
+        staged = store.begin(Place("r", self.step, self.attempt))
+        writer.write(staged, plan, {r: memoryview(bytes(d)) for r, d in enumerate(self.data)}, "node")
+        return commit.publish(store, plan, "2026-01-01T00:00:00Z")
 
 
 def files_of(tier: MemoryTier, step: int = 7) -> dict[str, bytes]:
@@ -165,7 +167,7 @@ def test_receipts_that_do_not_cover_the_plan_publish_nothing() -> None:
     shards.add(TensorSpec("model", "w", "U8", (9,)), bytes(9), [(0, [Box((0,), (9,))])])
     tier = MemoryTier()
     with pytest.raises(StateMismatch, match=r"model\.safetensors"):
-        commit.publish(tier, planner.plan(shards.tables()), "2026-01-01T00:00:00Z")
+        commit.publish(PosixStore(tier), planner.plan(shards.tables()), "2026-01-01T00:00:00Z")
     assert tier.list("r/checkpoints") == []
 
 

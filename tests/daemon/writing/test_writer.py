@@ -20,6 +20,7 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import packing
 from holdfast_formats.errors import StorageFailed
+from holdfast_formats.naming import Place
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
@@ -27,10 +28,10 @@ from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering, writer
 from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import NICE, give_way
-from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixTier
+from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixStore, PosixTier
 from tests.daemon.writing.test_path import Shards, files_of
 
-STAGING = naming.staging_path("r", 7, 1)
+PLACE = Place("r", 7, 1)
 
 
 def shards(sizes: Sequence[int], world: int = 1) -> Shards:
@@ -107,7 +108,7 @@ def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> N
     content = shards([20_000, 77, 5_000, 1])
     plan = planner.plan(content.tables())
     content_slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(content.data)}
-    writer.write(Watched(alignment=4096), plan, STAGING, content_slots, "node")
+    writer.write(PosixStore(Watched(alignment=4096)).begin(PLACE), plan, content_slots, "node")
     whole_blocks = [entry for entry in written if entry[1] % 4096 == 0]
     assert all(offset % 4096 == 0 for offset, _, _ in written)
     assert all(memory % 4096 == 0 for _, _, memory in whole_blocks)
@@ -179,9 +180,9 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
         made, tier = whole_rows(sizes), Recorded(alignment)
         memory = place(made, residues[: len(sizes)], alignment)
         plan = planner.plan(made.tables())
-        receipt = writer.write(tier, plan, STAGING, {0: memory}, "node")
+        receipt = writer.write(PosixStore(tier).begin(PLACE), plan, {0: memory}, "node")
     (file,) = plan.files
-    assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
+    assert tier.read(f"{PLACE.path}/{file.layout.name}") == files_of(reference)[file.layout.name]
     for name, tensor in expected.tensors["model"].items():
         assert receipt.extents["model"][name] == tensor.extents
     assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
@@ -228,10 +229,10 @@ def test_parts_of_several_ranks_are_written_from_their_slots(
         tier = Recorded(alignment)
         memory = {rank: place(made, [residue], alignment, rank) for rank in range(world)}
         plan = planner.plan(made.tables())
-        receipt = writer.write(tier, plan, STAGING, memory, "node")
+        receipt = writer.write(PosixStore(tier).begin(PLACE), plan, memory, "node")
         steps = [packing.tensor_extent_bytes(size, plan.extent_bytes) for size, _, _ in parts]
     (file,) = plan.files
-    assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
+    assert tier.read(f"{PLACE.path}/{file.layout.name}") == files_of(reference)[file.layout.name]
     for name, tensor in expected.tensors["model"].items():
         assert receipt.extents["model"][name] == tensor.extents
     assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
@@ -264,16 +265,16 @@ def test_long_tensors_go_to_the_disk_without_a_copy(tmp_path: Path) -> None:
     made = whole_rows(sizes)
     memory = place(made, [0] * len(sizes), 4096)
     plan = planner.plan(made.tables())
-    receipt = writer.write(PosixTier(tmp_path), plan, STAGING, {0: memory}, "node")
+    receipt = writer.write(PosixStore(PosixTier(tmp_path)).begin(PLACE), plan, {0: memory}, "node")
     (file,) = plan.files
-    stored = PosixTier(tmp_path).read(f"{STAGING}/{file.layout.name}")
+    stored = PosixTier(tmp_path).read(f"{PLACE.path}/{file.layout.name}")
     for tensor in file.tensors:
         content = made.bytes[tensor.spec.name]
         assert stored[tensor.start : tensor.start + tensor.spec.nbytes] == content
         for extent in receipt.extents["model"][tensor.spec.name]:
             assert digest(content[extent.offset : extent.offset + extent.length]) == extent.digest
     recorded = Recorded(4096)
-    writer.write(recorded, plan, STAGING, {0: memory}, "node")
+    writer.write(PosixStore(recorded).begin(PLACE), plan, {0: memory}, "node")
     assert recorded.out_of(memory) > 0.99 * sum(size for size in sizes if size > 5)
 
 
@@ -283,9 +284,9 @@ def test_a_save_through_a_file_system(tmp_path: Path) -> None:
     tables = [table.__class__(**{**_members(table), "file_bytes_max": 2**40}) for table in content.tables()]
     tier = PosixTier(tmp_path)
     plan = planner.plan(tables)
-    writer.write(tier, plan, STAGING, {r: memoryview(bytes(d)) for r, d in enumerate(content.data)}, "node")
+    writer.write(PosixStore(tier).begin(PLACE), plan, {r: memoryview(bytes(d)) for r, d in enumerate(content.data)}, "node")
     (file,) = plan.files
-    stored = tier.read(f"{STAGING}/{file.layout.name}")
+    stored = tier.read(f"{PLACE.path}/{file.layout.name}")
     assert stored[: len(file.layout.header)] == file.layout.header
     for tensor in file.tensors:
         assert stored[tensor.start : tensor.start + tensor.spec.nbytes] == content.bytes[tensor.spec.name]
@@ -319,7 +320,7 @@ def test_a_failing_write_ends_the_save_and_closes_every_file() -> None:
         content = shards([300, 300, 300])
         slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(content.data)}
         with pytest.raises(StorageFailed, match="disk is gone"):
-            writer.write(Failing(), planner.plan(content.tables()), STAGING, slots, "node")
+            writer.write(PosixStore(Failing()).begin(PLACE), planner.plan(content.tables()), slots, "node")
         assert closed
     tier = MemoryTier()
     shards([300]).save(tier)

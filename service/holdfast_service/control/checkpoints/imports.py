@@ -8,13 +8,14 @@ from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
+from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.checkpoints.commit import About
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 
 class Imports:
@@ -23,9 +24,9 @@ class Imports:
     """
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[WritePlan], None], way: Callable[[str], Way]
+        self, store: Store, catalog: Catalog, events: Events, admit: Callable[[WritePlan], None], way: Callable[[str], Way]
     ) -> None:
-        self._tier, self._catalog, self._events = tier, catalog, events
+        self._store, self._catalog, self._events = store, catalog, events
         self.admit, self.way = admit, way
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
@@ -34,19 +35,19 @@ class Imports:
         Never above the declared attempts: that would shut out an active training run (I6). Without any, it is the
         one that is `wanted`.
         """
-        if self._tier.list(naming.checkpoint_path(run, naming.check_step(step))):
+        if naming.check_step(step) in self._store.steps(run):
             raise AlreadyCommitted(f"{run}@{step} is already committed", hint="remove it first, or choose another step")
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
 
-    def publish(self, staging: str, vouching: WritePlan | tuple[bytes, bytes]) -> Manifest:
+    def publish(self, place: Place, vouching: WritePlan | tuple[bytes, bytes]) -> Manifest:
         """Publish what is staged: packed anew by a plan, or a copy that manifest and COMMIT vouch for."""
         if isinstance(vouching, WritePlan):
             made = commit.publish(
-                self._tier, vouching, self._events.now(), staging, About(Lineage(rewinds=self.way(vouching.run)))
+                self._store, vouching, self._events.now(), place, About(Lineage(rewinds=self.way(vouching.run)))
             )
         else:
-            made = commit.publish_copy(self._tier, staging, *vouching)
+            made = commit.publish_copy(self._store, place, *vouching)
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was imported and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
-from holdfast_formats.naming import CheckpointId
+from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
 from holdfast_service.control.catalog.catalog import Catalog
@@ -23,7 +23,7 @@ from holdfast_service.control.checkpoints import commit, removal, roots
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import PosixStore, Tier, vouched
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ class ReplicaBook:
 
     def opened(self, name: str, tier: Tier) -> None:
         """A tier can be reached: sweep what earlier copies left, and make the catalog say what stands there."""
-        commit.put_back(tier)
-        for path in removal.sweep(tier):
+        store = PosixStore(tier)
+        store.put_back()
+        for path in store.sweep():
             log.info("swept %s of replica %s", path, name)
         there = {(run, step) for run in roots.runs(tier) for step in roots.committed(tier, run)}
         with self._database.write() as session:
@@ -81,9 +82,9 @@ class ReplicaBook:
             found = session.execute(wanted.limit(1)).first()
         return None if found is None else (found[0], found[1])
 
-    def publish(self, tier: Tier, staging: str, encoded: bytes, commit_bytes: bytes) -> None:
+    def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
         """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served."""
-        made = commit.publish_copy(tier, staging, encoded, commit_bytes)
+        made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes)
         path = f"{made.run}/{naming.RUN_FILE}"
         try:
             data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
@@ -96,7 +97,7 @@ class ReplicaBook:
     def remove(self, name: str, tier: Tier, run: str, step: int) -> None:
         """Remove a copy whose checkpoint was removed, in the order of I4."""
         try:
-            left = removal.remove_checkpoint(tier, run, step)
+            left = removal.remove_checkpoint(PosixStore(tier), run, step)
             if left is not None:
                 log.warning("bytes of %s@%s stay in the trash of replica %s: %s", run, step, name, left.detail)
         except NoSuchCheckpoint:

@@ -15,7 +15,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Readable, Tier, vouched
 
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
 
@@ -71,7 +71,7 @@ def agrees(tier: Tier, catalog: Catalog, run: str) -> bool:
     return set(committed(tier, run)) <= listed <= set(steps(tier, run))
 
 
-def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
+def load_manifest(tier: Readable, run: str, step: int) -> Manifest:
     """The manifest of a checkpoint, in the order of I5: COMMIT first.
 
     Raises `NoSuchCheckpoint` when there is no directory, `NotCommitted` when COMMIT is missing or unreadable, and

@@ -22,6 +22,7 @@ from sqlalchemy.sql.dml import ReturningInsert
 
 from holdfast_formats.errors import InvalidRequest, RoundAborted, StaleAttempt, StateMismatch, from_problem
 from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import Place
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
 from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
@@ -347,6 +348,13 @@ class Rendezvous:
         going = (JointRoundRow.run == run, JointRoundRow.state.in_(GOING[1:]), _attended())
         with self._database.plain() as connection:
             return connection.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
+
+    def places(self) -> list[Place]:
+        """Where rounds that have not ended stage what they write."""
+        row = JointRoundRow
+        wanted = select(row.run, row.step, row.attempt, row.id).where(row.state.in_(GOING))
+        with self._database.plain() as connection:
+            return [Place(*found) for found in connection.execute(wanted)]
 
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None

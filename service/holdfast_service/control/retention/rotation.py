@@ -36,7 +36,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class Rotation:
     """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first run that is due."""
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
+        self, store: Store, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
     ) -> None:
-        self._tier, self._catalog, self._clock = tier, catalog, clock
+        self._store, self._catalog, self._clock = store, catalog, clock
         self._files, self.readers = files, readers
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
@@ -335,7 +335,7 @@ class Rotation:
                         raise _holds_foreign(run, step, names)
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
                     replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
-                    trashed[step] = removal.discard(self._tier, run, step)
+                    trashed[step] = removal.discard(self._store, run, step)
                 except NoSuchCheckpoint:
                     log.info("%s@%s was already gone", run, step)
                 except Conflict as error:
@@ -353,13 +353,13 @@ class Rotation:
 
     def _foreign(self, run: str, step: int) -> list[str]:
         try:
-            return removal.foreign_files(self._tier, roots.load_manifest(self._tier, run, step))
+            return removal.foreign_files(self._store.files, roots.load_manifest(self._store.files, run, step))
         except (Damaged, NoSuchCheckpoint):
             return []  # without a manifest, foreign files cannot be recognised, and damage must not keep anything for ever
 
     def _free(self, trashed: dict[int, str]) -> None:
         for path in trashed.values():
-            left = removal.unlink(self._tier, path)
+            left = removal.unlink(self._store, path)
             if left is not None:
                 log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from holdfast_formats import moments, naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
 from holdfast_formats.moments import utc_now
-from holdfast_formats.naming import CheckpointId
+from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
 from holdfast_service.daemon.ports import ReplicaBook
@@ -160,11 +160,12 @@ class Replicator:
 
     def _carry(self, tier: Tier, pair: ManifestPair) -> None:
         made = pair.made
-        staging = naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
+        place = Place(made.run, made.step, naming.NO_ATTEMPT)
+        staging = place.path
         tier.remove_tree(staging)
         try:
             carry(self._source, naming.checkpoint_path(made.run, made.step), tier, staging, made, self._going())
-            self._book.publish(tier, staging, pair.encoded, pair.commit)
+            self._book.publish(tier, place, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 tier.remove_tree(staging)

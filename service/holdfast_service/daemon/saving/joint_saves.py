@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RoundAborted, from_problem
+from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
@@ -58,7 +58,7 @@ class Host(NamedTuple):
     sealed: Callable[[SaveRound], bool]  # False where it has been given up here
     renewed: Callable[[SaveRound], None]
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
-    ended: Callable[[SaveRound, Result, str], None]  # with the path of what was staged, if that may go
+    ended: Callable[[SaveRound, Result, Place | None], None]  # with what was staged, if that may go
 
 
 class _Joint:
@@ -89,15 +89,15 @@ class _Joint:
         return self.writing is not None and self.writing.done() and self.writing.exception() is None
 
     @property
-    def staging(self) -> str:
-        return naming.staging_path(*self.current.key, self.id)
+    def place(self) -> Place:
+        return Place(*self.current.key, self.id)
 
 
 class _Ended(NamedTuple):
-    """`staging` is what may be removed."""
+    """`staged` is what may be removed."""
 
     result: Result
-    staging: str
+    staged: Place | None
 
 
 def _measured(writing: Future[ShareWritten] | None) -> dict[str, float]:
@@ -343,7 +343,7 @@ class JointSaves:
     def _commit(self, joint: _Joint, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
         receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
-        staged = JointlyStaged(joint.staging, receipts, seen.created)
+        staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
             made = self._decisions.commit(current.id, written.plan, measured, staged)
@@ -367,7 +367,7 @@ class JointSaves:
     def _end(self, joint: _Joint, result: Result, left: bool = False) -> None:
         """The round has ended, or is `left` to others. Its slots are free once nothing is written from them any more."""
         joint.over.set()
-        joint.ended = _Ended(result, "" if left else joint.staging)
+        joint.ended = _Ended(result, None if left else joint.place)
         self._party.exchange.withdraw(joint.id)
         if joint.writing is not None:
             joint.writing.cancel()
@@ -380,7 +380,7 @@ class JointSaves:
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
             self._decisions.joined(joint.current.id, *joint.current.key, measured)
-        self._host.ended(joint.current, joint.ended.result, joint.ended.staging)
+        self._host.ended(joint.current, joint.ended.result, joint.ended.staged)
 
     def _look_for_the_dead(self, joint: _Joint) -> None:
         """End a round that waits for a node which is gone, or which has come back without its part."""

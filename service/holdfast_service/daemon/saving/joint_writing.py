@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
-from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.naming import Place
 from holdfast_formats.staging import blocks, part
 from holdfast_formats.staging.joint import JointRound
 from holdfast_formats.staging.part import Fragments
@@ -23,7 +23,6 @@ from holdfast_service.daemon.ports import Decisions, Rendezvous
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +48,13 @@ class ShareWriter:
 
     def __init__(
         self,
-        tier: Tier,
         decisions: Decisions,
         node: str,
         rendezvous: Rendezvous,
         exchange: ExchangeServer,
         history: SaveHistory,
     ) -> None:
-        self._tier, self._decisions, self._node = tier, decisions, node
+        self._decisions, self._node = decisions, node
         self._rendezvous, self._exchange, self._history = rendezvous, exchange, history
         self._fragments: dict[str, Fragments] = {}
 
@@ -69,14 +67,11 @@ class ShareWriter:
         if nodes[0] == self._node:
             self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()
-        timed = FsyncTimed(self._tier)
-        staging = naming.staging_path(plan.run, plan.step, plan.attempt, seen.id)
+        timed = FsyncTimed(self._decisions.store.begin(Place(plan.run, plan.step, plan.attempt, seen.id)))
         peers = Peers(seen, self._node, self._exchange.secret, is_over, lambda: self._rendezvous.look(seen.id))
         try:
             with self._history.writing():
-                receipt = write_share(
-                    cast(Tier, timed), plan, staging, SlotSources(slots, peers.bring, is_over), share, self._node
-                )
+                receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), share, self._node)
         finally:
             peers.close()
         written = time.monotonic()

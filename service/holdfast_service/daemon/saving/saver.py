@@ -12,9 +12,9 @@ import time
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import ArenaFull, CheckpointError, GenerationDropped, RoundAborted, StaleAttempt
+from holdfast_formats.naming import Place
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
@@ -64,12 +64,10 @@ class Saver:
             checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._is_elsewhere
         )
         self.holds = HeldCheckpoints(decisions.committed)
-        self._write_queue = WriteQueue(
-            tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
-        )
+        self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._joint: JointSaves | None = None
         if party is not None:
-            writer = ShareWriter(tier, decisions, node, party.rendezvous, party.exchange, self.history)
+            writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
             host = Host(self._parts, self._is_open, self._joint_sealed, self._renew, self._joint_given_up, self._joint_ended)
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
 
@@ -185,11 +183,11 @@ class Saver:
             if self._open.get(current.key) is current:
                 self._abort(current, error, heard=True)
 
-    def _joint_ended(self, current: SaveRound, result: Result, staging: str) -> None:
+    def _joint_ended(self, current: SaveRound, result: Result, staging: Place | None) -> None:
         """What became of a save of several nodes: its slots are free."""
         current.release()
         if isinstance(result, CheckpointError):
-            self._ends.tell(current, result, staging or None)
+            self._ends.tell(current, result, staging)
             self._announce(current, result)
             return
         self.history.ended(current, checked=result is None)
@@ -498,7 +496,7 @@ class Saver:
 
     def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
         if isinstance(result, CheckpointError):
-            self._ends.tell(current, result, naming.staging_path(*current.key))
+            self._ends.tell(current, result, Place(*current.key))
             self._announce(current, result)
             return
         self.checks.add(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from holdfast_formats.errors import CheckpointError, GenerationDropped
+from holdfast_formats.naming import Place
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
@@ -19,7 +20,7 @@ class UnsavedEnds:
     def __init__(self, decisions: Decisions, history: SaveHistory) -> None:
         self._decisions, self._history = decisions, history
 
-    def tell(self, current: SaveRound, error: CheckpointError, staging: str | None) -> None:
+    def tell(self, current: SaveRound, error: CheckpointError, staging: Place | None) -> None:
         """A round has ended; what it staged is removed."""
         how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
         log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
@@ -27,7 +28,7 @@ class UnsavedEnds:
         self._history.ended(current, checked=True)
 
     def record(
-        self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None, measured: Measured | None = None
+        self, key: RoundKey, round_id: int, error: CheckpointError, staging: Place | None, measured: Measured | None = None
     ) -> None:
         """Record an end, also of a round that never had a slot."""
         try:

@@ -7,18 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import cast
 
-from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
+from holdfast_formats.naming import Place
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.writer import write
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +26,8 @@ _END = None
 class WriteQueue:
     """The thread that writes saves in order of completion, and calls `ended` for each."""
 
-    def __init__(  # noqa: PLR0913 - each is one thing
+    def __init__(
         self,
-        tier: Tier,
         decisions: Decisions,
         node: str,
         holds: HeldCheckpoints,
@@ -40,7 +37,7 @@ class WriteQueue:
         history: SaveHistory,
     ) -> None:
         """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
-        self._tier, self._decisions, self._node, self._holds = tier, decisions, node, holds
+        self._decisions, self._node, self._holds = decisions, node, holds
         self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[SaveRound | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-write-queue", daemon=True)
@@ -90,17 +87,15 @@ class WriteQueue:
             current.release()  # not before: until it is committed, the next daemon may need what is in the slots
 
     def _write_and_commit(self, current: SaveRound) -> Manifest:
-        staging = naming.staging_path(*current.key)
         began = time.monotonic()
         plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
         planned = time.monotonic()
-        self._tier.remove_tree(staging)
+        timed = FsyncTimed(self._decisions.store.begin(Place(*current.key)))
         self._decisions.admit(plan)
-        timed = FsyncTimed(self._tier)
         slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
         writing = time.monotonic()
         with self._history.writing():
-            write(cast(Tier, timed), plan, staging, slots, self._node)
+            write(timed, plan, slots, self._node)
         written = time.monotonic()
         self._history.disk.wrote(plan.bytes, written - writing)
         measured = self._history.ending(

@@ -1,32 +1,35 @@
-"""A tier wrapper that measures fsync time."""
+"""Measures how long the fsync of a save's files takes."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from holdfast_service.storage import FileWriter, Tier
+from holdfast_formats.naming import Place
+from holdfast_service.storage import FileWriter, StagedCheckpoint
 from holdfast_service.storage.tier import Buffer
 
 
 class FsyncTimed:
-    """The tier behind it in everything; `seconds` is what the fsync of the files made through it took, in sum."""
+    """What is staged, in everything; `seconds` is what the fsync of the files made through it took, in sum."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-        self._lock = threading.Lock()
+    def __init__(self, staged: StagedCheckpoint) -> None:
+        self._staged, self._lock = staged, threading.Lock()
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
+    @property
+    def place(self) -> Place:
+        return self._staged.place
 
-    def create(self, path: str, size: int) -> FileWriter:
-        return _TimedFile(self._tier.create(path, size), self)
+    def create(self, file: str, size: int) -> FileWriter:
+        return _TimedFile(self._staged.create(file, size), self)
 
-    def join(self, path: str, size: int) -> FileWriter:
-        return _TimedFile(self._tier.join(path, size), self)
+    def put(self, file: str, data: bytes) -> None:
+        self._staged.put(file, data)
+
+    def put_receipt(self, node: str, data: bytes) -> None:
+        self._staged.put_receipt(node, data)
 
     def add(self, seconds: float) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from holdfast_formats.tensors import box_bytes
 from holdfast_service.daemon.writing.gathering import FileBytes, FilePart, Slots, tensors_in
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.daemon.writing.writer import CORES_A_DIGEST, WORKERS, Sink, announced, write_window
-from holdfast_service.storage import Tier
+from holdfast_service.storage import StagedCheckpoint
 
 Bring = Callable[[Sequence[SlotRange], Mapping[int, memoryview]], None]
 
@@ -48,31 +48,30 @@ class SlotSources(NamedTuple):
     is_over: Callable[[], bool] = lambda: False
 
 
-def write_share(tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
-    """Write a node's share and the assets of its ranks under `staging`, and fsync them; their names are durable once the
-    node that commits has synced the directory.
+def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
+    """Stage a node's share and the assets of its ranks, and make their bytes durable; their names are once it is committed.
 
     The receipt lists the extents of this share, and of the files nothing but the assets: the plan knows the rest. Raises
     what `write` raises, and what `bring` does.
     """
-    with announced(staging):
-        files = [_put_asset(tier, staging, asset, sources.slots) for asset in plan.assets if asset.rank in sources.slots]
+    with announced(staged.place):
+        files = [_put_asset(staged, asset, sources.slots) for asset in plan.assets if asset.rank in sources.slots]
         extents: dict[str, dict[str, list[Extent]]] = {}
-        for tensor, extent in _write_shares(tier, plan, staging, sources, share):
+        for tensor, extent in _write_shares(staged, plan, sources, share):
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
     return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
 
 
-def _put_asset(tier: Tier, staging: str, asset: PlannedAsset, slots: Slots) -> FileEntry:
+def _put_asset(staged: StagedCheckpoint, asset: PlannedAsset, slots: Slots) -> FileEntry:
     blob = asset.blob
     data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
-    tier.replace(f"{staging}/{blob.name}", data)  # an earlier daemon of this node may have put it there
+    staged.put(blob.name, data)
     return FileEntry(blob.name, len(data), 0, digest(data))
 
 
 def _write_shares(
-    tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare
+    staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare
 ) -> Iterator[tuple[PlannedTensor, Extent]]:
     digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
     with ExitStack() as stack:
@@ -80,7 +79,7 @@ def _write_shares(
         ahead = stack.enter_context(_Ahead(plan, sources, share))
         for file_number, of_file in groupby(share.shares, key=lambda one: one.file):
             file = plan.files[file_number]
-            writer = tier.join(f"{staging}/{file.layout.name}", file.layout.bytes)
+            writer = staged.create(file.layout.name, file.layout.bytes)
             stack.callback(writer.discard)
             for one in of_file:
                 if sources.is_over():

@@ -15,14 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
 from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import FileWriter, Tier
+from holdfast_service.storage import FileWriter, StagedCheckpoint
 
 WORKERS = 3  # two windows at the device and one being digested: more gains nothing
 CORES_A_DIGEST = 2  # threads that digest at the same time get in each other's way, and in the training's
@@ -30,7 +30,7 @@ FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file'
 
 _windows = BufferPool(WORKERS)  # of all saves of the daemon, one after the other
 
-_writing: list[str] = []  # what is being written now; changed by single operations alone
+_writing: list[Place] = []  # what is being written now; changed by single operations alone
 
 _Extents = list[tuple[PlannedTensor, Extent]]
 
@@ -55,46 +55,46 @@ def under_way() -> bool:
     return bool(_writing)
 
 
-def write(tier: Tier, plan: WritePlan, staging: str, slots: Slots, node: str) -> Receipt:
-    """Write all files and assets of `plan` under `staging`, fsync them, then the receipt (I3), and return it.
+def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -> Receipt:
+    """Stage all files and assets of `plan`, durably, then the receipt (I3), and return it.
 
     Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
     never tried again (I9).
     """
-    with announced(staging):
-        return _write(tier, plan, staging, slots, node)
+    with announced(staged.place):
+        return _write(staged, plan, slots, node)
 
 
 @contextmanager
-def announced(staging: str) -> Iterator[None]:
+def announced(place: Place) -> Iterator[None]:
     """For the length of a block, a save is being written there."""
-    _writing.append(staging)
+    _writing.append(place)
     try:
         yield
     finally:
-        _writing.remove(staging)
+        _writing.remove(place)
 
 
-def _write(tier: Tier, plan: WritePlan, staging: str, slots: Slots, node: str) -> Receipt:
+def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -> Receipt:
     files: list[FileEntry] = []
     for asset in plan.assets:
         blob = asset.blob
         data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
-        tier.put(f"{staging}/{blob.name}", data)
+        staged.put(blob.name, data)
         files.append(FileEntry(blob.name, len(data), 0, digest(data)))
     extents: dict[str, dict[str, list[Extent]]] = {}
-    for file, written in _write_files(tier, plan, staging, slots):
+    for file, written in _write_files(staged, plan, slots):
         header = file.layout.header
         files.append(FileEntry(file.layout.name, file.layout.bytes, len(header), digest(header)))
         for tensor, extent in written:
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
     receipt = Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
-    tier.put(f"{staging}/{naming.RECEIPTS}/{node}.json", encode_receipt(receipt))
+    staged.put_receipt(node, encode_receipt(receipt))
     return receipt
 
 
-def _write_files(tier: Tier, plan: WritePlan, staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+def _write_files(staged: StagedCheckpoint, plan: WritePlan, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
     extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
     written: list[tuple[PlannedFile, _Extents]] = []
@@ -103,7 +103,7 @@ def _write_files(tier: Tier, plan: WritePlan, staging: str, slots: Slots) -> lis
         try:
             for file in plan.files:
                 content = FileBytes(file, slots, extent_bytes)
-                created = tier.create(f"{staging}/{file.layout.name}", file.layout.bytes)
+                created = staged.create(file.layout.name, file.layout.bytes)
                 running.append(_start(Sink(created, digesting), file, content, pool))
                 if len(running) == FILES_MAX:
                     written.append(_settle(running))

@@ -1,0 +1,300 @@
+"""A directory as a store of checkpoints: staged in `RUN/staging/`, committed by a rename to `RUN/checkpoints/`.
+
+Nothing else moves what is under checkpoints/ (I2). What is there is complete and durable (I1), by the order of I3; removal
+has the order of I4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
+from itertools import count
+
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchResource,
+    StorageFailed,
+)
+from holdfast_formats.naming import Place
+
+from .store import Alone, CommitContents, Publication
+from .tier import FileWriter, Readable, Tier
+
+_OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
+_PUBLISHED = Publication("published")
+
+
+class PosixStore:
+    """The checkpoints of a root. Keeps nothing in memory: several of them, on several nodes, may have the same root."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    @property
+    def files(self) -> Readable:
+        return self._tier
+
+    def begin(self, place: Place) -> PosixStaged:
+        if not place.round_id:
+            self._tier.remove_tree(place.path)
+        return PosixStaged(self._tier, place)
+
+    def receipts(self, place: Place) -> list[bytes]:
+        there = f"{place.path}/{naming.RECEIPTS}"
+        return [self._tier.read(f"{there}/{name}") for name in self._tier.list(there)]
+
+    def commit(self, place: Place, contents: CommitContents, over: bool = False) -> Publication:
+        target = naming.checkpoint_path(place.run, place.step)
+        try:
+            if not place.round_id:
+                self._complete(place, contents)
+            elif over and self._stands(target) == contents.commit:  # else it would be exchanged for what it replaced
+                return self._confirmed(place, target)
+            else:
+                self._complete_jointly(place, contents)
+            self._tier.sync_directory(place.path)
+        except NoSuchResource as absent:
+            return self._asked(place, contents, over, absent)
+        try:
+            self._give_name(place, target, over)
+        except (AlreadyCommitted, NoSuchResource) as question:
+            return self._asked(place, contents, over, question)
+        except StorageFailed as failure:
+            return self._lost(contents, target, failure)
+        return _PUBLISHED
+
+    def steps(self, run: str) -> list[int]:
+        found = map(naming.parse_step_directory, self._tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
+        return sorted(step for step in found if step is not None)
+
+    def discard(self, place: Place) -> None:
+        path = place.path
+        if place.round_id:
+            # Another name first: a late committer on another node then finds all of it, or nothing, and publishes no rest.
+            path = f"{place.run}/{naming.TRASH}/{naming.staging_directory(*place[1:])}"
+            self._tier.remove_tree(path)
+            try:
+                self._tier.publish(place.path, path)
+            except NoSuchResource:
+                return
+        self._tier.remove_tree(path)
+
+    def remove(self, run: str, step: int) -> str:
+        source = naming.checkpoint_path(run, step)
+        for name in _trash_names(step):
+            target = f"{run}/{naming.TRASH}/{name}"
+            try:
+                self._tier.publish(source, target)
+            except AlreadyCommitted:
+                continue
+            except NoSuchResource as error:
+                raise NoSuchCheckpoint(
+                    f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
+                ) from error
+            return target
+        raise AssertionError("no free name in trash/")
+
+    def free(self, removed: str) -> None:
+        self._tier.remove_tree(removed)
+
+    def put_back(self, alone: Alone = lambda run: nullcontext()) -> list[str]:
+        """What a replacement left aside goes only once the names under checkpoints/ are durable: until then it may be what a
+        power cut brings back.
+        """
+        back = []
+        for run in filter(naming.is_run_name, self._tier.list("")):
+            if self._whole_in_staging(run):
+                with alone(run):
+                    back += self._put_back(run)
+        return back
+
+    def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
+        """Every tree in staging/ and trash/ whose name is one of ours; everything else stays."""
+        spared = {place.path for place in live}
+        removed = []
+        for run, room in self._rooms():
+            for name in self._tier.list(f"{run}/{room}"):
+                path = f"{run}/{room}/{name}"
+                if path in spared or not _is_ours(room, name) or self._tier.size(path) is not None:
+                    continue
+                if idle_s is None or (self._tier.idle_s(path) >= idle_s and not self._is_needed(run, name)):
+                    self._tier.remove_tree(path)
+                    removed.append(path)
+        return removed
+
+    def _complete(self, place: Place, contents: CommitContents) -> None:
+        """As the only writer there, whose files are whole and durable."""
+        for name, data in contents.small.items():
+            self._tier.put(f"{place.path}/{name}", data)
+        self._tier.put(f"{place.path}/{naming.MANIFEST}", contents.manifest)
+        self._tier.remove_tree(f"{place.path}/{naming.RECEIPTS}")
+        self._tier.put(f"{place.path}/{naming.COMMIT}", contents.commit)
+
+    def _complete_jointly(self, place: Place, contents: CommitContents) -> None:
+        """As one of several nodes, of which others may do the same: they put the same bytes there."""
+        self._check_there(place, contents)
+        added = {**contents.small, naming.MANIFEST: contents.manifest, naming.COMMIT: contents.commit}
+        for name, data in added.items():
+            self._put_again(f"{place.path}/{name}", data)
+        self._check_there(place, contents)  # else another node has published it, and the small ones stand there alone
+
+    def _check_there(self, place: Place, contents: CommitContents) -> None:
+        for name, size in contents.staged.items():
+            found = self._tier.size(f"{place.path}/{name}")
+            if found != size:
+                stands = "is not there" if found is None else f"has {found} bytes"
+                raise NoSuchResource(f"{place.path}/{name} {stands}, but the nodes have written {size}")
+
+    def _put_again(self, path: str, data: bytes) -> None:
+        """A small file that a committer who was lost may have left here, whole or not."""
+        if self._tier.size(path) is None:
+            try:
+                self._tier.put(path, data)
+                return
+            except StorageFailed:
+                if self._tier.size(path) is None:  # else it came at this moment
+                    raise
+        if self._tier.read(path) != data:
+            self._tier.replace(path, data)
+
+    def _give_name(self, place: Place, target: str, over: bool) -> None:
+        """Where what stands there is replaced, it stands in staging/ afterwards: a cut leaves one or the other.
+
+        A file system that cannot exchange names takes two renames. `put_back` mends what a crash leaves between them.
+        """
+        if not over:
+            self._tier.publish(place.path, target)
+            return
+        if self._tier.exchange(place.path, target):
+            return
+        aside = naming.replaced_path(place.run, place.step)
+        self._tier.remove_tree(aside)  # of an earlier time: `target` stands
+        self._tier.publish(target, aside)
+        try:
+            self._tier.publish(place.path, target)
+        except CheckpointError as error:
+            if error.members.get("outcome") != "unknown":
+                self._tier.publish(aside, target)
+            raise
+
+    def _stands(self, target: str) -> bytes | None:
+        """The COMMIT of what stands there."""
+        path = f"{target}/{naming.COMMIT}"
+        try:
+            return None if self._tier.size(path) is None else self._tier.read(path, 0, manifest.COMMIT_BYTES_MAX)
+        except NoSuchResource:  # removed at this moment
+            return None
+
+    def _asked(self, place: Place, contents: CommitContents, over: bool, question: CheckpointError) -> Publication:
+        """The name is taken, or what was staged is not there: another committer may have published the same (I14)."""
+        target = naming.checkpoint_path(place.run, place.step)
+        try:
+            stands = self._stands(target)
+        except StorageFailed as failure:
+            return Publication("unknown", f"{question.detail}, and {target} cannot be read: {failure.detail}")
+        if stands == contents.commit:
+            return self._confirmed(place, target)
+        is_taken = isinstance(question, AlreadyCommitted) or (stands is not None and not over)
+        return Publication("taken" if is_taken else "gone", question.detail)
+
+    def _confirmed(self, place: Place, target: str) -> Publication:
+        """Another committer has published it, and may have been lost before the names were durable."""
+        try:
+            self._tier.sync_directory(target.rpartition("/")[0])
+            self._tier.sync_directory(place.path.rpartition("/")[0])
+        except NoSuchResource:
+            pass  # nothing was staged by way of this root since
+        except CheckpointError as failure:
+            return Publication("unknown", f"{target} is visible, but fsync of its parent directory failed: {failure.detail}")
+        return _PUBLISHED
+
+    def _lost(self, contents: CommitContents, target: str, failure: StorageFailed) -> Publication:
+        """The rename has failed, or its answer was lost, or it is not durable (I9)."""
+        visible = f"{target} is visible, but fsync of its parent directory failed: {failure.detail}"
+        if failure.members.get("outcome") == "unknown":
+            return Publication("unknown", visible)
+        try:
+            if self._stands(target) != contents.commit:
+                raise failure
+        except StorageFailed as error:
+            if error is failure:
+                raise
+            return Publication("unknown", f"{failure.detail}; whether {target} is visible cannot be told: {error.detail}")
+        return Publication("unknown", visible)
+
+    def _whole_in_staging(self, run: str) -> list[str]:
+        staged = f"{run}/{naming.STAGING}"
+        return [name for name in self._tier.list(staged) if self._tier.size(f"{staged}/{name}/{naming.COMMIT}") is not None]
+
+    def _put_back(self, run: str) -> list[str]:
+        back = []
+        staged, whole = f"{run}/{naming.STAGING}", self._whole_in_staging(run)
+        for name in whole:
+            found = naming.parse_staging_directory(name)
+            if found is None or found.attempt != naming.REPLACED_ATTEMPT:
+                continue
+            target = naming.checkpoint_path(run, found.step)
+            if not self._tier.list(target):
+                self._tier.publish(f"{staged}/{name}", target)
+                back.append(target)
+        if whole and self._tier.list(f"{run}/{naming.CHECKPOINTS}"):
+            self._tier.sync_directory(f"{run}/{naming.CHECKPOINTS}")
+            self._tier.sync_directory(staged)
+        return back
+
+    def _rooms(self) -> Iterator[tuple[str, str]]:
+        # A run whose first save was cut short has only staging/, so nobody else knows it yet.
+        for run in filter(naming.is_run_name, self._tier.list("")):
+            for room in (naming.STAGING, naming.TRASH):
+                yield run, room
+
+    def _is_needed(self, run: str, name: str) -> bool:
+        """Whether this may be a checkpoint that another node is replacing at this moment, by two renames."""
+        staged = naming.parse_staging_directory(name)
+        if staged is None or staged.attempt != naming.REPLACED_ATTEMPT:
+            return False
+        return self._tier.size(f"{naming.checkpoint_path(run, staged.step)}/{naming.COMMIT}") is None
+
+
+class PosixStaged:
+    """A directory below `RUN/staging/`."""
+
+    def __init__(self, tier: Tier, place: Place) -> None:
+        self._tier, self.place = tier, place
+        self._path = place.path
+
+    def create(self, file: str, size: int) -> FileWriter:
+        path = self._path_of(file)
+        return self._tier.join(path, size) if self.place.round_id else self._tier.create(path, size)
+
+    def put(self, file: str, data: bytes) -> None:
+        path = self._path_of(file)
+        if self.place.round_id:
+            self._tier.replace(path, data)
+        else:
+            self._tier.put(path, data)
+
+    def put_receipt(self, node: str, data: bytes) -> None:
+        self._tier.put(f"{self._path}/{naming.RECEIPTS}/{node}.json", data)
+
+    def _path_of(self, file: str) -> str:
+        if not naming.is_file_name(file) or file in _OURS_ALONE:
+            raise InvalidRequest(f"{file!r} cannot be a file of a checkpoint", hint="use a plain name, and not the format's")
+        return f"{self._path}/{file}"
+
+
+def _is_ours(room: str, name: str) -> bool:
+    staged = naming.parse_staging_directory(name) is not None
+    return staged or (room == naming.TRASH and naming.parse_step_directory(name) is not None)
+
+
+def _trash_names(step: int) -> Iterator[str]:
+    """The checkpoint's own name, then numbered ones, for when trash/ still holds a checkpoint of the same step."""
+    yield naming.step_directory(step)
+    for number in count(1):
+        yield naming.staging_directory(step, number)
