@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
@@ -26,6 +27,7 @@ class MemoryTier:
         self._capacity_bytes = capacity_bytes
         self._files: dict[_Path, bytearray] = {}
         self._directories: set[_Path] = {()}
+        self._changed = time.monotonic()
         self._lock = threading.RLock()
 
     def create(self, path: str, size: int) -> MemoryFile:
@@ -63,6 +65,7 @@ class MemoryTier:
             self._make_directories(tuple(parent))
             self._check_room(len(data))
             self._files[(*parent, leaf)] = bytearray(data)
+            self.note_change()
         self.acts += [("file", path), ("directory", "/".join(parent))]
 
     def sync_directory(self, path: str) -> None:
@@ -166,7 +169,12 @@ class MemoryTier:
             self._directories = {path for path in self._directories if path[: len(top)] != top}
 
     def idle_s(self, path: str) -> float:
-        return float("inf") if self.list(path) else 0.0  # nobody but this process writes here
+        """Since anything in this tier was last made or written: it notes no times of single files."""
+        return max(time.monotonic() - self._changed, 0.0) if self.list(path) else 0.0
+
+    def note_change(self) -> None:
+        """A file of this tier was written to."""
+        self._changed = time.monotonic()
 
     def free_bytes(self) -> int:
         with self._lock:
@@ -180,6 +188,7 @@ class MemoryTier:
             self._make_directories(tuple(parent))
             self._check_room(len(data))
             self._files[(*parent, leaf)] = data
+            self.note_change()
         return data
 
     def _make_directories(self, names: _Path) -> None:
@@ -220,6 +229,7 @@ class MemoryFile:
         for view in views:
             self._data[offset : offset + view.nbytes] = view
             offset += view.nbytes
+        self._tier.note_change()
 
     def finish(self) -> None:
         self._check_open()

@@ -280,7 +280,10 @@ class PosixStaged:
             self._tier.put(path, data)
 
     def put_receipt(self, node: str, data: bytes) -> None:
-        self._tier.put(f"{self._path}/{naming.RECEIPTS}/{node}.json", data)
+        name = f"{node}.json"
+        if not naming.is_file_name(name):
+            raise InvalidRequest(f"{node!r} cannot be the name of a node", hint="use A-Z a-z 0-9 . _ -")
+        self._tier.put(f"{self._path}/{naming.RECEIPTS}/{name}", data)
 
     def _path_of(self, file: str) -> str:
         if not naming.is_file_name(file) or file in _OURS_ALONE:

@@ -1,0 +1,571 @@
+"""The exam every `Store` takes. A new store's test subclasses `StoreSuite` and hands over the fixture `fresh`.
+
+It is written so that an object store can pass it: nothing is looked at but through the store; files are written in equal
+parts, in order, the last one shorter; several nodes that fill one file each write whole parts, one after the other (which a
+multipart upload allows whose id they share). `Storage` is what a subclass says of what lies below: how much is kept there,
+and how calls to it fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSpace, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.naming import Place
+from holdfast_service.storage import CommitContents, FileWriter, Publication, StagedCheckpoint, Store
+
+RUN, STEP, PART = "run", 7, 2**16
+ALONE, JOINT, OTHER = Place(RUN, STEP, 1), Place(RUN, STEP, 1, 5), Place(RUN, STEP, 1, 6)
+LIVE = Place(RUN, STEP + 1, 1, 8)
+CALLS_MAX = 2000
+
+How = Literal["fails", "answer lost", "dies"]
+
+
+class Died(BaseException):
+    """The process has ended: no call has an effect any more."""
+
+
+class Fault:
+    """The `at`-th call to what lies below `fails` without an effect, or has its effect and its `answer` is `lost`, or the
+    process `dies` before it. `hit` says whether there were so many.
+    """
+
+    def __init__(self, at: int, how: How) -> None:
+        self.at, self.how, self.seen = at, how, 0
+        self._lock = threading.Lock()
+
+    @property
+    def hit(self) -> bool:
+        return self.seen >= self.at
+
+    def due(self) -> bool:
+        """Called before each call: whether this one is it; `Died` once the process has ended."""
+        with self._lock:
+            self.seen += 1
+            if self.how == "dies" and self.hit:
+                raise Died
+            return self.seen == self.at
+
+
+class Storage(Protocol):
+    """What lies below the stores of several nodes."""
+
+    def open(self) -> Store:
+        """The store of one more node, or of a process that was started again."""
+
+    def used(self) -> int:
+        """The bytes of all that is kept, whether it can be seen or not: files, staged ones, parts of uploads."""
+
+    def failing(self, fault: Fault) -> AbstractContextManager[None]:
+        """While this lasts, calls go by way of `fault`. What fails is translated as always."""
+
+    def full(self) -> AbstractContextManager[None]:
+        """While this lasts, there is no room for another byte."""
+
+
+class Sample(NamedTuple):
+    """A checkpoint. The store asks nothing of manifest and COMMIT but that they are kept."""
+
+    files: dict[str, bytes]
+    small: dict[str, bytes]
+    manifest: bytes
+    commit: bytes
+
+    def contents(self) -> CommitContents:
+        sizes = {name: len(data) for name, data in self.files.items()}
+        return CommitContents(sizes, self.small, self.manifest, self.commit)
+
+    def all(self) -> dict[str, bytes]:
+        return self.files | self.small | {naming.MANIFEST: self.manifest, naming.COMMIT: self.commit}
+
+
+def sample(seed: int, sizes: tuple[int, ...] = (2 * PART + 100, PART, 17)) -> Sample:
+    chance = np.random.default_rng(seed)
+    files = {f"model-{number}.safetensors": chance.bytes(size) for number, size in enumerate(sizes)}
+    files["config.json"] = b"{}"
+    manifest = f"manifest of {seed}".encode()
+    small = {naming.STATE: b'{"step": 7}', "model.safetensors.index.json": chance.bytes(50)}
+    return Sample(files, small, manifest, hashlib.sha256(manifest).hexdigest().encode())
+
+
+FIRST, SECOND = sample(1), sample(2)
+
+
+def fill(writer: FileWriter, data: bytes, begin: int = 0, end: int | None = None) -> None:
+    """A range in equal parts, in order."""
+    try:
+        for offset in range(begin, len(data) if end is None else end, PART):
+            writer.write(offset, [data[offset : offset + PART]])
+        writer.finish()
+    finally:
+        writer.discard()
+
+
+def stage(store: Store, place: Place, made: Sample) -> StagedCheckpoint:
+    staged = store.begin(place)
+    for name, data in made.files.items():
+        if name == "config.json":
+            staged.put(name, data)
+        else:
+            fill(staged.create(name, len(data)), data)
+    if not place.round_id:
+        staged.put_receipt("node", b"a receipt")
+    return staged
+
+
+def save(store: Store, place: Place, made: Sample, over: bool = False) -> Publication:
+    stage(store, place, made)
+    return store.commit(place, made.contents(), over)
+
+
+def path(name: str, step: int = STEP, run: str = RUN) -> str:
+    return f"{naming.checkpoint_path(run, step)}/{name}"
+
+
+def standing(store: Store, step: int = STEP) -> Sample | None:
+    """Which of the two samples stands at a step, whole; None where nothing can be seen."""
+    if store.files.size(path(naming.COMMIT, step)) is None:
+        assert step not in store.steps(RUN), "something without COMMIT stands there"
+        with pytest.raises(NoSuchResource):
+            store.files.read(path("model-0.safetensors", step))
+        return None
+    assert step in store.steps(RUN)
+    commit = store.files.read(path(naming.COMMIT, step))
+    found = {FIRST.commit: FIRST, SECOND.commit: SECOND}[commit]
+    for name, data in found.all().items():
+        assert store.files.size(path(name, step)) == len(data), name
+        assert store.files.read(path(name, step)) == data, name
+    return found
+
+
+def restart(storage: Storage, live: tuple[Place, ...] = ()) -> Store:
+    """What a start does before anything else."""
+    store = storage.open()
+    store.put_back(lambda run: nullcontext())
+    store.sweep(live)
+    return store
+
+
+class StoreSuite:
+    """Subclasses give the fixture `fresh`: a function that makes an empty `Storage`."""
+
+    @pytest.fixture
+    def storage(self, fresh: Callable[[], Storage]) -> Storage:
+        return fresh()
+
+    @pytest.fixture
+    def store(self, storage: Storage) -> Store:
+        return storage.open()
+
+    # what can be seen
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+    def test_nothing_is_visible_before_the_commit(self, store: Store, place: Place) -> None:
+        """All is staged, durably: no step, no file. After the commit all of it is there, and no receipt."""
+        stage(store, place, FIRST)
+        assert standing(store) is None and store.steps(RUN) == []
+        assert store.commit(place, FIRST.contents()) == Publication("published")
+        assert standing(store) is FIRST
+        assert store.files.size(path(f"{naming.RECEIPTS}/node.json")) is None
+
+    def test_steps_are_those_of_a_run_in_order(self, store: Store) -> None:
+        """Of each run its own, by number and not by name."""
+        for run, step in ((RUN, 10), (RUN, 2), (RUN, 123456789), ("other", 5)):
+            assert save(store, Place(run, step, 1), FIRST).outcome == "published"
+        assert store.steps(RUN) == [2, 10, 123456789]
+        assert store.steps("other") == [5] and store.steps("nobody") == []
+
+    @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART])
+    def test_sizes(self, store: Store, size: int) -> None:
+        """Files without a byte, with one part, and with a last part that is not whole."""
+        made = sample(1, (size,))
+        assert save(store, ALONE, made).outcome == "published"
+        assert store.files.read(path("model-0.safetensors")) == made.files["model-0.safetensors"]
+
+    def test_threads_fill_a_file_in_order(self, store: Store) -> None:
+        """Ranges are handed out in order, and written by whoever comes to it."""
+        data = np.random.default_rng(3).bytes(20 * PART + 5)
+        made = sample(1, (len(data),))
+        made.files["model-0.safetensors"] = data
+        staged = store.begin(ALONE)
+        writer = staged.create("model-0.safetensors", len(data))
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda at: writer.write(at, [data[at : at + PART]]), range(0, len(data), PART)))
+        writer.finish()
+        staged.put("config.json", made.files["config.json"])
+        assert store.commit(ALONE, made.contents()).outcome == "published"
+        assert store.files.read(path("model-0.safetensors")) == data
+
+    def test_several_nodes_fill_a_file(self, storage: Storage) -> None:
+        """Each its own parts, through a store of its own; each that is there may commit."""
+        a, b = storage.open(), storage.open()
+        first, second = a.begin(JOINT), b.begin(JOINT)
+        data = FIRST.files["model-0.safetensors"]
+        writers = [staged.create("model-0.safetensors", len(data)) for staged in (first, second)]
+        fill(writers[1], data, PART)
+        fill(writers[0], data, 0, PART)
+        for name in ("model-1.safetensors", "model-2.safetensors"):
+            fill(second.create(name, len(FIRST.files[name])), FIRST.files[name])
+        first.put("config.json", b"{ }")  # by an earlier boot of this node
+        first.put("config.json", FIRST.files["config.json"])
+        assert b.commit(JOINT, FIRST.contents()).outcome == "published"
+        assert standing(a) is FIRST
+
+    def test_an_earlier_try_of_one_node_leaves_nothing(self, storage: Storage) -> None:
+        """Who begins anew at a place without a round has it empty: what only the earlier try wrote is in no checkpoint."""
+        store = storage.open()
+        stage(store, ALONE, sample(3, (PART, PART, PART, PART)))
+        assert save(storage.open(), ALONE, FIRST).outcome == "published"
+        assert standing(store) is FIRST and store.files.size(path("model-3.safetensors")) is None
+
+    def test_receipts_are_those_of_the_place(self, store: Store) -> None:
+        """Whoever commits reads what was written for it."""
+        stage(store, ALONE, FIRST)
+        assert store.receipts(ALONE) == [b"a receipt"]
+        assert store.receipts(Place(RUN, STEP, 2)) == []
+
+    # who commits
+
+    def test_two_committers_of_one_round(self, storage: Storage) -> None:
+        """Both write the same bytes, and both succeed, one after the other (I12)."""
+        a, b = storage.open(), storage.open()
+        stage(a, JOINT, FIRST)
+        assert [each.commit(JOINT, FIRST.contents()).outcome for each in (a, b, a)] == ["published"] * 3
+        assert standing(b) is FIRST
+
+    def test_a_race_of_two_committers(self, fresh: Callable[[], Storage]) -> None:
+        """Of one round, both succeed; of two rounds of a step one does, and the other one's is not what stands (I13)."""
+        for number in range(20):
+            places = (JOINT, JOINT) if number % 2 else (JOINT, OTHER)
+            storage = fresh()
+            made = (FIRST, FIRST) if number % 2 else (FIRST, SECOND)
+            for place, one in dict(zip(places, made, strict=True)).items():
+                stage(storage.open(), place, one)
+            start = threading.Barrier(2)
+
+            def commit(place: Place, one: Sample) -> Publication:
+                store = storage.open()  # noqa: B023 - the threads of this race
+                start.wait()  # noqa: B023
+                return store.commit(place, one.contents())
+
+            with ThreadPoolExecutor(2) as pool:
+                done = list(pool.map(commit, places, made))
+            outcomes = [one.outcome for one in done]
+            assert outcomes.count("published") == (2 if number % 2 else 1), done
+            assert set(outcomes) <= {"published", "taken"}
+            assert standing(storage.open()) is made[outcomes.index("published")]
+
+    @pytest.mark.parametrize("places", [(JOINT, OTHER), (ALONE, Place(RUN, STEP, 2)), (ALONE, JOINT)])
+    def test_the_later_of_two_rounds_finds_the_step_taken(self, store: Store, places: tuple[Place, Place]) -> None:
+        """What stands there stays, byte for byte."""
+        assert save(store, places[0], FIRST).outcome == "published"
+        done = save(store, places[1], SECOND)
+        assert done.outcome == "taken" and done.detail
+        assert standing(store) is FIRST
+
+    def test_other_bytes_of_the_same_round(self, store: Store) -> None:
+        """They are not what was published: it is not said that they were."""
+        assert save(store, JOINT, FIRST).outcome == "published"
+        assert store.commit(JOINT, SECOND.contents()).outcome == "taken"
+        assert standing(store) is FIRST
+
+    def test_a_round_that_was_given_up(self, store: Store) -> None:
+        """Nothing of it can be committed any more, also by one who was held up (I11)."""
+        stage(store, JOINT, FIRST)
+        store.discard(JOINT)
+        store.discard(JOINT)
+        assert store.commit(JOINT, FIRST.contents()).outcome == "gone"
+        assert standing(store) is None
+
+    @pytest.mark.parametrize("name", ["model-0.safetensors", "model-2.safetensors", "config.json"])
+    def test_a_file_that_is_missing_or_has_another_size(self, store: Store, name: str) -> None:
+        """A round that not all nodes have written is no checkpoint (I1)."""
+        contents = FIRST.contents()
+        stage(store, JOINT, FIRST)
+        longer = {**contents.staged, name: contents.staged[name] + 1}
+        assert store.commit(JOINT, contents._replace(staged=longer)).outcome == "gone"
+        stage(store, OTHER, Sample({k: v for k, v in FIRST.files.items() if k != name}, {}, b"", b""))
+        assert store.commit(OTHER, contents).outcome == "gone"
+        assert standing(store) is None
+
+    def test_a_writer_of_a_round_that_has_ended_does_no_harm(self, storage: Storage) -> None:
+        """It stood still while its round was given up and the next one was committed, and goes on: what it writes, and
+        commits, goes where nobody publishes from (I11), and one sweep removes it.
+        """
+        zombie, store = storage.open(), storage.open()
+        staged = stage(zombie, JOINT, SECOND)
+        writer = staged.create("model-0.safetensors", len(SECOND.files["model-0.safetensors"]))
+        store.discard(JOINT)
+        assert save(store, OTHER, FIRST).outcome == "published"
+        kept = storage.used()
+
+        data = SECOND.files["model-1.safetensors"]
+        with suppress(CheckpointError):  # that its round is gone may be said to it
+            fill(writer, SECOND.files["model-0.safetensors"])
+        with suppress(CheckpointError):
+            staged.put("config.json", b"late")
+        with suppress(CheckpointError):
+            fill(staged.create("model-1.safetensors", len(data)), data)
+        assert zombie.commit(JOINT, SECOND.contents()).outcome in ("taken", "gone")
+        assert standing(store) is FIRST
+        store.sweep()
+        assert standing(store) is FIRST and storage.used() == kept
+
+    # in the place of another
+
+    @pytest.mark.parametrize("place", [Place(RUN, STEP, 2), OTHER], ids=["one node", "several"])
+    def test_a_checkpoint_is_replaced(self, storage: Storage, place: Place) -> None:
+        """Another one of its step stands there; what it replaced goes with `discard` and a sweep."""
+        store = storage.open()
+        assert save(store, JOINT, FIRST).outcome == "published"
+        kept = storage.used()
+        assert save(store, place, SECOND, over=True).outcome == "published"
+        assert standing(store) is SECOND
+        for left in (place, naming.replaced_place(RUN, STEP)):
+            store.discard(left)
+        store.sweep()
+        assert standing(store) is SECOND
+        assert storage.used() == kept - sum(map(len, FIRST.all().values())) + sum(map(len, SECOND.all().values()))
+
+    def test_a_late_committer_of_a_replacement(self, storage: Storage) -> None:
+        """It finds its own bytes there, and replaces nothing by anything."""
+        a, b = storage.open(), storage.open()
+        assert save(a, JOINT, FIRST).outcome == "published"
+        assert save(a, OTHER, SECOND, over=True).outcome == "published"
+        assert b.commit(OTHER, SECOND.contents(), over=True).outcome == "published"
+        assert standing(b) is SECOND
+
+    # removal
+
+    def test_removal(self, storage: Storage) -> None:
+        """It is gone at once, its bytes with the second half or a sweep; its step can be saved anew; others stay."""
+        store = storage.open()
+        empty = storage.used()
+        save(store, ALONE, FIRST)
+        removed = store.remove(RUN, STEP)
+        assert standing(store) is None
+        assert save(store, Place(RUN, STEP, 2), SECOND).outcome == "published"
+        store.free(removed)
+        again = store.remove(RUN, STEP)
+        assert again and store.steps(RUN) == [] and storage.used() > empty
+        store.sweep()
+        assert storage.used() == empty
+        store.free(again)
+        for step in (STEP, STEP + 1):
+            with pytest.raises(NoSuchCheckpoint):
+                store.remove(RUN, step)
+
+    # failures
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+    @pytest.mark.parametrize("over", [False, True], ids=["new", "replaced"])
+    @pytest.mark.parametrize("how", ["fails", "answer lost"])
+    def test_every_call_fails_once(self, fresh: Callable[[], Storage], place: Place, over: bool, how: How) -> None:
+        """What is raised has made nothing visible, what is said to be published stands, and there is never a part of one.
+        The next start finds the one or the other, and the next save works.
+        """
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            if over:
+                save(store, OTHER, SECOND)
+            before = standing(store)
+            fault = Fault(at, how)
+            outcome = "raised"
+            with storage.failing(fault), suppress(CheckpointError):
+                outcome = save(store, place, FIRST, over).outcome
+            now = standing(restart(storage))
+            assert outcome in ("raised", "published", "unknown"), (at, outcome)
+            assert now is (FIRST if outcome == "published" else before) or outcome == "unknown", (at, outcome)
+            again = save(storage.open(), Place(RUN, STEP, 3, 9), FIRST, over or now is not None)
+            assert again.outcome == "published" and standing(store) is FIRST
+            if not fault.hit:
+                assert outcome == "published" and at > 10
+                return
+        raise AssertionError("the calls of a save did not end")
+
+    def test_a_lost_answer_is_asked_for(self, fresh: Callable[[], Storage]) -> None:
+        """Whichever call of a commit loses its answer: this node, or another, commits the round again, and it is published
+        (I14).
+        """
+        at, ways = 0, set()
+        while True:
+            at += 1
+            storage = fresh()
+            store = storage.open()
+            stage(store, JOINT, FIRST)
+            fault = Fault(at, "answer lost")
+            with storage.failing(fault):
+                try:
+                    ways.add(store.commit(JOINT, FIRST.contents()).outcome)
+                except CheckpointError:
+                    ways.add("raised")
+            assert storage.open().commit(JOINT, FIRST.contents()).outcome == "published", at
+            assert standing(storage.open()) is FIRST
+            if not fault.hit:
+                break
+        assert "published" in ways and "raised" in ways and "taken" not in ways and "gone" not in ways
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+    @pytest.mark.parametrize("over", [False, True], ids=["new", "replaced"])
+    def test_death_at_every_call(self, fresh: Callable[[], Storage], place: Place, over: bool) -> None:
+        """All or nothing of it stands, one sweep removes the rest, and touches nothing of a round that goes on: that is
+        committed afterwards (I1, I16).
+        """
+        seen = set()
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            if over:
+                save(store, OTHER, SECOND)
+                store.sweep()
+            data = SECOND.files["model-0.safetensors"]
+            fill(store.begin(LIVE).create("model-0.safetensors", len(data)), data)
+            kept = storage.used() - (size_of(SECOND) if over else 0)
+            fault = Fault(at, "dies")
+            died = False
+            with storage.failing(fault):
+                try:
+                    save(store, place, FIRST, over)
+                except Died:
+                    died = True
+            after = restart(storage, (LIVE,))
+            now = standing(after)
+            assert now is FIRST or (died and now is (SECOND if over else None)), at
+            seen.add(now and now.commit)
+            assert storage.used() == kept + (size_of(now) if now else 0), at
+            assert save(after, LIVE, SECOND).outcome == "published" and standing(after, LIVE.step) is SECOND
+            if not died:
+                assert at > 10 and len(seen) == 2
+                return
+        raise AssertionError("the calls of a save did not end")
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+    def test_death_at_every_call_of_a_removal(self, fresh: Callable[[], Storage], place: Place) -> None:
+        """The checkpoint is there, whole, or gone; a sweep frees what was gone."""
+        seen = set()
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            empty = storage.used()
+            save(store, place, FIRST)
+            died = False
+            with storage.failing(Fault(at, "dies")):
+                try:
+                    store.free(store.remove(RUN, STEP))
+                except Died:
+                    died = True
+            now = standing(restart(storage))
+            seen.add(now and now.commit)
+            assert now is None or (died and now is FIRST)
+            assert storage.used() == empty + (size_of(FIRST) if now else 0)
+            if not died:
+                assert seen == {None, FIRST.commit}
+                return
+        raise AssertionError("the calls of a removal did not end")
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+    def test_a_full_disk(self, storage: Storage, place: Place) -> None:
+        """It is said by name, nothing becomes visible, and what is staged commits once there is room."""
+        store = storage.open()
+        with storage.full(), pytest.raises(NoSpace):
+            stage(store, place, FIRST)
+        stage(store, place, FIRST)
+        with storage.full(), pytest.raises(NoSpace):
+            store.commit(place, FIRST.contents())
+        assert standing(store) is None
+        store.sweep()
+        assert save(store, place, FIRST).outcome == "published" and standing(store) is FIRST
+
+    # what is swept
+
+    def test_a_sweep_spares_what_lives(self, storage: Storage) -> None:
+        """What is at a live place, what was written to just now where others write, and all that is committed."""
+        store = storage.open()
+        save(store, ALONE, FIRST)
+        kept = storage.used()
+        for place in (LIVE, OTHER):
+            stage(store, place, SECOND)
+        assert store.sweep(idle_s=3600.0) == []
+        assert len(store.sweep([LIVE])) == 1
+        assert storage.used() == kept + sum(map(len, SECOND.files.values()))
+        assert store.commit(LIVE, SECOND.contents()).outcome == "published"
+        assert standing(store) is FIRST and standing(store, LIVE.step) is SECOND
+        assert store.sweep() == []
+
+    # names
+
+    @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\nb"])
+    def test_file_names_that_lead_out(self, store: Store, name: str) -> None:
+        """A file has a plain name, and nothing is written under another."""
+        staged = store.begin(JOINT)
+        for act in (lambda: staged.create(name, 1), lambda: staged.put(name, b"x")):
+            with pytest.raises(InvalidRequest):
+                act()
+
+    @pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST, naming.RECEIPTS])
+    def test_nobody_but_a_commit_writes_what_vouches(self, store: Store, name: str) -> None:
+        """COMMIT in what is staged could make a checkpoint of it (I1)."""
+        staged = store.begin(JOINT)
+        for act in (lambda: staged.create(name, 1), lambda: staged.put(name, b"x")):
+            with pytest.raises(InvalidRequest):
+                act()
+
+    @pytest.mark.parametrize("node", ["../up", "a/b", "", ".x"])
+    def test_node_names_that_lead_out(self, store: Store, node: str) -> None:
+        """A receipt is kept under a plain name too."""
+        with pytest.raises(InvalidRequest):
+            store.begin(ALONE).put_receipt(node, b"x")
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            Place("../up", 1, 1),
+            Place("a/b", 1, 1),
+            Place("", 1, 1),
+            Place(".", 1, 1),
+            Place(RUN, -1, 1),
+            Place(RUN, 1, -1),
+            Place(RUN, 1, 1, -1),
+            Place(RUN, 1, 1, 10**18),
+        ],
+        ids=str,
+    )
+    def test_places_that_lead_out(self, storage: Storage, place: Place) -> None:
+        """No call takes them."""
+        store, before = storage.open(), storage.used()
+        calls = [
+            lambda: store.begin(place),
+            lambda: store.receipts(place),
+            lambda: store.commit(place, FIRST.contents()),
+            lambda: store.discard(place),
+            lambda: store.sweep([place]),
+        ]
+        if place.attempt == 1 and not place.round_id:
+            calls += [lambda: store.remove(place.run, place.step)]
+        for call in calls:
+            with pytest.raises(InvalidRequest):
+                call()
+        assert storage.used() == before
+
+    @pytest.mark.parametrize(("offset", "data"), [(5, b"xyz"), (-1, b"x"), (8, b"")])
+    def test_writes_outside_of_a_file(self, store: Store, offset: int, data: bytes) -> None:
+        """A file never gets more bytes than it was made for."""
+        writer = store.begin(ALONE).create("model-0.safetensors", 7)
+        with pytest.raises(InvalidRequest):
+            writer.write(offset, [data])
+        writer.discard()
+
+
+def size_of(made: Sample) -> int:
+    return sum(map(len, made.all().values()))
