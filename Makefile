@@ -37,7 +37,7 @@ test: $(READY) $(TOOLS) tools ## all tests but the long ones
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 crash: $(READY) ## kill and fault injection, the long lanes included
-	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash
+	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py
 
 fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_S seconds each
 	$(BIN)/python -m pytest -m "" -s --fuzz-s $(FUZZ_S) tests/fuzz
