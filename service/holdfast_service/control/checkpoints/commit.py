@@ -62,6 +62,7 @@ def publish_joint(tier: Tier, plan: WritePlan, staged: JointlyStaged, about: Abo
     any more: then the round has ended some other way.
     """
     small = _small_files(plan)
+    _check_receipts(plan, staged.receipts)
     made = _compose_joint(plan, staged, small, about.lineage)
     manifest.validate(made)  # a plan's own files are tiled; that the nodes' shares are, only this says
     encoded = manifest.encode(made)
@@ -116,6 +117,13 @@ def _put_again(tier: Tier, path: str, data: bytes) -> None:
                 raise
     if tier.read(path) != data:
         tier.replace(path, data)
+
+
+def _check_receipts(plan: WritePlan, receipts: Sequence[Receipt]) -> None:
+    for one in receipts:
+        if (one.run, one.step, one.attempt) != (plan.run, plan.step, plan.attempt):
+            why = f"the receipt of node {one.node} is of {one.run}@{one.step}, attempt {one.attempt}"
+            raise StateMismatch(f"{why}: it is not of this save")
 
 
 def _planned_entry(file: PlannedFile) -> FileEntry:
