@@ -7,6 +7,8 @@ while read -r program package; do
     ls $program >/dev/null 2>&1 || missing="$missing $package"
 done <<LIST
 /usr/lib/postgresql/*/bin/initdb postgresql
+/usr/lib/python3/dist-packages/pyfuse3*.so python3-pyfuse3
+/usr/bin/fusermount3 fuse3
 LIST
 
 [ -z "$missing" ] && exit 0

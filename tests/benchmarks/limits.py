@@ -48,6 +48,20 @@ def measure(directory: Path, size: int, ranks: int) -> dict[str, float]:
     return found
 
 
+class Disk:
+    """Writes so many bytes to a new file, again and again, as `measure` does with two writers."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._source = path, _touched(-(-size // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def write(self) -> float:
+        """Seconds until they are durable."""
+        try:
+            return _write(self._path, self._source, 2)
+        finally:
+            self._path.unlink(missing_ok=True)
+
+
 def _touched(size: int) -> mmap.mmap:
     """Shared memory, as between a trainer and a daemon, every page of it in place."""
     memory = mmap.mmap(-1, size)

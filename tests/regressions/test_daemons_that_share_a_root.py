@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from sqlalchemy import text
 
@@ -31,7 +32,7 @@ OLD_S = 7200.0
 class Node:
     """One daemon's decisions."""
 
-    def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 30.0) -> None:
+    def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 600.0) -> None:
         self.cluster = nodes.add(name, lease_s)
         self.tier = PosixTier(root, node=name)
         self.catalog = Catalog(self.cluster.database, name)
@@ -422,3 +423,25 @@ def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
     aside = f"{RUN}/{naming.TRASH}/{staged.rpartition('/')[2]}"
     assert removed[-1] == (aside, []) and a.tier.list(aside) == []
     b.decisions.abort(number, RoundAborted("heard again"), place)
+
+
+def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node]) -> None:
+    """By the nodes that took part in it, and by a launch that restores afterwards: it decides what is on the line that goes
+    on, and whether a rank that comes back is told that its save is committed.
+    """
+    a, b = pair
+    for step in (1, 2):
+        put_checkpoint(a.tier, a_manifest(RUN, step))
+    assert [node.decisions.committed(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
+    _replaced_by_another_attempt(b, 2)
+    number = a.decisions.begin(RUN, 3, 2, 2)
+    a.decisions.joined(number, RUN, 2, 2, {})
+    assert a.decisions.committed(RUN, 2) == (2, 0)
+    _replaced_by_another_attempt(b, 1)
+    assert a.decisions.hello(RUN, "a later launch", 1, None) and a.decisions.choose(RUN, 3, 0, 1, ()) == 1
+    assert a.decisions.committed(RUN, 1) == (2, 0)
+
+
+def _replaced_by_another_attempt(node: Node, step: int) -> None:
+    node.tier.remove_tree(naming.checkpoint_path(RUN, step))
+    put_checkpoint(node.tier, msgspec.structs.replace(a_manifest(RUN, step), attempt=2))

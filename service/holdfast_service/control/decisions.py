@@ -19,7 +19,9 @@ from holdfast_formats.errors import (
     CheckpointError,
     Damaged,
     GenerationDropped,
+    NoSuchResource,
     NotFound,
+    RoundAborted,
     StorageFailed,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -392,10 +394,32 @@ class Decisions:
     def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
         """Another node has committed a save in which ranks of this one took part."""
         self.findings.made(run, step)
+        self.standing.look_again(run, step)
         self._rounds.left(round_id, measured)
         self._let_go(run, attempt)
 
     def _publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
+        """As `_publish_as_seen`. Where the storage knows better than the names that this node remembers, it is waited for
+        until they agree (I14).
+        """
+        try:
+            return self._publish_as_seen(plan, staged)
+        except (AlreadyCommitted, NoSuchResource, RoundAborted) as error:
+            if self._cluster is None or not self._appears(plan.run, plan.step):
+                raise
+            log.info("%s@%s can be seen now, and is looked at again: %s", plan.run, plan.step, error.detail)
+            return self._publish_as_seen(plan, staged)
+
+    def _appears(self, run: str, step: int) -> bool:
+        """Whether a checkpoint of this step stands, perhaps one that another node has published a moment ago."""
+        limit = time.monotonic() + self._absences.patience_s
+        while not (stands(self._tier, run, step) and step in roots.steps(self._tier, run)):
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(SETTLE_POLL_S)
+        return True
+
+    def _publish_as_seen(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
         if isinstance(self.attempts, SharedAttempts):
             self.attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self.book.ask(question, LOOK_S))
@@ -477,6 +501,8 @@ class Decisions:
         self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
     ) -> int | None:
         """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore."""
+        if self._cluster is not None:
+            self.standing.begins(run, (attempt, turn))
         return self._choices.choose(RestoreQuestion(run, attempt, turn, step, groups, healthy))
 
     def recorded(self, wait_s: float) -> bool:

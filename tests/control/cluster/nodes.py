@@ -15,13 +15,15 @@ from tests.databases import Postgres
 
 
 class Nodes:
-    """Makes nodes that share a catalog, and closes them. Nothing beats by itself, and a lease ends when a test says so."""
+    """Makes nodes that share a catalog, and closes them. Nothing beats by itself, and a lease ends when a test says so: it
+    is longer than a test takes on a busy machine.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._made: list[Cluster] = []
 
-    def add(self, name: str, lease_s: float = 30.0, beat_s: float = 10.0, joined: bool = True) -> Cluster:
+    def add(self, name: str, lease_s: float = 600.0, beat_s: float = 10.0, joined: bool = True) -> Cluster:
         cluster = Cluster(Database.open(self.url), name, lease_s=lease_s, beat_s=beat_s)
         self._made.append(cluster)
         if joined:

@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import event, text, update
 
 from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_formats.staging.joint import RoundState
@@ -143,12 +143,18 @@ def test_the_first_receipt_of_a_node_stands(nodes: Nodes) -> None:
 
 
 def test_who_comes_back_with_what_is_committed_is_told_so(nodes: Nodes) -> None:
-    """The same part again leads to the same round; another one of that step, which is to replace it, to a new one."""
-    a, b = nodes.add("a"), nodes.add("b")
-    number = sealed(a, b)
+    """The same part, from a daemon that was started again, leads to the same round; another one of that step, which is to
+    replace it, to a new one. So does the same part from a daemon that has seen the end: the step was removed, and is saved
+    again.
+    """
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
+    number = sealed(a, b, c)
     a.rendezvous.committed(number)
-    assert arrive(a, 1, [0]) == number == arrive(b, 1, [1])
-    assert arrive(a, 1, [0], said=b"once more") != number
+    for node in (a, b):
+        nodes.lapse(node)
+        node.membership.beat()
+    assert arrive(a, 1, [0], 3) == number == arrive(b, 1, [1], 3)
+    assert arrive(a, 1, [0], 3, said=b"once more") != number != arrive(c, 1, [2], 3)
 
 
 def test_no_part_changes_once_all_are_there(nodes: Nodes) -> None:
@@ -252,6 +258,7 @@ def test_who_gives_up_ends_it_for_all_and_each_hears_it_once(nodes: Nodes) -> No
     number = arrive(b, 1, [1], 3)
     a.rendezvous.refuse(RUN, 1, 1, 3, dropped)
     assert b.rendezvous.look(number).state == "aborted"
+    b.rendezvous.hear(number)
     with pytest.raises(GenerationDropped):
         arrive(c, 1, [2], 3)
     again = {arrive(node, 1, [rank], 3) for rank, node in enumerate((a, b, c))}
@@ -334,3 +341,43 @@ def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     assert not a.rendezvous.abort(ended, RoundAborted("again").problem())
     assert a.rendezvous.look(going).state == "open" and len(a.rendezvous.parts(going)) == 1
     assert a.rendezvous.vote(RUN, 1, 1, set()).ranks == set()
+
+
+def test_a_catalog_from_a_backup_gives_no_number_out_twice(nodes: Nodes) -> None:
+    """What is still written for the round that it has lost has another path than the next one, which is of the same step."""
+    a = nodes.add("a")
+    lost = arrive(a, 1, [0])
+    a.rendezvous.refuse(RUN, 2, 1, 2, RoundAborted("a rank is gone").problem())
+    with a.database.write() as session:
+        for table in ("parts", "joint_rounds"):
+            session.execute(text(f"TRUNCATE {table} RESTART IDENTITY CASCADE"))
+    found = [arrive(a, 1, [0]), arrive(a, 2, [0])]
+    assert lost not in found and min(found) > lost and len(set(found)) == 2
+
+
+def test_a_daemon_that_was_started_again_hears_how_the_round_ended(nodes: Nodes) -> None:
+    """It had brought its part, and was killed; the others have ended that round, and try the step again. What it still has
+    is of the round before: it does not come among what the others bring now.
+    """
+    a, b = nodes.add("a"), nodes.add("b")
+    first = arrive(a, 1, [0], said=b"first")
+    assert arrive(b, 1, [1], said=b"first") == first
+    a.rendezvous.abort(first, RoundAborted("a rank is gone").problem())
+    second = arrive(a, 1, [0], said=b"second")
+    with pytest.raises(RoundAborted, match="a rank is gone"):
+        arrive(b, 1, [1], said=b"first")
+    assert arrive(b, 1, [1], said=b"second") == second != first
+    b.rendezvous.abort(second, RoundAborted("another rank is gone").problem())
+    a.rendezvous.hear(second)  # its ranks have been told
+    assert arrive(a, 1, [0], said=b"third") == arrive(b, 1, [1], said=b"third")
+
+
+def test_nobody_hears_of_a_round_that_goes_on(nodes: Nodes) -> None:
+    """Its parts stay what they are."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    for node in (a, b):
+        node.rendezvous.hear(number)
+        node.rendezvous.deliver(number, b"done")
+    assert a.rendezvous.claim(number) and not b.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
+    assert [said for _, _, said in b.rendezvous.parts(number)] == [b"said", b"said"]

@@ -34,6 +34,14 @@ def _is_commit(tier: Any, path: str, data: bytes) -> bool:
     return path.endswith("/COMMIT")
 
 
+def _is_joint(tier: Any, path: str, data: bytes) -> bool:
+    return "/staging/" in path and ".r" in path.split("/")[2]
+
+
+def _is_joint_commit(tier: Any, path: str, data: bytes) -> bool:
+    return _is_joint(tier, path, data) and _is_commit(tier, path, data)
+
+
 def _from_staging(tier: Any, source: str, target: str) -> bool:
     return "/staging/" in source
 
@@ -73,13 +81,21 @@ POINTS = {
     "before planning": Point("holdfast_service.control.checkpoints.planner", "plan"),
     "bytes brought": Point("holdfast_service.daemon.exchange.fetching", "Peer.fetch", after=True),
     "mid share": Point("holdfast_service.daemon.writing.part_writer", "_write_all"),
-    "share written": Point("holdfast_service.daemon.writing.part_writer", "_write_shares", after=True),
+    "bytes asked for": Point("holdfast_service.daemon.exchange.fetching", "Peer._once"),
+    "bytes sent without their digest": Point("holdfast_service.daemon.exchange.server", "ExchangeServer.still_offers"),
+    "share written": Point("holdfast_service.daemon.writing.part_writer", "write_share", after=True),
     "before delivering": Point(_RENDEZVOUS, "Rendezvous.deliver"),
     "delivered": Point(_RENDEZVOUS, "Rendezvous.deliver", after=True),
     "claimed": Point(_RENDEZVOUS, "Rendezvous.receipts"),
     "before the joint manifest": Point("holdfast_service.control.checkpoints.commit", "publish_joint"),
+    "between two small files": Point("holdfast_service.storage.posix", "PosixTier.put", after=True, at=_is_joint),
+    "before the joint COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_joint_commit),
     "before the end is told": Point(_RENDEZVOUS, "Rendezvous.committed"),
     "the end is told": Point(_RENDEZVOUS, "Rendezvous.committed", after=True),
+    # in one whose ranks restore with those of other nodes
+    "a step is chosen": Point("holdfast_service.control.decisions", "Decisions.choose", after=True),
+    "before voting": Point(_RENDEZVOUS, "Rendezvous.vote"),
+    "voted": Point(_RENDEZVOUS, "Rendezvous.vote", after=True),
     # in what the daemon does beside saves
     "job claimed": Point("holdfast_service.control.jobs.catalog", "Jobs.claim", after=True),
     "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -199,4 +200,16 @@ def test_without_every_share_nothing_is_published() -> None:
     for few in (receipts[:2], [receipts[0], less, receipts[2]], []):
         with pytest.raises((StateMismatch, CorruptManifest)):
             commit.publish_joint(store, site.plan, JointlyStaged(STAGED, few, CREATED))
+    assert tier.list(naming.checkpoint_path("r", 7)) == []
+
+
+@pytest.mark.usefixtures("small")
+def test_a_receipt_of_another_save_publishes_nothing() -> None:
+    """A catalog that mixes up rounds makes no checkpoint of it: each receipt says of which save it is."""
+    site, tier = Site(columns([500, 700], 3), [0, 1, 2]), MemoryTier()
+    receipts = [site.write(tier, node) for node in range(3)]
+    for other in ({"step": 8}, {"attempt": 2}, {"run": "another"}):
+        wrong = msgspec.structs.replace(receipts[1], **other)
+        with pytest.raises(StateMismatch, match="not of this save"):
+            commit.publish_joint(tier, site.plan, JointlyStaged(STAGED, [receipts[0], wrong, receipts[2]], CREATED))
     assert tier.list(naming.checkpoint_path("r", 7)) == []

@@ -52,6 +52,7 @@ def publish_joint(store: Store, plan: WritePlan, staged: JointlyStaged, about: A
     any more: then the round has ended some other way.
     """
     small = _small_files(plan)
+    _check_receipts(plan, staged.receipts)
     made = _compose_joint(plan, staged, small, about.lineage)
     manifest.validate(made)  # a plan's own files are tiled; that the nodes' shares are, only this says
     _commit(store, staged.place, made, small, about.over)
@@ -132,6 +133,13 @@ def _listed(small: Mapping[str, bytes]) -> list[FileEntry]:
 def _compose_joint(plan: WritePlan, staged: JointlyStaged, small: Mapping[str, bytes], lineage: Lineage) -> Manifest:
     planned = Receipt("", plan.run, plan.step, plan.attempt, tuple(_planned_entry(file) for file in plan.files), {})
     return compose(plan, [planned, *staged.receipts], _listed(small), staged.created, lineage)
+
+
+def _check_receipts(plan: WritePlan, receipts: Sequence[Receipt]) -> None:
+    for one in receipts:
+        if (one.run, one.step, one.attempt) != (plan.run, plan.step, plan.attempt):
+            why = f"the receipt of node {one.node} is of {one.run}@{one.step}, attempt {one.attempt}"
+            raise StateMismatch(f"{why}: it is not of this save")
 
 
 def _planned_entry(file: PlannedFile) -> FileEntry:

@@ -15,7 +15,20 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import zstandard
-from sqlalchemy import JSON, ColumnElement, Text, cast, delete, exists, func, literal, select, type_coerce, update
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    Text,
+    cast,
+    delete,
+    exists,
+    func,
+    literal,
+    select,
+    type_coerce,
+    update,
+)
 from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session, aliased
 from sqlalchemy.sql.dml import ReturningInsert
@@ -57,6 +70,14 @@ class _Key(NamedTuple):
     def of(self, row: type[JointRoundRow]) -> tuple[ColumnElement[bool], ...]:
         return row.run == self.run, row.step == self.step, row.attempt == self.attempt
 
+    def new_id(self) -> ColumnElement[int]:
+        """The number of a new round: the database's time in microseconds, above all of this step. A catalog that is restored
+        from a backup would give numbers of a sequence out twice, and the path of what is staged has nothing else (I11).
+        """
+        last = select(func.max(JointRoundRow.id)).where(*self.of(JointRoundRow)).scalar_subquery()
+        micros = cast(func.extract("epoch", now()) * 1_000_000, BigInteger)
+        return func.greatest(micros, func.coalesce(last, 0) + 1)
+
     def lock(self, session: Session) -> None:
         """Nobody else with this lock makes or ends a round of this step until the transaction ends."""
         number = int.from_bytes(
@@ -79,7 +100,7 @@ class Rendezvous:
         """Bring this node's part; returns the round's id. The ranks may become more until the round is sealed.
 
         `StaleAttempt` if a newer attempt has begun (I6). What ended a round of this step and attempt is raised once for each
-        node that had no part in it.
+        node that has not heard of it: it had no part in it, or was started again since.
         """
         digest, me = hashlib.sha256(declaration).hexdigest(), self._membership.me
         packed, mine = zstandard.compress(said), sorted(ranks)
@@ -136,8 +157,8 @@ class Rendezvous:
         """An open round, where nobody has made one of this step yet."""
         values = {**key._asdict(), "world": world, "state": "open", "created": utc_now()}
         first = (self._is_usual(key, declaration), ~exists().where(*key.of(JointRoundRow)))
-        new = select(*_literals(JointRoundRow, values), now()).where(*first)
-        return insert(JointRoundRow).from_select([*values, "changed"], new).on_conflict_do_nothing()
+        new = select(key.new_id(), *_literals(JointRoundRow, values), now()).where(*first)
+        return insert(JointRoundRow).from_select(["id", *values, "changed"], new).on_conflict_do_nothing()
 
     def _is_usual(self, key: _Key, declaration: str) -> ColumnElement[bool]:
         """Whether the declaration is there, no newer attempt has begun, and no round was given up that this node has not
@@ -146,7 +167,7 @@ class Rendezvous:
         known = exists().where(DeclarationRow.digest == declaration)
         newer = exists().where(RunRow.name == key.run, RunRow.attempt > key.attempt)
         ended, mine = aliased(JointRoundRow), aliased(PartRow)
-        heard = exists().where(mine.round_id == ended.id, mine.node == self._membership.me.name)
+        heard = exists().where(mine.round_id == ended.id, mine.node == self._membership.me.name, mine.said == b"")
         return known & ~newer & ~exists().where(*key.of(ended), ended.state == "aborted", ~heard)
 
     def _going(self, session: Session, key: _Key, world: int, packed: bytes) -> JointRoundRow:
@@ -155,7 +176,7 @@ class Rendezvous:
         """
         of_key = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc())
         newest = of_key.limit(1).with_for_update(read=True)
-        heard = select(PartRow.round_id).where(PartRow.node == self._membership.me.name)
+        heard = select(PartRow.round_id).where(PartRow.node == self._membership.me.name, PartRow.said == b"")
         ended = session.scalar(of_key.where(JointRoundRow.state == "aborted", JointRoundRow.id.not_in(heard)).limit(1))
         if ended is not None:
             self._hear(session, ended.id)
@@ -165,7 +186,14 @@ class Rendezvous:
         last = session.scalar(newest)
         if last is not None and (last.state in GOING or self._was_in(session, last, packed)):
             return last
-        values = {**key._asdict(), "world": world, "state": "open", "created": utc_now(), "changed": now()}
+        values = {
+            "id": key.new_id(),
+            **key._asdict(),
+            "world": world,
+            "state": "open",
+            "created": utc_now(),
+            "changed": now(),
+        }
         session.execute(insert(JointRoundRow).values(values).on_conflict_do_nothing())
         made = session.scalar(newest)
         if made is None or made.state not in GOING:
@@ -174,13 +202,26 @@ class Rendezvous:
 
     def _was_in(self, session: Session, last: JointRoundRow, packed: bytes) -> bool:
         part = session.get(PartRow, (last.id, self._membership.me.name))
-        return last.state == "committed" and part is not None and part.said == packed
+        if last.state != "committed" or part is None or part.said != packed:
+            return False
+        return part.boot != self._membership.me.boot  # else this daemon has seen the end of that one: this is another save
 
     def _hear(self, session: Session, round_id: int) -> None:
-        """This node knows how the round ended."""
+        """This node knows how the round ended: what it had brought to it is of no use any more."""
         me = self._membership.me
-        empty = {"round_id": round_id, "node": me.name, "boot": me.boot, "ranks": [], "said": b""}
-        session.execute(insert(PartRow).values(empty).on_conflict_do_nothing())
+        empty = {"boot": me.boot, "ranks": [], "said": b""}
+        made = insert(PartRow).values({"round_id": round_id, "node": me.name} | empty)
+        session.execute(made.on_conflict_do_update(index_elements=[PartRow.round_id, PartRow.node], set_=empty))
+
+    def hear(self, round_id: int) -> None:
+        """The ranks of this node have been told how the round was ended: they may try its step again."""
+        with self._database.apart() as session:
+            if session.scalar(select(JointRoundRow.state).where(JointRoundRow.id == round_id)) == "aborted":
+                self._hear(session, round_id)
+
+    def _has_heard(self, session: Session, round_id: int) -> bool:
+        part = session.get(PartRow, (round_id, self._membership.me.name))
+        return part is not None and part.said == b""
 
     def seal(self, round_id: int) -> None:
         """If the parts of all ranks are there, no part changes any more."""
@@ -312,7 +353,7 @@ class Rendezvous:
         values = {"state": "aborted", "problem": dict(problem), "changed": now()}
         with self._database.apart() as session:
             ended = session.scalar(update(JointRoundRow).where(*going).values(values).returning(JointRoundRow.id))
-            if session.get(JointRoundRow, round_id) is not None:  # else the catalog has lost it
+            if session.scalar(select(JointRoundRow.state).where(JointRoundRow.id == round_id)) == "aborted":
                 self._hear(session, round_id)
             _ring(session)
             return ended is not None
@@ -329,10 +370,10 @@ class Rendezvous:
             found = session.scalar(end)
             last = session.scalar(newest)
             if found is None and (last is None or last.state not in (*GOING, "committed")):
-                if last is not None and session.get(PartRow, (last.id, self._membership.me.name)) is None:
+                if last is not None and not self._has_heard(session, last.id):
                     self._hear(session, last.id)  # that one was another node's, of the same step
                     return
-                values = {**key._asdict(), "world": world, "created": utc_now(), **ended}
+                values = {"id": key.new_id(), **key._asdict(), "world": world, "created": utc_now(), **ended}
                 found = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
             if found is not None:
                 self._hear(session, found)

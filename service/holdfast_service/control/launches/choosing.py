@@ -118,16 +118,24 @@ class Choices:
         return chosen
 
     def _await_seen(self, asked: RestoreQuestion) -> None:
-        """Wait until the step that another node has published can be seen here, or has been missing for long enough."""
+        """Wait until what other nodes have published can be seen here, or has been missing for long enough: the step, and
+        the others of the run, from which follows what this launch goes on from.
+        """
         limit = time.monotonic() + self.absences.patience_s
-        while time.monotonic() < limit and not self._attempts.asked(*asked[:3])[0]:
+        while time.monotonic() < limit:
+            known, step = self._attempts.asked(*asked[:3])
             try:
-                step = self._book.ask(lambda: self._listed(asked), ANSWER_S)
+                if not known:
+                    step = self._book.ask(lambda: self._listed(asked), ANSWER_S)
+                listed = self._book.ask(lambda: self._catalog.lines(asked.run), ANSWER_S)
             except CheckpointError:  # it is raised again when there is nothing to wait for
+                listed = []
+            hidden = {found.step for found in listed} - set(roots.steps(self._tier, asked.run))
+            if step is not None and not stands(self._tier, asked.run, step):
+                hidden.add(step)
+            if not hidden:
                 return
-            if step is None or stands(self._tier, asked.run, step):
-                return
-            log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, step)
+            log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, min(hidden))
             time.sleep(SEEN_POLL_S)
 
     def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:

@@ -37,11 +37,24 @@ class Standing:
         self._tier, self._catalog, self._book, self._findings = tier, catalog, book, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
+        self._begun: dict[str, Key] = {}
         self._anew: set[tuple[str, int]] = set()  # run and attempt of launches that begin their run anew
 
     def learn(self, run: str) -> None:
         """Look at the run's directories now, so that no save has to."""
         self._there(run)
+
+    def look_again(self, run: str, step: int) -> None:
+        """Another node has published this checkpoint, perhaps in the place of one that is known here."""
+        with self._lock:
+            self._runs.get(run, {}).pop(step, None)
+
+    def begins(self, run: str, launch: Key) -> None:
+        """A launch restores: launches before it may have replaced checkpoints by way of other nodes."""
+        with self._lock:
+            if launch > self._begun.get(run, (0, 0)):
+                self._begun[run] = launch
+                self._runs.pop(run, None)
 
     def made(self, made: Manifest) -> None:
         """A checkpoint was published; it may have taken the place of another one."""

@@ -56,6 +56,11 @@ class ExchangeServer:
         with self._lock:
             return self._offers.get(round_id)
 
+    def still_offers(self, slots: Mapping[int, memoryview]) -> bool:
+        """Whether what was read of these slots until now is what was offered: they are free only once it is withdrawn."""
+        with self._lock:
+            return any(offered is slots for offered in self._offers.values())
+
     def is_known(self, authorization: str) -> bool:
         """Whether this is what a node of the cluster says."""
         stated = f"Bearer {self.secret}".encode()
@@ -101,7 +106,11 @@ def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
                 for begin, end in wanted.chunks(one.begin, one.end):
                     part = offered[one.rank][begin:end]
                     self.wfile.write(part)
-                    self.wfile.write(digest(part).encode())
+                    proof = digest(part).encode()
+                    if not exchange.still_offers(offered):  # other bytes may be there by now: they get no digest
+                        self.close_connection = True
+                        return
+                    self.wfile.write(proof)
 
         def _asked(self) -> tuple[Mapping[int, memoryview], Sequence[SlotRange]] | HTTPStatus:
             """The slots of the round, and what is asked for of them; else why that is not answered."""

@@ -302,6 +302,7 @@ class JointSaves:
             if seen.state == "aborted":
                 del self._joints[joint.current.key]
                 self._host.given_up(joint.current, from_problem(seen.problem or {}))
+                self._party.rendezvous.hear(joint.id)
             elif seen.state in ("sealed", "committing"):
                 self._begin(joint)
             elif self._host.sealed(joint.current):
@@ -327,6 +328,8 @@ class JointSaves:
         error = joint.writing.exception() if joint.writing.done() else None
         if seen.state in ("aborted", "committed"):
             self._end(joint, None if seen.state == "committed" else from_problem(seen.problem or {}))
+            if seen.state == "aborted":
+                self._party.rendezvous.hear(joint.id)
         elif error is not None:
             self._abort(joint, error)
         elif not seen.written:

@@ -64,6 +64,8 @@ class ShareWriter:
         plan = self._plan(self._patiently(lambda: self._rendezvous.parts(seen.id), is_over))
         nodes = [one.node for one in seen.parts]
         share = self._share(plan, seen, nodes.index(self._node))
+        if seen.parts[nodes.index(self._node)].delivered:  # before this daemon was started: it may be published by now (I4)
+            return ShareWritten(plan, {})
         if nodes[0] == self._node:
             self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()

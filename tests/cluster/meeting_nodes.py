@@ -1,0 +1,314 @@
+"""Nodes that save together, for a stateful model: real meeting (`JointSaves`), real writing, real decisions, on a real
+PostgreSQL and a tier in memory. No thread of theirs runs by itself: each step is one that the model takes.
+
+At any of their calls to the catalog or to storage the daemon may die, before or after it was done; or the catalog does what
+it is asked, and its answer is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.region import Box
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.arena.segment import SealedSlot
+from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.daemon.saving import joint_saves
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
+from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
+from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.storage import MemoryTier, Tier
+from tests.control.cluster.nodes import Nodes
+from tests.daemon.writing.test_path import Shards
+
+RUN = "r"  # that of `Shards`
+SIZES = (90_000, 50_000)  # of the columns of three rows
+Fate = Literal["dies before", "dies after", "no answer", "answer lost"]
+
+
+class Death(BaseException):
+    """The daemon is killed here."""
+
+
+class Doom:
+    """What happens to a node at its `left`-th call from now."""
+
+    def __init__(self) -> None:
+        self.fate: Fate | None = None
+        self.left = 0
+
+    def set(self, fate: Fate, left: int) -> None:
+        self.fate, self.left = fate, left
+
+    @contextmanager
+    def around(self, catalog: bool) -> Iterator[None]:
+        fate = None
+        if self.fate is not None and (catalog or self.fate.startswith("dies")):
+            self.left -= 1
+            if self.left < 0:
+                fate, self.fate = self.fate, None
+        if fate == "dies before":
+            raise Death
+        if fate == "no answer":
+            raise CatalogUnavailable("the model cuts the connection")
+        yield
+        if fate == "dies after":
+            raise Death
+        if fate == "answer lost":
+            raise CatalogUnavailable("the model loses the answer")
+
+
+class Doomed:
+    """Something that a node calls, with what may happen there."""
+
+    def __init__(self, target: Any, doom: Doom, calls: Collection[str]) -> None:
+        self._target, self._doom, self._calls = target, doom, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if name not in self._calls:
+            return found
+
+        def call(*values: Any, **named: Any) -> Any:
+            with self._doom.around(isinstance(self._calls, tuple)):
+                return found(*values, **named)
+
+        return call
+
+
+TO_CATALOG = (
+    "arrive",
+    "seal",
+    "state",
+    "look",
+    "parts",
+    "deliver",
+    "claim",
+    "receipts",
+    "committed",
+    "abort",
+    "hear",
+    "refuse",
+)
+TO_STORAGE = frozenset({"join", "put", "replace", "publish", "sync_directory", "remove_tree"})
+
+
+class Sealed(NamedTuple):
+    """A rank's sealed slot, without a segment."""
+
+    table: SlotTable
+    data: memoryview
+
+    def release(self) -> None: ...
+
+
+class Told(NamedTuple):
+    """What the ranks of a node were told of a save, which was their `number`-th."""
+
+    node: str
+    key: RoundKey
+    number: int
+    error: str | None
+
+
+class Later:
+    """Writes shares when it is told to, instead of in a thread."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[Future[ShareWritten], Callable[..., ShareWritten], tuple[Any, ...]]] = []
+
+    def submit(self, write: Callable[..., ShareWritten], *values: Any) -> Future[ShareWritten]:
+        made: Future[ShareWritten] = Future()
+        self._due.append((made, write, values))
+        return made
+
+    def run(self) -> bool:
+        """Write the oldest one; False if there is none."""
+        self._due = [one for one in self._due if not one[0].cancelled()]
+        if not self._due:
+            return False
+        made, write, values = self._due.pop(0)
+        made.set_running_or_notify_cancel()
+        try:
+            found = write(*values)
+        except Death:
+            raise
+        except BaseException as error:
+            made.set_exception(error)
+        else:
+            made.set_result(found)
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+class Clock:
+    """What each node takes for the time, in its own way."""
+
+    def __init__(self) -> None:
+        self.seconds, self.ahead = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds + self.ahead
+
+
+CLOCK = Clock()
+
+
+def still(patch: Any) -> None:
+    """No thread meets by itself, and time is the model's."""
+    patch.setattr(JointSaves, "_run", lambda self: None)
+    patch.setattr(joint_saves, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
+
+
+class MeetingNode:
+    """One node, with one rank: its daemon, and the rank's slots, which outlive it."""
+
+    def __init__(self, nodes: Nodes, tier: MemoryTier, name: str, rank: int, world: int) -> None:
+        self._nodes, self._stored, self.name, self.rank, self.world = nodes, tier, name, rank, world
+        self.held: dict[RoundKey, tuple[int, Sealed]] = {}  # by save: the number of the try, and the sealed slot
+        self.tries: dict[RoundKey, int] = {}
+        self.told: list[Told] = []
+        self._lost: set[RoundKey] = set()
+        self.published: list[int] = []
+        self.doom, self.ahead = Doom(), 3600.0 * (rank - 1)
+        self.up = False
+        self.start()
+
+    def start(self) -> None:
+        """A daemon that takes up what the rank had sealed."""
+        self.exchange = ExchangeServer("127.0.0.1")
+        self.cluster: Cluster = self._nodes.add(self.name, joined=False)
+        self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
+        self.cluster.membership.join(0.0)
+        self.exchange.secret = self.cluster.rendezvous.secret()
+        tier = cast(Tier, Doomed(self._stored, self.doom, TO_STORAGE))
+        self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
+        self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
+        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews)
+        history = SaveHistory(cast(Any, self.decisions))
+        writer = ShareWriter(tier, cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
+        self._open: dict[RoundKey, SaveRound] = {}
+        self._pending: dict[RoundKey, SaveRound] = {}
+        host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)
+        self.joint = JointSaves(party, cast(Any, self.decisions), self.name, writer, host=host, history=history)
+        self.later = Later()
+        self.joint._pool.shutdown()
+        self.joint._pool = cast(Any, self.later)
+        self.doom.fate = None
+        for key in self.held:
+            self._take_up(key)
+        self.up = True
+
+    def _take_up(self, key: RoundKey) -> None:
+        current = SaveRound(key, key.step, self.world, float("inf"))
+        current.sealed[self.rank] = cast(SealedSlot, self.held[key][1])
+        self._open[key] = current
+
+    def save(self, key: RoundKey) -> bool:
+        """The rank seals its part of a step; False where it may not save that, or does already."""
+        if key in self.held or key in self._lost:
+            return False
+        try:
+            self.decisions.begin(*key, self.world)
+        except CheckpointError:
+            return False
+        self.tries[key] = number = self.tries.get(key, 0) + 1
+        self.held[key] = number, part(key, number, self.rank, self.world)
+        if self.up:
+            self._take_up(key)
+        return True
+
+    def die(self) -> None:
+        """The daemon is killed: all that it knows is gone."""
+        self.up = False
+        for key, _, _ in self.joint._refusals:  # nobody was told: a rank that trains goes on to other steps
+            self._lost.add(key)
+        self.exchange.close()
+        self.decisions.close()
+
+    def give_up(self, key: RoundKey) -> None:
+        """The rank's part is dropped by policy, on this node alone."""
+        if self.up and key in self._open:
+            self._tell(self._open.pop(key), "round-aborted")
+            self.joint.refuse(key, self.world, joint_saves.RoundAborted("the model gives it up"))
+
+    def step(self) -> None:
+        """As the thread that meets the others does once."""
+        self.joint.look_at_all()
+        self._alive(lambda: (self.joint._tell(), self.joint._meet()))
+
+    def write(self) -> bool:
+        """As the thread that writes does."""
+        return bool(self._alive(self.later.run))
+
+    def _alive(self, act: Callable[[], Any]) -> Any:
+        CLOCK.ahead = self.ahead
+        try:
+            return act()
+        except Death:
+            self.die()
+        except CatalogUnavailable:
+            return True
+        return None
+
+    def _crews(self, run: str, attempt: int) -> tuple[Mapping[str, int], set[int]]:
+        return self.cluster.crews.of(run, attempt)
+
+    def _ready(self) -> list[SaveRound]:
+        return list(self._open.values())
+
+    def _is_open(self, current: SaveRound) -> bool:
+        return self._open.get(current.key) is current
+
+    def _sealed(self, current: SaveRound) -> bool:
+        if not self._is_open(current):
+            return False
+        self._pending[current.key] = self._open.pop(current.key)
+        return True
+
+    def _given_up(self, current: SaveRound, error: CheckpointError) -> None:
+        if self._is_open(current):
+            self._tell(self._open.pop(current.key), error.code)
+
+    def _ended(self, current: SaveRound, result: Result, staging: str) -> None:
+        self._pending.pop(current.key, None)
+        self._tell(current, result.code if isinstance(result, CheckpointError) else None)
+        if isinstance(result, CheckpointError) and staging:
+            self.decisions._clear(staging)
+
+    def _tell(self, current: SaveRound, error: str | None) -> None:
+        number, _ = self.held.pop(current.key)
+        self.told.append(Told(self.name, current.key, number, error))
+
+
+def content(key: RoundKey, number: int) -> int:
+    """The byte of which all tensors consist in this try of this save."""
+    return (key.step * 7 + key.attempt * 31 + number * 3) % 251 + 1
+
+
+def part(key: RoundKey, number: int, rank: int, world: int) -> Sealed:
+    """What a rank has sealed."""
+    made = Shards(world, key.step, key.attempt)
+    made.file_bytes_max = 600_000
+    for name, size in enumerate(SIZES):
+        spec = TensorSpec("model", f"t.{name}", "U8", (3, size))
+        edges = [size * one // world for one in range(world + 1)]
+        boxes = [(one, [Box((0, a), (3, b - a))]) for one, (a, b) in enumerate(pairwise(edges))]
+        made.add(spec, bytes([content(key, number)]) * spec.nbytes, boxes)
+    table = msgspec.structs.replace(made.tables()[rank], blobs=())
+    return Sealed(table, memoryview(bytes(made.data[rank])))
