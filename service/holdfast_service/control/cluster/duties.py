@@ -22,8 +22,8 @@ _HELD_S = 600  # a removal on slow storage keeps its lock for so long without a 
 
 
 class Duties:
-    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone; with its
-    next beat another node takes it over, of those that have asked for it.
+    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone; with
+    its next beat another node takes it over, of those that have asked for it.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -44,8 +44,8 @@ class Duties:
             return False
 
     def renew(self) -> None:
-        """Renew all duties of this node, and take those whose node is gone; those that are another's by now are no longer its
-        own.
+        """Renew all duties of this node, and take those whose node is gone; those that are another's by now are no longer
+        its own.
         """
         me = self._membership.me
         with self._lock:
