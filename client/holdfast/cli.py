@@ -18,10 +18,10 @@ from .commands import (
     keep,
     ls,
     marks,
+    nodes,
     open,
     repair,
     restore,
-    rm,
     serve,
     show,
     stats,
@@ -49,7 +49,7 @@ app = typer.Typer(
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("serve", add_help_option=False, context_settings=_AS_GIVEN)(serve.serve)
-_KEEPING = (keep.keep, marks.pin, marks.unpin, marks.label, rm.rm)
+_KEEPING = (keep.keep, marks.pin, marks.unpin, marks.label, marks.rm)
 for _command in (
     ls.ls,
     show.show,
@@ -62,6 +62,7 @@ for _command in (
     *_KEEPING,
     open.open,
     top.top,
+    nodes.nodes,
     watch.watch,
     wait.wait,
     doctor.doctor,

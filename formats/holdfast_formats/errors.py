@@ -184,7 +184,7 @@ class Pinned(Conflict):
 
 
 class InUse(Conflict):
-    """The checkpoint is being read, or contains files that are not Holdfast's."""
+    """The checkpoint is being read, or contains files that are not Holdfast's; the node that is to be forgotten is live."""
 
     code = "in-use"
 

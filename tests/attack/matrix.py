@@ -57,6 +57,7 @@ POST   /v1/tokens                                                admin all  json
 DELETE /v1/tokens/{name}                                         admin all
 GET    /v1/rounds                                                read  seen
 GET    /v1/nodes                                                 read  seen
+DELETE /v1/nodes/{name}                                          admin all
 GET    /healthz                                                  open  none
 GET    /readyz                                                   open  none
 GET    /metrics                                                  read  seen
@@ -86,6 +87,7 @@ GET    /runs/{run}/checkpoints/{step}/remove                     read  path
 POST   /runs/{run}/checkpoints/{step}/remove                     admin path form
 POST   /runs/{run}/checkpoints/{step}/jobs                       write path form
 GET    /nodes                                                    read  seen
+POST   /nodes/{name}/forget                                      admin all  form
 GET    /jobs                                                     read  seen
 GET    /jobs/{job_id}                                            read  seen
 POST   /jobs/{job_id}/cancel                                     write seen form

@@ -73,6 +73,11 @@ class LaunchedJob:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """The launcher's process."""
+        return self._launcher.pid
+
     def poll(self) -> int | None:
         """The launcher's exit status, None while it runs. Notes who was born meanwhile."""
         self.family |= set(descendants(self._launcher.pid))
@@ -135,9 +140,7 @@ def start_daemon(directory: Path) -> DemoDaemon:
     """Start `holdfast serve` on `directory/data` in a session of its own, and wait until it answers."""
     root, log = directory / "data", directory / "daemon.log"
     root.mkdir()
-    path = directory / "holdfast.sock"
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        path = Path(tempfile.mkdtemp(prefix="holdfast-")) / "holdfast.sock"
+    path = socket_path(directory)
     address = f"127.0.0.1:{free_port()}"
     places = ["--root", str(root), "--listen", address, "--socket", str(path)]
     command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
@@ -150,6 +153,14 @@ def start_daemon(directory: Path) -> DemoDaemon:
         stop_daemon(daemon)
         raise
     return daemon
+
+
+def socket_path(directory: Path, name: str = "holdfast") -> Path:
+    """A path for a daemon's socket: in the directory, or in a temporary one where that path is too long."""
+    path = directory / f"{name}.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        path = Path(tempfile.mkdtemp(prefix="holdfast-")) / path.name
+    return path
 
 
 def wait_for_answer(daemon: DemoDaemon, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -190,7 +190,13 @@ class Api(JobsApi):
         return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
 
     def nodes(self) -> list[bodies.Node]:
+        """The daemons that share the service's catalog."""
         return list(self._pages("/v1/nodes", bodies.Node))
+
+    def forget_node(self, name: str) -> None:
+        """List a node that is gone no more; `InUse` if it is live."""
+        with self._translated():
+            self._checked(self._http.delete(f"/v1/nodes/{quote(name, safe='')}"))
 
     def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
         """Register as a rank that shares no memory with the daemon; repeating it is harmless."""

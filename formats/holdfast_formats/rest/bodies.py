@@ -31,6 +31,7 @@ class Run(BaseModel):
     state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
 
 
+NodeState = Literal["live", "returned", "stopped", "lost"]
 CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
 MARKS = {"pinned", "labels"}  # members of a checkpoint that come from the run's file
 # Members of a checkpoint that are in no manifest.
@@ -235,7 +236,22 @@ class Node(BaseModel):
     arena_bytes: int = Field(description="shared memory reserved for staging; for tokens of some runs, by these runs")
     ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
+    sealed: int = Field(default=0, description="saves of which all ranks of this node have sealed, and that have not ended")
     live: bool = Field(default=True, description="whether the node has given a sign of life lately")
+    state: NodeState = Field(
+        default="live",
+        description="`stopped`: it has said goodbye; `lost`: it has not; `returned`: live again after it was lost lately",
+    )
+    since: str | None = Field(default=None, description="RFC 3339: when it joined the cluster, by the catalog's clock")
+    heard_s: float | None = Field(
+        default=None, description="seconds since it was last heard of; what is told of another node is as old as this"
+    )
+    host: str | None = Field(default=None, description="name of its machine; only shown to tokens for all runs")
+    url: str | None = Field(default=None, description="address of its API; only shown to tokens for all runs")
+    exchange: str | None = Field(
+        default=None, description="where other nodes read what its ranks have saved; only shown to tokens for all runs"
+    )
+    runs: dict[str, int] = Field(default_factory=dict, description="how many ranks are connected to it, by run")
     lease_s: float | None = Field(
         default=None, description="seconds for which the node counts as live unless it renews that; negative when it is gone"
     )
@@ -248,6 +264,7 @@ class Node(BaseModel):
         default=None,
         description="why and since when the catalog does not answer, and how many records wait; None while it answers",
     )
+    catalog_waiting: int = Field(default=0, description="records of saves and events that wait for the catalog")
 
 
 class Health(BaseModel):

@@ -15,6 +15,8 @@ ReplicaState = Literal["copying", "present", "damaged", "gone"]
 # Every kind of event, and its meaning.
 EVENTS: dict[str, str] = {
     "daemon-started": "a daemon started to serve the root",
+    "node-lost": "a node was lost: it has said nothing for the length of its lease, and no goodbye",
+    "node-forgotten": "a node that is gone was removed from the list of nodes",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
     "attempt-declared": "a new launch of a training run connected",
     "run-ended": "all ranks of a run closed their Checkpointer",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.control.catalog.catalog import ENDED
 from holdfast_service.control.database.visible import sees_all, visible
@@ -67,7 +70,7 @@ class Collected(Collector):
         return {"holdfast_run_arena_bytes": list(held[:RUNS_MAX])}
 
     def _samples(self) -> Samples:
-        node, book = self._services.node(), self._services.book
+        node, book, beaten_s = self._services.node(), self._services.book, self._services.heartbeat_s()
         try:
             told = self._told() if book is None else book.ask(self._told, TOLD_S)
         except CatalogUnavailable as away:
@@ -75,12 +78,14 @@ class Collected(Collector):
             told = {}
         return {
             **told,
+            "holdfast_heartbeat_age_seconds": [] if beaten_s is None else [((), beaten_s)],
             "holdfast_catalog_up": [((), 1 if told else 0)],
             "holdfast_catalog_waiting": [((), 0 if book is None else book.waiting)],
             "holdfast_info": [((node.name, node.version), 1)],
             "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
+            "holdfast_saves_sealed": [((), node.sealed)],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
             "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
@@ -98,7 +103,17 @@ class Collected(Collector):
             "holdfast_rounds_open": [((), open_rounds)],
             "holdfast_rounds_failed": [((code,), count) for code, count in self._failures().items()],
             **self._saves(),
+            **self._nodes(),
             **{name: list(found) for name, found in self._gauges.now().items()},
+        }
+
+    def _nodes(self) -> Samples:
+        """The nodes of the cluster; a daemon that is in none is the only one."""
+        members = self._services.members()
+        counts = Counter([member.state for member in members] or ["live"])
+        return {
+            "holdfast_nodes": [((state,), counts.get(state, 0)) for state in get_args(bodies.NodeState)],
+            "holdfast_node_lost": [((member.name,), 1) for member in members if member.state == "lost"],
         }
 
     def _refused(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from holdfast_formats.errors import Damaged
+from holdfast_formats.errors import Damaged, NoSuchResource
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
@@ -30,6 +30,11 @@ from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
 LIMIT_MAX = 1000
+
+
+def no_other_node(name: str) -> None:
+    """What forgetting a node comes to where one daemon alone uses the catalog."""
+    raise NoSuchResource(f"no other node is called {name!r}", hint="one daemon alone uses this catalog")
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ class Services:
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
     members: Callable[[], Sequence[ClusterNode]] = tuple  # the nodes of this daemon's cluster, if it is in one
-    crews: Callable[[], Mapping[str, int]] = dict  # how many ranks of the runs that may be seen are connected, by node
+    crews: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
+    heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
+    forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
 
     @cached_property

@@ -54,6 +54,7 @@ class RootCare:
         sweep(self._store, self._cluster, idle_s)
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
+        self._note_lost_nodes()
         self._end_saves([member.name for member in members if member.live])
         self._note_lost()
         for run, step in self._cluster.rendezvous.end_abandoned():
@@ -68,6 +69,12 @@ class RootCare:
             text = f"step {ended.step} was not saved: {why}"
             log.warning("%s: %s (node %s)", ended.run, text, ended.node)
             self._events.add("save-aborted", text, ended.run, ended.step, level="warning")
+
+    def _note_lost_nodes(self) -> None:
+        for member in self._cluster.membership.newly_lost():
+            text = f"the node {member.name} is lost: it was last heard of {member.heard_s:.0f} s ago"
+            log.warning("%s", text)
+            self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
 
     def _note_lost(self) -> None:
         """Runs whose ranks have not been connected to any node, twice in a row, although nobody has seen them go."""

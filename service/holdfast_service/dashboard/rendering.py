@@ -38,6 +38,7 @@ SAID = {
     "job": "The job is queued. Its progress is shown here.",
     "cancelled": "The job was asked to stop.",
     "revoked": "The token was revoked. It is no longer accepted.",
+    "forgotten": "The node is listed no more. It may join again at any time.",
     "signed-in": "Signed in.",
 }
 

@@ -59,6 +59,10 @@ METRICS: dict[str, Metric] = {
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),
     "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging", ("run",)),
     "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by use", ("state",)),
+    "holdfast_saves_sealed": Metric("gauge", "Saves of which all ranks of this node have sealed, and that have not ended"),
+    "holdfast_nodes": Metric("gauge", "Nodes that use the catalog, by state", ("state",)),
+    "holdfast_node_lost": Metric("gauge", "1 for each node that was lost and is neither back nor forgotten", ("node",)),
+    "holdfast_heartbeat_age_seconds": Metric("gauge", "Seconds since this node last renewed its membership of the cluster"),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
     "holdfast_requests_refused": Metric(
         "counter", "Requests refused for authentication or authorisation since the start, by error code", ("code",)

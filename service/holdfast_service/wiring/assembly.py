@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast_service")
 
+# What the catalog's rows say of a node, and not the node itself.
+_MEMBERS = {"live", "state", "since", "heard_s", "lease_s", "duties", "runs"}
+
 
 class Control(NamedTuple):
     """The decisions over a root."""
@@ -81,6 +84,7 @@ class NodeParts(NamedTuple):
     remote: RemoteRanks
     runner: JobRunner
     arena_bytes_max: int
+    url: str | None  # of its API
     exchange: str | None  # where other nodes read what ranks of this one have saved
 
 
@@ -149,12 +153,12 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange.url
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, exchange)
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
 
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services
+    from holdfast_service.api.services import Services, no_other_node
 
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
@@ -174,14 +178,18 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             socket_id=socket_id,
             busy=saver.working,
             catalog=control.decisions.book.said,
+            catalog_waiting=control.decisions.book.waiting,
+            sealed=saver.sealed,
+            host=platform.node(),
+            url=node.url,
+            exchange=node.exchange,
         )
 
     cluster = control.cluster
     if cluster is not None:
-        host = platform.node()
 
         def told() -> dict[str, Any]:
-            return {**about().model_dump(), "host": host, "held": dict(node.arena.holders), "exchange": node.exchange}
+            return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders)}
 
         take_part(cluster, control.decisions, saver, told, stack)
     return Services(
@@ -204,6 +212,8 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         held=lambda: node.arena.holders,
         members=tuple if cluster is None else cluster.membership.members,
         crews=dict if cluster is None else cluster.crews.by_node,
+        heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
+        forget=no_other_node if cluster is None else cluster.membership.forget,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
     )
 

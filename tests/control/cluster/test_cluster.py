@@ -34,7 +34,7 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
     assert elsewhere(b, "run") == {"a": Crew(1, 8, 1)}
     a.crews.here = lambda: {"run": Crew(2, 8, 8)}
     a.crews.tell()
-    assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": 8}
+    assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": {"run": 8}}
     with limited_to("other*"):
         assert b.crews.by_node() == {}
     a.crews.here = dict

@@ -92,3 +92,19 @@ def test_a_lock_ends_with_its_nodes_connection(nodes: Nodes) -> None:
             session.execute(text(f"{others} AND datname = current_database()"))
         with b.locks.locked("deciding run"):
             pass
+
+
+def test_a_beat_takes_over_the_duties_of_a_node_that_is_gone(nodes: Nodes) -> None:
+    """Of those that the node has asked for, as it can do them; not what a live node has, and not while it is no member."""
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
+    assert a.duties.has("scrub") and a.duties.has("upkeep") and not b.duties.has("scrub")
+    b.duties.renew()
+    c.duties.renew()
+    assert {member.name: member.duties for member in c.membership.members()}["a"] == ("scrub", "upkeep")
+    nodes.lapse(a)
+    c.duties.renew()
+    b.duties.renew()
+    assert {member.name: member.duties for member in c.membership.members()} == {"a": (), "b": ("scrub",), "c": ()}
+    nodes.lapse(b)
+    b.duties.renew()
+    assert {member.name: member.duties for member in c.membership.members()}["b"] == ()

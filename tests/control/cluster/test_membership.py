@@ -8,7 +8,8 @@ import time
 import pytest
 from sqlalchemy import select
 
-from holdfast_formats.errors import RootBusy
+from holdfast_formats.errors import InUse, NoSuchResource, RootBusy
+from holdfast_service.control.cluster import membership
 from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow
 from tests.control.cluster.nodes import Nodes, nodes
 
@@ -125,3 +126,81 @@ def test_beats_go_on_by_themselves_and_tell_who_listens(nodes: Nodes) -> None:
     a.membership.start()
     assert all(heard.acquire(timeout=30) for _ in range(12))
     assert live(nodes)["a"]
+
+
+def states(made: Nodes, reader: str = "reader") -> dict[str, str]:
+    return {member.name: member.state for member in made.add(reader, joined=False).membership.members()}
+
+
+def test_a_node_that_says_goodbye_was_stopped_and_one_that_does_not_is_lost(nodes: Nodes) -> None:
+    """Whoever looks can tell the two; a node that comes back after a loss is shown as such, one that was stopped is not."""
+    a, b = nodes.add("a"), nodes.add("b")
+    assert states(nodes) == {"a": "live", "b": "live"}
+    a.close()
+    nodes.lapse(b)
+    assert states(nodes) == {"a": "stopped", "b": "lost"}
+    again, back = nodes.add("a"), nodes.add("b")
+    assert states(nodes) == {"a": "live", "b": "returned"}
+    assert again.membership.beat() and back.membership.beat()
+    assert states(nodes) == {"a": "live", "b": "returned"}  # a beat does not wipe it out
+    back.close()
+    assert states(nodes)["b"] == "stopped"
+
+
+def test_a_node_that_has_been_back_for_long_is_just_live(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it was lost is told for a while only."""
+    nodes.lapse(nodes.add("a"))
+    nodes.add("a")
+    assert states(nodes) == {"a": "returned"}
+    monkeypatch.setattr(membership, "RETURNED_S", 0.0)
+    assert states(nodes) == {"a": "live"}
+
+
+def test_how_long_ago_a_node_was_heard_of(nodes: Nodes) -> None:
+    """Of a live one since its last beat, of one that is gone since its last sign of life."""
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
+    nodes.left(a, 18)
+    nodes.left(b, -100)
+    c.close()
+    nodes.left(c, -50)
+    heard = {member.name: member.heard_s for member in b.membership.members()}
+    assert 12 <= heard["a"] < 20 and 130 <= heard["b"] < 140 and 50 <= heard["c"] < 60
+
+
+def test_only_nodes_that_are_gone_are_forgotten(nodes: Nodes) -> None:
+    """A live one is refused by name, an unknown one too; a forgotten one joins again as if it were new."""
+    a, b = nodes.add("a"), nodes.add("b")
+    with pytest.raises(InUse, match="'b' is live"):
+        a.membership.forget("b")
+    with pytest.raises(NoSuchResource):
+        a.membership.forget("c")
+    nodes.lapse(b)
+    a.membership.forget("b")
+    assert states(nodes) == {"a": "live"}
+    assert not b.membership.beat()
+    assert states(nodes) == {"a": "live", "b": "live"}
+
+
+def test_a_lost_node_is_listed_for_longer_than_a_stopped_one(nodes: Nodes) -> None:
+    """Somebody is to look into a loss; who was stopped on purpose is of no interest after a while."""
+    a, b = nodes.add("a"), nodes.add("b")
+    a.close()
+    nodes.left(a, -membership.STOPPED_S - 60)
+    nodes.left(b, -membership.STOPPED_S - 60)
+    nodes.add("c")
+    assert states(nodes) == {"b": "lost", "c": "live"}
+    nodes.left(b, -membership.LOST_S - 60)
+    nodes.add("d")
+    assert states(nodes) == {"c": "live", "d": "live"}
+
+
+def test_a_loss_is_told_once(nodes: Nodes) -> None:
+    """Whichever node asks, and again when the node was back and is lost once more; a node that was stopped is not lost."""
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
+    assert a.membership.newly_lost() == []
+    nodes.lapse(b)
+    c.close()
+    assert [member.name for member in a.membership.newly_lost()] == ["b"]
+    assert a.membership.newly_lost() == [] == nodes.add("d").membership.newly_lost()
+    nodes.lapse(nodes.add("b"))
+    assert [member.name for member in a.membership.newly_lost()] == ["b"]

@@ -59,11 +59,14 @@ class Crews:
             spoken = select(SpeakerRow.rank).where(SpeakerRow.run == run, SpeakerRow.attempt == attempt)
             return {node: int(ranks) for node, ranks in rows}, set(session.scalars(spoken))
 
-    def by_node(self) -> dict[str, int]:
-        """How many ranks of the visible runs are connected, by node."""
-        total = select(CrewRow.node, func.sum(CrewRow.ranks)).group_by(CrewRow.node)
+    def by_node(self) -> dict[str, dict[str, int]]:
+        """How many ranks of the visible runs are connected, by node and run."""
+        found: dict[str, dict[str, int]] = {}
         with self._database.read() as session:
-            return {node: int(count) for node, count in session.execute(total)}
+            wanted = select(CrewRow.node, CrewRow.run, CrewRow.ranks).where(CrewRow.ranks > 0)
+            for node, run, ranks in session.execute(wanted.order_by(CrewRow.node, CrewRow.run)):
+                found.setdefault(node, {})[run] = int(ranks)
+        return found
 
     def connected(self) -> set[str]:
         """The runs whose ranks are connected to some node that is a member."""

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import delete, func, select, text, update
+from sqlalchemy import delete, exists, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.cluster.membership import Membership, later, now
 from holdfast_service.control.database.database import translated
-from holdfast_service.control.database.schema import DutyRow
+from holdfast_service.control.database.schema import DutyRow, NodeRow
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +22,21 @@ _HELD_S = 600  # a removal on slow storage keeps its lock for so long without a 
 
 
 class Duties:
-    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone."""
+    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone; with
+    its next beat another node takes it over, of those that have asked for it.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
         self._lock = threading.Lock()
         self._mine: set[str] = set()
+        self._known: set[str] = set()  # duties that this node does when they are nobody's
         membership.heard.append(self.renew)
 
     def has(self, name: str) -> bool:
         """Whether this duty is this node's now; it takes it if it is nobody's. False while the catalog is away."""
+        with self._lock:
+            self._known.add(name)
         try:
             return self._take(name)
         except CheckpointError as error:
@@ -39,24 +44,30 @@ class Duties:
             return False
 
     def renew(self) -> None:
-        """Renew all duties of this node; those that are another's by now are no longer its own."""
+        """Renew all duties of this node, and take those whose node is gone; those that are another's by now are no longer
+        its own.
+        """
         me = self._membership.me
         with self._lock:
-            names = sorted(self._mine)
-        if not names:
+            names, known = sorted(self._mine), sorted(self._known)
+        if not known:
             return
-        mine = (DutyRow.name.in_(names), DutyRow.node == me.name, DutyRow.boot == me.boot)
+        until = later(self._membership.lease_s)
+        live = exists().where(NodeRow.name == me.name, NodeRow.boot == me.boot, NodeRow.until > now())
+        mine = (DutyRow.name.in_(names), DutyRow.node == me.name, DutyRow.boot == me.boot, live)
         with self._database.apart() as session:
-            renewed = update(DutyRow).where(*mine).values(until=later(self._membership.lease_s)).returning(DutyRow.name)
-            left = set(session.scalars(renewed))
+            left = set(session.scalars(update(DutyRow).where(*mine).values(until=until).returning(DutyRow.name)))
+            over = update(DutyRow).where(DutyRow.name.in_(known), DutyRow.until <= now(), live)
+            left |= set(session.scalars(over.values(node=me.name, boot=me.boot, until=until).returning(DutyRow.name)))
         with self._lock:
-            self._mine &= left | (self._mine - set(names))
+            self._mine = left | (self._mine - set(names))
 
     def give_up(self, name: str) -> None:
         """Leave a duty to others."""
         me = self._membership.me
         with self._lock:
             self._mine.discard(name)
+            self._known.discard(name)
         with self._database.apart() as session:
             session.execute(delete(DutyRow).where(DutyRow.name == name, DutyRow.node == me.name, DutyRow.boot == me.boot))
 

@@ -20,7 +20,8 @@ from sqlalchemy import ColumnElement, Interval, cast, delete, func, literal, sel
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NoSuchResource, RootBusy
+from holdfast_formats.rest.bodies import NodeState
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow, NodeRow
 
@@ -28,7 +29,10 @@ log = logging.getLogger(__name__)
 
 LEASE_S, BEAT_S = 30.0, 10.0
 JOIN_POLL_S = 0.5
-FORGOTTEN_S = 3600.0  # a node that has been gone for so long is listed no more
+STOPPED_S = 3600.0  # a node that was stopped is listed for so long
+LOST_S = 7 * 86_400.0  # one that was lost is listed for longer: somebody is to look into it, or to have it forgotten
+RETURNED_S = 900.0  # a node that was lost and is back is shown as such for so long
+_LEFT, _CAME_BACK, _NOTED = "left", "came_back", "noted"  # what a row's `about` says of a membership itself
 
 
 class Me(NamedTuple):
@@ -46,12 +50,28 @@ class ClusterNode(NamedTuple):
     name: str
     boot: str
     lease_s: float
+    since: datetime
+    age_s: float  # of this membership
     about: Mapping[str, Any]
     duties: tuple[str, ...]
 
     @property
     def live(self) -> bool:
         return self.lease_s > 0
+
+    @property
+    def state(self) -> NodeState:
+        """`stopped`: it has said goodbye. `lost`: its lease has ended without that. `returned`: live, and it, or the
+        daemon of its name before it, was lost lately.
+        """
+        if not self.live:
+            return "stopped" if self.about.get(_LEFT) else "lost"
+        return "returned" if self.about.get(_CAME_BACK) and self.age_s < RETURNED_S else "live"
+
+    @property
+    def heard_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return max(-self.lease_s if self.state == "stopped" else LEASE_S - self.lease_s, 0.0)
 
 
 def this_daemon(name: str) -> Me:
@@ -88,6 +108,8 @@ class Membership:
         self.lease_s, self._beat_s = lease_s, beat_s
         self.heard: list[Callable[[], None]] = []
         self.joined = False
+        self._came_back = False  # this node was lost before it joined
+        self._beaten = time.monotonic()  # when its membership was last renewed
         self._lock = threading.Lock()  # one join at a time
         self._wake = threading.Event()
         self._closed = False
@@ -115,6 +137,12 @@ class Membership:
                     told = True
                 self._wake.wait(JOIN_POLL_S)
             self.joined = True
+            self._beaten = time.monotonic()
+
+    @property
+    def beaten_s(self) -> float:
+        """Seconds since this node's membership was last renewed."""
+        return time.monotonic() - self._beaten
 
     def start(self) -> None:
         """Renew the lease from now on."""
@@ -128,12 +156,13 @@ class Membership:
     def beat(self) -> bool:
         """Renew the lease; False if it was another's meanwhile, or had ended, and this daemon has joined anew."""
         mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot, NodeRow.until > now())
-        about = dict(self.about())
+        about = self._about()
         with self.database.apart(hopeful=True) as session:
             renewed = session.scalar(
                 update(NodeRow).where(*mine).values(until=later(self.lease_s), about=about).returning(NodeRow.name)
             )
         if renewed is not None:
+            self._beaten = time.monotonic()
             return True
         self.joined = False
         self.me = self.me._replace(boot=uuid.uuid4().hex)
@@ -145,6 +174,29 @@ class Membership:
         """All nodes of which something is known, by name."""
         with self.database.read() as session:
             return members(session)
+
+    def forget(self, name: str) -> None:
+        """List a node that is gone no more. `NoSuchResource`; `InUse` if it is a member."""
+        with self.database.apart() as session:
+            gone = delete(NodeRow).where(NodeRow.name == name, NodeRow.until <= now()).returning(NodeRow.name)
+            if session.scalar(gone) is not None:
+                return
+            if session.get(NodeRow, name) is None:
+                raise NoSuchResource(f"no node is called {name!r}", hint="`holdfast nodes` lists them")
+        raise InUse(f"the node {name!r} is live", hint="stop its daemon first: only nodes that are gone are forgotten")
+
+    def newly_lost(self) -> list[ClusterNode]:
+        """The nodes that were lost, each told once, whichever node asks."""
+        found = []
+        with self.database.apart() as session:
+            for member in members(session):
+                if member.state != "lost" or member.about.get(_NOTED):
+                    continue
+                mine = (NodeRow.name == member.name, NodeRow.boot == member.boot, NodeRow.until <= now())
+                noted = update(NodeRow).where(*mine).values(about={**member.about, _NOTED: True})
+                if session.scalar(noted.returning(NodeRow.name)) is not None:
+                    found.append(member)
+        return found
 
     def is_live(self, session: Session, node: str, boot: str) -> bool:
         """Whether this boot of a node is a member."""
@@ -165,7 +217,7 @@ class Membership:
                     session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
                 session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
                 mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
-                session.execute(update(NodeRow).where(*mine).values(until=now()))
+                session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._about(), _LEFT: True}))
         except CheckpointError as error:
             log.info("cannot say goodbye to the cluster: %s", error.detail)
 
@@ -193,6 +245,7 @@ class Membership:
         with self.database.apart(hopeful=True) as session:
             row = session.get(NodeRow, self.me.name)
             dead = row.boot if row is not None and row.machine == self.me.machine else ""
+            came_back = row is not None and not row.about.get(_LEFT)
             free = (NodeRow.until <= now()) | NodeRow.boot.in_([self.me.boot, dead])
             values = {
                 "boot": self.me.boot,
@@ -200,7 +253,7 @@ class Membership:
                 "pid": self.me.pid,
                 "since": now(),
                 "until": later(self.lease_s),
-                "about": dict(self.about()),
+                "about": {**self.about(), _CAME_BACK: came_back},
             }
             made = insert(NodeRow).values({"name": self.me.name} | values)
             taken = session.scalar(
@@ -210,9 +263,12 @@ class Membership:
                 return _Other(0, {}) if row is None else _Other(row.pid, row.about)
             for table in (DutyRow, CrewRow, HoldRow):  # what an earlier boot left: nobody is there any more
                 session.execute(delete(table).where(table.node == self.me.name))
-            forgotten = now() - cast(literal(f"{FORGOTTEN_S} seconds"), Interval)
-            session.execute(delete(NodeRow).where(NodeRow.until < forgotten))
+            self._came_back = came_back
+            _forget_old(session)
         return None
+
+    def _about(self) -> dict[str, Any]:
+        return {**self.about(), _CAME_BACK: self._came_back}
 
 
 class _Other(NamedTuple):
@@ -225,11 +281,18 @@ def members(session: Session) -> list[ClusterNode]:
     duties: dict[tuple[str, str], list[str]] = {}
     for duty in session.scalars(select(DutyRow).where(DutyRow.until > now()).order_by(DutyRow.name)):
         duties.setdefault((duty.node, duty.boot), []).append(duty.name)
-    left = func.extract("epoch", NodeRow.until - now())
-    return [
-        ClusterNode(row.name, row.boot, float(lease_s), row.about, tuple(duties.get((row.name, row.boot), ())))
-        for row, lease_s in session.execute(select(NodeRow, left).order_by(NodeRow.name))
-    ]
+    left, age = func.extract("epoch", NodeRow.until - now()), func.extract("epoch", now() - NodeRow.since)
+    found = []
+    for row, lease_s, age_s in session.execute(select(NodeRow, left, age).order_by(NodeRow.name)):
+        its = tuple(duties.get((row.name, row.boot), ()))
+        found.append(ClusterNode(row.name, row.boot, float(lease_s), row.since, float(age_s), row.about, its))
+    return found
+
+
+def _forget_old(session: Session) -> None:
+    for member in members(session):
+        if member.lease_s < -(STOPPED_S if member.state == "stopped" else LOST_S):
+            session.execute(delete(NodeRow).where(NodeRow.name == member.name, NodeRow.boot == member.boot))
 
 
 def _machine() -> str:

@@ -88,6 +88,12 @@ class Saver:
         with self._lock:
             return bool(self._open or self._pending or self.checks.left)
 
+    @property
+    def sealed(self) -> int:
+        """How many saves wait or are written, of which all ranks that are here have sealed."""
+        with self._lock:
+            return len(self._pending) + sum(self._is_part(current) for current in self._open.values())
+
     def entering(self, run: str) -> threading.Lock:
         """A lock: held while checking whether a rank may join a run, until it has joined."""
         with self._lock:

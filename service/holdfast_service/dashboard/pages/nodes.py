@@ -1,28 +1,70 @@
-"""Nodes: the daemons that write to this catalog, and the saves that each is writing."""
+"""Nodes: the daemons that write to this catalog, what each holds and does, and the newest saves of all of them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from urllib.parse import quote
 
 from fastapi import Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_service.dashboard.asking import Asked, shown
-from holdfast_service.dashboard.rendering import page
-from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.words import seconds_text
 
 router = page_router()
 
 ROUNDS_SHOWN = 50
+LATE_S = 20.0  # a node renews its membership every 10 s
+FIRST = ("lost", "returned", "live", "stopped")
+DUTIES = {
+    "scrub": "reads old checkpoints back, of all runs",
+    "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
+}
 
 
 @router.get("/nodes")
 async def show_nodes(request: Request, api: Asked) -> Response:
-    """Every daemon; below them the newest saves of all daemons."""
+    """Every daemon, those that need a person first; below them the newest saves of all daemons."""
     nodes, ready, rounds = await asyncio.gather(
         api.page(bodies.Node, "/v1/nodes"),
         shown(api.get(bodies.Health, "/readyz")),
         api.page(bodies.Round, "/v1/rounds", limit=ROUNDS_SHOWN),
     )
-    return page(request, "nodes.html", nodes=nodes.items, ready=ready, rounds=rounds.items)
+    listed = sorted(nodes.items, key=lambda node: (FIRST.index(node.state), node.name))
+    return page(
+        request,
+        "nodes.html",
+        nodes=listed,
+        counts=Counter(node.state for node in listed),
+        behind={node.name: behind(node) for node in listed},
+        duties=DUTIES,
+        ready=ready,
+        rounds=rounds.items,
+    )
+
+
+@router.post("/nodes/{name}/forget")
+async def forget(api: Asked, name: str, _: Posted) -> Response:
+    await api.ask("DELETE", f"/v1/nodes/{quote(name, safe='')}")
+    return see("/nodes", "forgotten")
+
+
+def behind(node: bodies.Node) -> list[str]:
+    """How far a live node is behind, in words: its signs of life, its saves, and what it has to tell the catalog."""
+    said: list[str] = []
+    if not node.live:
+        return said
+    if node.heard_s is not None and node.heard_s > LATE_S:
+        said.append(f"not heard of for {seconds_text(round(node.heard_s))}")
+    if node.sealed:
+        said.append(f"{node.sealed} {'save' if node.sealed == 1 else 'saves'} sealed, not committed yet")
+    if node.catalog:
+        said.append(node.catalog)
+    elif node.catalog_waiting:
+        many = node.catalog_waiting != 1
+        said.append(f"{node.catalog_waiting} {'records wait' if many else 'record waits'} for the catalog")
+    return said

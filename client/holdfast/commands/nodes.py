@@ -1,0 +1,29 @@
+"""`holdfast nodes`: the daemons that share a catalog, what each holds and does, and how far it is behind."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
+from holdfast.terminal.node_table import render
+from holdfast.terminal.options import AsJson, Url
+
+Forget = Annotated[
+    list[str] | None, typer.Option("--forget", metavar="NAME", help="List this node no more; it has to be gone. Repeatable.")
+]
+
+
+def nodes(forget: Forget = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        for name in forget or ():
+            api.forget_node(name)
+        found = api.nodes()
+    if as_json:
+        console.print_json([node.model_dump() for node in found])
+        return
+    console.out().print(render(found))

@@ -1,0 +1,87 @@
+"""Routes: the daemons that share this catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Path
+
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.moments import write
+from holdfast_formats.rest import bodies
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS, READS
+from holdfast_service.api.services import Viewer, Wired
+from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.cluster.membership import ClusterNode
+
+router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
+
+
+@router.get("/nodes", dependencies=READS, summary="Daemons that write to this catalog")
+def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
+    """Process, root, machine and addresses are shown only to tokens for all runs; the socket also to tokens that may
+    save.
+    """
+    ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
+    here = _Told(services.node(), services.held(), ranks)
+    try:
+        members = services.members()
+    except CatalogUnavailable:  # this node says so of itself
+        members = ()
+    told = [here]
+    if members:
+        crews = services.crews()
+        told = [here if m.name == here.node.name else _Told.of(m, crews.get(m.name, {})) for m in members]
+        told = [one._replace(node=_as_member(one.node, m)) for one, m in zip(told, members, strict=True)]
+    return bodies.Page(items=[one.seen_by(viewer) for one in told])
+
+
+@router.delete("/nodes/{name}", dependencies=ADMINS, status_code=204, summary="Forget a node that is gone")
+def forget_node(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
+    """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
+    services.forget(name)
+    services.events.add("node-forgotten", f"the node {name} is listed no more")
+
+
+class _Told(NamedTuple):
+    """What a node says of itself: the bytes of its arena by run, and how many ranks of visible runs are connected to it."""
+
+    node: bodies.Node
+    held: Mapping[str, int]
+    ranks: Mapping[str, int]
+
+    @classmethod
+    def of(cls, member: ClusterNode, ranks: Mapping[str, int]) -> _Told:
+        about = {name: member.about[name] for name in bodies.Node.model_fields if name in member.about}
+        return cls(bodies.Node(**about), member.about.get("held", {}), ranks if member.live else {})
+
+    def seen_by(self, viewer: Principal) -> bodies.Node:
+        node = self.node.model_copy(update={"runs": dict(self.ranks)})
+        if viewer.sees_all:
+            return node
+        told: dict[str, Any] = {
+            **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
+            "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
+            "ranks": sum(self.ranks.values()),
+            "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
+        }
+        if not viewer.may("write"):
+            told |= {"socket": None, "socket_id": None}
+        return node.model_copy(update=told)
+
+
+def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:
+    gone = {} if member.live else {"ranks": 0, "arena_bytes": 0, "sealed": 0, "busy": False, "catalog": None}
+    return node.model_copy(
+        update={
+            **gone,
+            "live": member.live,
+            "state": member.state,
+            "since": write(member.since),
+            "heard_s": round(member.heard_s, 1),
+            "lease_s": round(member.lease_s, 1),
+            "duties": list(member.duties),
+        }
+    )

@@ -1,0 +1,133 @@
+"""What is told of nodes, to whom: the members of a real cluster, by the API, the pages, the metrics and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from holdfast.cli import app
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest import bodies
+from holdfast_service.control.cluster.cluster import Crew
+from holdfast_service.dashboard.pages.nodes import behind
+from tests.checkpoints import build_root
+from tests.control.cluster.nodes import Nodes, nodes
+from tests.dashboard.reading import Page
+from tests.serving import served
+
+__all__ = ["nodes"]
+
+
+def about(name: str, **more: Any) -> dict[str, Any]:
+    """What a node says of itself, as its daemon does."""
+    known = {"pid": 7, "version": "9.9", "root": "/shared", "socket": "/run/x.sock", "started": utc_now(), "ranks": 2}
+    known |= {"arena_bytes": 4096, "host": f"{name}.example", "url": f"http://{name}:8420", "held": {"run": 4096}}
+    return {"name": name, **known, **more}
+
+
+@pytest.fixture
+def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
+    """The API of node-1, beside a node that saves, one that was lost, and one that was stopped."""
+    build_root(tmp_path, {"run": (5,)})
+    here = nodes.add("node-1")
+    told = {"node-2": {"sealed": 3, "catalog_waiting": 12}, "node-3": {"sealed": 1}, "node-4": {}}
+    others = {name: nodes.add(name, joined=False) for name in told}
+    for name, other in others.items():
+        other.membership.about = lambda name=name: about(name, **told[name])
+        other.membership.join(0.0)
+        other.crews.here = lambda: {"run": Crew(1, 6, 2)}
+        other.crews.tell()
+    assert others["node-2"].duties.has("upkeep")
+    nodes.lapse(others["node-3"])
+    others["node-4"].close()
+    changes = {"members": here.membership.members, "crews": here.crews.by_node, "forget": here.membership.forget}
+    with served(tmp_path, **changes) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+        yield client
+
+
+def listed(http: httpx.Client) -> dict[str, dict[str, Any]]:
+    return {node["name"]: node for node in http.get("/v1/nodes").raise_for_status().json()["items"]}
+
+
+def test_members_are_told_of(http: httpx.Client) -> None:
+    """State, ranks by run, duties, lag and addresses; a node that is gone holds nothing."""
+    found = listed(http)
+    assert {name: node["state"] for name, node in found.items()} == {
+        "node-1": "live",
+        "node-2": "live",
+        "node-3": "lost",
+        "node-4": "stopped",
+    }
+    live, lost = found["node-2"], found["node-3"]
+    assert (live["runs"], live["duties"], live["sealed"], live["catalog_waiting"]) == ({"run": 2}, ["upkeep"], 3, 12)
+    assert (live["host"], live["url"], live["since"][-1]) == ("node-2.example", "http://node-2:8420", "Z")
+    assert 0 <= live["heard_s"] < 20 and lost["heard_s"] > 30
+    assert (lost["live"], lost["runs"], lost["ranks"], lost["arena_bytes"], lost["sealed"]) == (False, {}, 0, 0, 0)
+
+
+def test_a_lost_node_is_told_until_it_is_forgotten(http: httpx.Client) -> None:
+    """By the page, the overview, a metric and the command; a live one cannot be forgotten."""
+    page = Page(http.get("/nodes").text)
+    assert page.faults() == []
+    for part in ("node-3 is lost.", "Start its daemon again", "3 saves sealed, not committed yet; 12 records wait for"):
+        assert part in page.text
+    assert page.text.index("node-3 node-3.example lost") < page.text.index("node-1 live")
+    assert "1 lost" in Page(http.get("/").text).text
+    assert lost_nodes(http) == ["node-3"]
+    shown = called(http)
+    assert "lost: node-3" in shown and "3 saves sealed" in shown and "upkeep" in shown
+    refused = http.delete("/v1/nodes/node-2")
+    assert (refused.status_code, refused.json()["code"]) == (409, "in-use")
+    assert http.delete("/v1/nodes/nobody").status_code == 404
+    assert "is listed no more" in Page(http.post("/nodes/node-3/forget", follow_redirects=True).text).text
+    assert "lost" not in called(http, "--forget", "node-4")
+    assert listed(http).keys() == {"node-1", "node-2"} and lost_nodes(http) == []
+    kinds = [event["kind"] for event in http.get("/v1/events").json()["items"]]
+    assert kinds.count("node-forgotten") == 2
+
+
+def lost_nodes(http: httpx.Client) -> list[str]:
+    families = {found.name: found.samples for found in text_string_to_metric_families(http.get("/metrics").text)}
+    states = {sample.labels["state"]: sample.value for sample in families["holdfast_nodes"]}
+    assert states["live"] == 2 and states["lost"] == len(families["holdfast_node_lost"])
+    return [sample.labels["node"] for sample in families["holdfast_node_lost"]]
+
+
+def called(http: httpx.Client, *arguments: str) -> str:
+    environment = {"COLUMNS": "220", "HOLDFAST_URL": str(http.base_url)}
+    done = CliRunner().invoke(app, ["nodes", *arguments], env=environment)
+    assert done.exit_code == 0, done.output
+    as_json = CliRunner().invoke(app, ["nodes", "--json"], env=environment)
+    assert {node["name"] for node in json.loads(as_json.stdout)} == listed(http).keys()
+    return done.stdout
+
+
+def test_nobody_else_can_be_forgotten_where_one_daemon_is_alone(tmp_path: Path) -> None:
+    """And its only node is live."""
+    with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False) as alone:
+        assert alone.delete("/v1/nodes/node-1").status_code == 404
+        assert [(name, node["state"]) for name, node in listed(alone).items()] == [("node-1", "live")]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, []),
+        ({"heard_s": 19.0}, []),
+        ({"heard_s": 25.4}, ["not heard of for 25 s"]),
+        ({"sealed": 1}, ["1 save sealed, not committed yet"]),
+        ({"catalog_waiting": 1}, ["1 record waits for the catalog"]),
+        ({"catalog": "it is away", "catalog_waiting": 4}, ["it is away"]),
+        ({"live": False, "state": "lost", "heard_s": 90.0, "sealed": 2}, []),
+    ],
+)
+def test_how_far_a_node_is_behind(told: dict[str, Any], said: list[str]) -> None:
+    """In words, with what is unusual only."""
+    assert behind(bodies.Node.model_validate(about("a") | told)) == said
