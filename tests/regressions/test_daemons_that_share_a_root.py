@@ -274,9 +274,9 @@ def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> No
     a, b = pair
     a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     assert b.decisions.writers() == {"a", "b"}
-    assert consistency.check(b.tier, b.catalog, b.decisions.writers()).count == 0
+    assert consistency.check(b.decisions.store, b.catalog, b.decisions.writers()).count == 0
     a.cluster.close()
-    found = consistency.check(b.tier, b.catalog, b.decisions.writers())
+    found = consistency.check(b.decisions.store, b.catalog, b.decisions.writers())
     assert [item.kind for item in found.items] == ["round-nobody-writes"]
 
 

@@ -26,6 +26,7 @@ from .store import Alone, CommitContents, Publication
 from .tier import FileWriter, Readable, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
+_STAMPED = (naming.COMMIT, naming.MANIFEST)
 _PUBLISHED = Publication("published")
 
 
@@ -71,6 +72,13 @@ class PosixStore:
     def steps(self, run: str) -> list[int]:
         found = map(naming.parse_step_directory, self._tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
         return sorted(step for step in found if step is not None)
+
+    def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
+        if step is not None:
+            found = self._tier.stamps(naming.checkpoint_path(run, step), _STAMPED)
+            return {step: found[""]} if "" in found else {}
+        found = self._tier.stamps(f"{naming.check_run(run)}/{naming.CHECKPOINTS}", _STAMPED)
+        return {at: stamp for name, stamp in found.items() if (at := naming.parse_step_directory(name)) is not None}
 
     def discard(self, place: Place) -> None:
         path = place.path
