@@ -636,8 +636,8 @@ MUTATIONS = (
     Mutation(
         "a round is not exchanged for what it has replaced",
         _STORE,
-        "elif over and self._stands(target) == contents.commit:",
-        "elif False:",
+        "            return self._stands(target) == commit\n",
+        "            return False\n",
         (_PUBLISHED, _STORES),
     ),
     Mutation(

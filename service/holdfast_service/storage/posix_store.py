@@ -54,7 +54,7 @@ class PosixStore:
         try:
             if not place.round_id:
                 self._complete(place, contents)
-            elif over and self._stands(target) == contents.commit:  # else it would be exchanged for what it replaced
+            elif over and self._has_replaced(place, target, contents.commit):
                 return self._confirmed(place, target)
             else:
                 self._complete_jointly(place, contents)
@@ -150,6 +150,18 @@ class PosixStore:
         for name, data in added.items():
             self._put_again(f"{place.path}/{name}", data)
         self._check_there(place, contents)  # else another node has published it, and the small ones stand there alone
+
+    def _has_replaced(self, place: Place, target: str, commit: bytes) -> bool:
+        """Whether these bytes stand there already: then what they have replaced is at `place`, and is not to be exchanged for
+        them again.
+        """
+        try:
+            return self._stands(target) == commit
+        except StorageFailed:  # it is replaced because it cannot be read; but only by what this round has written
+            staged = self._stands(place.path)
+            if staged is not None and not commit.startswith(staged):
+                raise
+            return False
 
     def _check_there(self, place: Place, contents: CommitContents) -> None:
         for name, size in contents.staged.items():
