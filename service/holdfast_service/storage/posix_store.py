@@ -152,8 +152,8 @@ class PosixStore:
         self._check_there(place, contents)  # else another node has published it, and the small ones stand there alone
 
     def _has_replaced(self, place: Place, target: str, commit: bytes) -> bool:
-        """Whether these bytes stand there already: then what they have replaced is at `place`, and is not to be exchanged for
-        them again.
+        """Whether these bytes stand there already: then what they have replaced is at `place`, and is not exchanged for them
+        again.
         """
         try:
             return self._stands(target) == commit
