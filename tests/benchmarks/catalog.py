@@ -27,7 +27,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.database import Database
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring import gc_tuning
 from tests.benchmarks import catalog_service
 from tests.benchmarks.catalog_rows import Size, at, fill, name
@@ -187,7 +187,7 @@ def bench_start(root: Path, url: str, size: Size) -> dict[str, float]:
     tier, catalog, took = PosixTier(root), Catalog.open(url), {}
     for what, thorough in (("no catalog", False), ("every manifest read", True), ("nothing changed", False)):
         began = time.perf_counter()
-        problems = roots.reconcile(tier, catalog, thorough)
+        problems = roots.reconcile(PosixStore(tier), catalog, thorough)
         took[what] = time.perf_counter() - began
         assert not problems
     assert sum(run.checkpoints for run in catalog.runs(None, 1000).items) == min(size.runs, 1000) * size.checkpoints

@@ -10,7 +10,7 @@ _REPAIRS = "tests/crash/test_repairs.py"
 _RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
 _MEETING = "tests/control/cluster/test_rendezvous.py"
 _STORE = "service/holdfast_service/storage/posix_store.py"
-_STORES = "tests/storage/test_posix_store.py"
+_STORES = "tests/storage/test_posix_store.py::TestPosixStoreInMemory"
 _PUBLISHED = "tests/control/checkpoints/test_commit.py"
 _SHARES = "tests/daemon/writing/test_part_writer.py"
 _FLIPS = "tests/crash/test_flips.py"
@@ -567,7 +567,7 @@ MUTATIONS = (
         _STORE,
         "path in spared or not _is_ours",
         "not _is_ours",
-        (_STORES,),
+        (f"{_STORES}::test_a_sweep_spares_what_lives",),
     ),
     Mutation(
         "fence, when a newer launch on another node was answered",
@@ -624,7 +624,7 @@ MUTATIONS = (
         _STORE,
         "        if stands == contents.commit:\n",
         "        if stands is not None:\n",
-        (_SHARES, _STORES),
+        (_SHARES, f"{_STORES}::test_other_bytes_of_the_same_round"),
     ),
     Mutation(
         "what another committer has published is made durable",
@@ -636,9 +636,9 @@ MUTATIONS = (
     Mutation(
         "a round is not exchanged for what it has replaced",
         _STORE,
-        "elif over and self._stands(target) == contents.commit:",
-        "elif False:",
-        (_PUBLISHED, _STORES),
+        "            return self._stands(target) == commit\n",
+        "            return False\n",
+        (_PUBLISHED, f"{_STORES}::test_a_late_committer_of_a_replacement"),
     ),
     Mutation(
         "files are looked at before the rename",

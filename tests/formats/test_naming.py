@@ -22,7 +22,7 @@ def test_a_checkpoints_directory_reads_back(step: int) -> None:
     assert naming.parse_staging_directory(name) is None
 
 
-@given(st.integers(0, naming.STEP_MAX), st.integers(0, naming.ATTEMPT_MAX), st.integers(0, 10**18 - 1))
+@given(st.integers(0, naming.STEP_MAX), st.integers(0, naming.ATTEMPT_MAX), st.integers(0, naming.ROUND_ID_MAX))
 def test_a_staging_directory_reads_back(step: int, attempt: int, round_id: int) -> None:
     """Every step, attempt and round have one staging directory name, which is no checkpoint's."""
     name = naming.staging_directory(step, attempt, round_id)
@@ -95,6 +95,13 @@ def test_impossible_attempts_are_refused(attempt: int) -> None:
         naming.staging_directory(5, attempt)
 
 
+@pytest.mark.parametrize("round_id", [-1, naming.ROUND_ID_MAX + 1])
+def test_impossible_rounds_are_refused(round_id: int) -> None:
+    """A round whose directory could not be read back, so that no sweep would know it, gets none."""
+    with pytest.raises(InvalidRequest, match="round must be"):
+        naming.staging_directory(5, 1, round_id)
+
+
 @pytest.mark.parametrize("name", [*HOSTILE, "a" * 129, "catalog.sqlite", "catalog.sqlite-wal"])
 def test_hostile_run_names_are_refused(name: str) -> None:
     """A run is a directory beside the catalog: no path, nothing hidden, nothing that is the service's own."""
@@ -154,6 +161,7 @@ def test_paths_are_made_of_checked_names() -> None:
     """Where a checkpoint and an attempt's files stand below the root; a hostile run leads nowhere."""
     assert naming.checkpoint_path("run", 500) == "run/checkpoints/step-00000500"
     assert naming.staging_path("run", 500, 3) == "run/staging/step-00000500.a3"
+    assert naming.Place("run", 500, 3, 9).path == "run/staging/step-00000500.a3.r9"
     for made in (lambda: naming.checkpoint_path("../x", 5), lambda: naming.staging_path("../x", 5, 1)):
         with pytest.raises(InvalidRequest):
             made()

@@ -165,6 +165,20 @@ def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(fresh).name]
 
 
+def test_what_a_round_that_goes_on_has_staged_is_not_swept(pair: tuple[Node, Node]) -> None:
+    """It may wait for longer than anybody writes, as while PostgreSQL is away; once it has ended, it goes (I16)."""
+    a, b = pair
+    meeting = a.cluster.rendezvous
+    number = meeting.arrive(RUN, 7, 1, 2, [0], b"declared", b"said")
+    place = naming.Place(RUN, 7, 1, number)
+    a.decisions.store.begin(place).put("config.json", b"{}")
+    b.care.look(idle_s=0.0)
+    assert a.tier.list(place.path) == ["config.json"]
+    assert meeting.abort(number, RoundAborted("given up").problem())
+    b.care.look(idle_s=0.0)
+    assert a.tier.list(place.path) == []
+
+
 def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tuple[Node, Node]) -> None:
     """What stands aside while it is replaced goes back to its place, however old its files are."""
     a, b = pair
@@ -275,9 +289,9 @@ def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> No
     a, b = pair
     a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     assert b.decisions.writers() == {"a", "b"}
-    assert consistency.check(b.tier, b.catalog, b.decisions.writers()).count == 0
+    assert consistency.check(b.decisions.store, b.catalog, b.decisions.writers()).count == 0
     a.cluster.close()
-    found = consistency.check(b.tier, b.catalog, b.decisions.writers())
+    found = consistency.check(b.decisions.store, b.catalog, b.decisions.writers())
     assert [item.kind for item in found.items] == ["round-nobody-writes"]
 
 

@@ -20,6 +20,7 @@ from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import OwnerRow
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.storage import PosixStore
 from holdfast_service.storage.posix import PosixTier
 from tests.control.published import a_manifest, put_checkpoint
 from tests.daemons import running
@@ -88,7 +89,7 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
         decisions = Decisions(tier, catalog, None)
         try:
             me = ownership.Root("second", tmp_path / "second", "node")
-            decisions.claim = lambda: ownership.claim(tier, catalog, me, NOW)
+            decisions.claim = lambda: ownership.claim(PosixStore(tier), catalog, me, NOW)
             decisions.recover()
             assert decisions.hello("mine", "launch", 1, None) == 1, "training goes on without it"
             assert decisions.book.said is not None and "belongs to another root" in decisions.book.said
@@ -143,7 +144,7 @@ class TestAnOlderCatalog:
 
     def claim(self, tmp_path: Path, catalog: Catalog, name: str) -> None:
         tier = PosixTier(tmp_path / name)
-        ownership.claim(tier, catalog, ownership.Root(f"id-of-{name}", tmp_path / name, "node"), NOW)
+        ownership.claim(PosixStore(tier), catalog, ownership.Root(f"id-of-{name}", tmp_path / name, "node"), NOW)
 
     def test_an_empty_one_is_the_first_ones(self, tmp_path: Path, catalog: Catalog) -> None:
         self.claim(tmp_path, catalog, "one")
@@ -157,7 +158,7 @@ class TestAnOlderCatalog:
 
         tier = PosixTier(tmp_path / "one")
         put_checkpoint(tier, a_manifest("run", 1))
-        roots.reconcile(tier, catalog)
+        roots.reconcile(PosixStore(tier), catalog)
         shutil.copytree(tmp_path / "one", tmp_path / "two")
         put_checkpoint(PosixTier(tmp_path / "three"), a_manifest("run", 1))
         for name in ("two", "three"):

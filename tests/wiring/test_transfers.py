@@ -29,7 +29,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
@@ -139,7 +139,7 @@ def test_an_import_is_on_the_line_that_lives(world: CopiesWorld, transfers: Tran
     """In a run that has gone back, what is brought in is not taken for what training left behind; nor at a restart."""
     for attempt in (1, 2):  # the second one takes the place of the first, by a rewind
         test_replacements.save(world.tier, attempt)
-    roots.reconcile(world.tier, world.catalog)
+    roots.reconcile(PosixStore(world.tier), world.catalog)
     rewinds = list(test_replacements.REWOUND.rewinds)
     for step, source in ((9, hugging_face(tmp_path / "place" / "llama", False)), (10, tmp_path / "place" / "five")):
         if step == 10:

@@ -27,7 +27,7 @@ from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.storage import Tier
+from holdfast_service.storage import PosixStore, Store, Tier
 
 LIMIT_MAX = 1000
 
@@ -72,6 +72,10 @@ class Services:
     @cached_property
     def tokens(self) -> Tokens:
         return Tokens(self.catalog.database, self.events, utc_now, self.owner)
+
+    @cached_property
+    def store(self) -> Store:
+        return PosixStore(self.tier)
 
     @cached_property
     def refusals(self) -> Refusals:

@@ -95,10 +95,10 @@ class Decisions:
         self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
-        self.standing = Standing(tier, catalog, self.book, self.findings)
+        self.standing = Standing(self.store, catalog, self.book, self.findings)
         known = Known(self._health, self.findings, self.readers, self.standing.left)
         self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
-        self._choices = Choices(tier, catalog, self.attempts, self.book, known, self._tell)
+        self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
         self._choices.absences = self._absences
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
@@ -171,7 +171,7 @@ class Decisions:
         if not self._started:
             self.events.skip_lost_ids()
         self._rounds.look_again()
-        for run, step, problem in roots.reconcile(self._tier, self._catalog, absences=self._absences):
+        for run, step, problem in roots.reconcile(self.store, self._catalog, absences=self._absences):
             log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self.attempts.merge(self._catalog.declared())
         self._catalog.note_attempts(self.attempts.known())
@@ -375,7 +375,7 @@ class Decisions:
             if error.members.get("outcome") == "unknown":
                 self.book.tell(
                     "which checkpoints are in the directories",
-                    lambda: roots.reconcile(self._tier, self._catalog, absences=self._absences),
+                    lambda: roots.reconcile(self.store, self._catalog, absences=self._absences),
                 )
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
@@ -413,7 +413,7 @@ class Decisions:
     def _appears(self, run: str, step: int) -> bool:
         """Whether a checkpoint of this step stands, perhaps one that another node has published a moment ago."""
         limit = time.monotonic() + self._absences.patience_s
-        while not (stands(self._tier, run, step) and step in roots.steps(self._tier, run)):
+        while not (stands(self._tier, run, step) and step in self.store.steps(run)):
             if time.monotonic() >= limit:
                 return False
             time.sleep(SETTLE_POLL_S)
@@ -453,13 +453,13 @@ class Decisions:
         except NotFound:
             known = None
         if known != made:
-            self._catalog.record_checkpoint(made, roots.stamp(self._tier, run, step))
+            self._catalog.record_checkpoint(made, roots.stamp(self.store, run, step))
             replicas.removed(self._catalog.database, run, step)
         self.rotation.listed(run, step)
 
     def _list(self, made: Manifest) -> None:
         if stands(self._tier, made.run, made.step):  # else it was removed while the catalog was away
-            self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._tier, made.run, made.step))
+            self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self.store, made.run, made.step))
 
     def _clear(self, place: Place) -> None:
         """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""

@@ -17,7 +17,7 @@ from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.shared_attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import address
-from holdfast_service.storage import PosixTier, lock_root
+from holdfast_service.storage import PosixStore, PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
 
 WORK = ("check", "check-thorough", "rebuild", "adopt")
@@ -61,8 +61,8 @@ def _made(work: str, root: Path, settings: config.Config) -> str:
             if shared is None:
                 make_one(tier)
             return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before).model_dump_json()
-        ownership.claim(tier, opened.catalog, who, utc_now())
-        made = consistency.rebuild(tier, opened.catalog, writers=(), now=utc_now())
+        ownership.claim(PosixStore(tier), opened.catalog, who, utc_now())
+        made = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
     finally:
         opened.catalog.close()
     aside = None if opened.set_aside is None else str(opened.set_aside)
@@ -73,6 +73,6 @@ def _checked(tier: PosixTier, url: str, thorough: bool) -> str:
     catalog = salvage.open_sound(url)
     try:
         ownership.check(catalog.database, known(tier.root), tier.root)
-        return consistency.check(tier, catalog, writers=(), thorough=thorough).model_dump_json()
+        return consistency.check(PosixStore(tier), catalog, writers=(), thorough=thorough).model_dump_json()
     finally:
         catalog.close()

@@ -15,7 +15,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.repair import Repairer
-from holdfast_service.storage import PosixTier, Tier, lock_root
+from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
 from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
 
 
@@ -59,7 +59,7 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions]]:
         catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
         try:
             if listed:
-                roots.reconcile(tier, catalog)
+                roots.reconcile(PosixStore(tier), catalog)
             decisions = Decisions(tier, catalog, None)
             yield tier, decisions
             decisions.close()

@@ -26,6 +26,7 @@ from .store import Alone, CommitContents, Publication
 from .tier import FileWriter, Readable, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
+_STAMPED = (naming.COMMIT, naming.MANIFEST)
 _PUBLISHED = Publication("published")
 
 
@@ -53,7 +54,7 @@ class PosixStore:
         try:
             if not place.round_id:
                 self._complete(place, contents)
-            elif over and self._stands(target) == contents.commit:  # else it would be exchanged for what it replaced
+            elif over and self._has_replaced(place, target, contents.commit):
                 return self._confirmed(place, target)
             else:
                 self._complete_jointly(place, contents)
@@ -71,6 +72,13 @@ class PosixStore:
     def steps(self, run: str) -> list[int]:
         found = map(naming.parse_step_directory, self._tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
         return sorted(step for step in found if step is not None)
+
+    def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
+        if step is not None:
+            found = self._tier.stamps(naming.checkpoint_path(run, step), _STAMPED)
+            return {step: found[""]} if "" in found else {}
+        found = self._tier.stamps(f"{naming.check_run(run)}/{naming.CHECKPOINTS}", _STAMPED)
+        return {at: stamp for name, stamp in found.items() if (at := naming.parse_step_directory(name)) is not None}
 
     def discard(self, place: Place) -> None:
         path = place.path
@@ -142,6 +150,18 @@ class PosixStore:
         for name, data in added.items():
             self._put_again(f"{place.path}/{name}", data)
         self._check_there(place, contents)  # else another node has published it, and the small ones stand there alone
+
+    def _has_replaced(self, place: Place, target: str, commit: bytes) -> bool:
+        """Whether these bytes stand there already: then what they have replaced is at `place`, and is not exchanged for them
+        again.
+        """
+        try:
+            return self._stands(target) == commit
+        except StorageFailed:  # it is replaced because it cannot be read; but only by what this round has written
+            staged = self._stands(place.path)
+            if staged is not None and not commit.startswith(staged):
+                raise
+            return False
 
     def _check_there(self, place: Place, contents: CommitContents) -> None:
         for name, size in contents.staged.items():

@@ -85,6 +85,11 @@ class Store(Protocol):
     def steps(self, run: str) -> list[int]:
         """The steps at which something stands, ascending, sound or not."""
 
+    def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
+        """Of each step, or of one, that has COMMIT and manifest: a text that changes when one of them does, made without
+        reading them.
+        """
+
     def discard(self, place: Place) -> None:
         """Give up what is staged at a place: from now on it cannot be committed."""
 

@@ -45,7 +45,7 @@ from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
-from holdfast_service.storage import disk_speed
+from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
@@ -100,7 +100,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog = salvage.open_catalog(config.catalog_url).catalog
-        ownership.claim(tier, catalog, owner, utc_now())
+        ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog = Catalog(Database.at(config.catalog_url))
@@ -110,7 +110,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
 
     def claim() -> None:
-        ownership.claim(tier, catalog, owner, utc_now())
+        ownership.claim(PosixStore(tier), catalog, owner, utc_now())
         if cluster is not None and not cluster.membership.joined:
             cluster.membership.join(0.0)
 

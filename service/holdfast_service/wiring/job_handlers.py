@@ -46,7 +46,7 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
         return (transfers.repair_job if job.arguments.get("repair") else workers.checks.verify)(job, progress)
 
     def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
-        return consistency.rebuild(workers.tier, catalog, {node, *decisions.writers()}, utc_now()).model_dump()
+        return consistency.rebuild(workers.decisions.store, catalog, {node, *decisions.writers()}, utc_now()).model_dump()
 
     comparison = Comparison(workers)
     runner.register("verify", verify, needs=("run", "step"), check=exists)

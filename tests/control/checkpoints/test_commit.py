@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.errors import AlreadyCommitted, RoundAborted, StorageFailed
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import commit
@@ -71,6 +72,32 @@ def test_a_late_committer_of_a_replacement_does_not_undo_it() -> None:
     assert commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True)) == made
     assert files_of(tier) == files and verify(tier, TARGET) == made
     assert tier.read(f"{STAGED.path}/{naming.MANIFEST}") == replaced
+
+
+class Unreadable(MemoryTier):
+    """COMMIT of what stands there cannot be read."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if path == f"{TARGET}/{naming.COMMIT}":
+            raise StorageFailed(f"{path}: input/output error")
+        return super().read(path, offset, length)
+
+
+def test_what_cannot_be_read_is_replaced() -> None:
+    """A damaged place of the disk under COMMIT does not keep a round from taking its step. A second committer, who cannot
+    read either that its bytes stand there, leaves them alone: what is staged by then is what they have replaced.
+    """
+    tier = Unreadable()
+    before, old = written(tier, naming.Place("r", 7, 1, 4))
+    commit.publish_joint(PosixStore(tier), before.plan, old)
+    site, staged = written(tier)
+    late = JointlyStaged(staged.place, staged.receipts, LATER)
+    made = commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
+    manifest_bytes = tier.read(f"{TARGET}/{naming.MANIFEST}")
+    assert manifest.decode(manifest_bytes, manifest.encode_commit(made, manifest_bytes)) == made
+    with pytest.raises(StorageFailed, match="input/output"):
+        commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
+    assert tier.read(f"{TARGET}/{naming.MANIFEST}") == manifest_bytes
 
 
 def test_a_step_that_another_round_has_taken() -> None:

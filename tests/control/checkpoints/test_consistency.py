@@ -28,12 +28,12 @@ def tier(catalog: Catalog) -> MemoryTier:
     for step in (1, 2, 3):
         put_checkpoint(made, a_manifest("a", step))
     put_checkpoint(made, a_manifest("b", 7))
-    roots.reconcile(made, catalog)
+    roots.reconcile(PosixStore(made), catalog)
     return made
 
 
 def kinds(tier: Tier, catalog: Catalog, *writers: str, thorough: bool = False) -> list[tuple[str, str | None, int | None]]:
-    found = consistency.check(tier, catalog, writers, thorough)
+    found = consistency.check(PosixStore(tier), catalog, writers, thorough)
     assert found.count == len(found.items)
     return [(item.kind, item.run, item.step) for item in found.items]
 
@@ -59,9 +59,9 @@ def a_job(state: str, node: str) -> JobRow:
 
 def test_what_was_reconciled_is_sound(tier: MemoryTier, catalog: Catalog) -> None:
     """No contradiction, and nothing is read again unless that is asked for."""
-    found = consistency.check(tier, catalog)
+    found = consistency.check(PosixStore(tier), catalog)
     assert (found.sound, found.runs, found.checkpoints, found.manifests_read) == (True, 2, 4, 0)
-    assert consistency.check(tier, catalog, thorough=True).manifests_read == 4
+    assert consistency.check(PosixStore(tier), catalog, thorough=True).manifests_read == 4
 
 
 def plant(kind: str, tier: MemoryTier, catalog: Catalog) -> tuple[str, str | None, int | None]:
@@ -102,7 +102,7 @@ def test_every_kind_is_found_and_mended(tier: MemoryTier, catalog: Catalog, kind
     """One contradiction of each kind is the only one found; a rebuild leaves none."""
     planted = plant(kind, tier, catalog)
     assert kinds(tier, catalog) == [planted]
-    made = consistency.rebuild(tier, catalog, (), NOW)
+    made = consistency.rebuild(PosixStore(tier), catalog, (), NOW)
     assert [(item.kind, item.run, item.step) for item in made.mended] == [planted]
     assert made.left == []
     assert kinds(tier, catalog, thorough=True) == []  # what cannot be read is listed as damaged, which says so itself
@@ -115,7 +115,7 @@ def test_run_files_are_compared(tier: MemoryTier, catalog: Catalog) -> None:
     write_run_file(tier, "c", RunFile(keep_last=3))
     tier.put("b/run.json", b"?")
     assert kinds(tier, catalog) == [("differs", "a", None), ("unreadable", "b", None), ("not-listed", "c", None)]
-    left = consistency.rebuild(tier, catalog, (), NOW).left
+    left = consistency.rebuild(PosixStore(tier), catalog, (), NOW).left
     assert [(item.kind, item.run) for item in left] == [("unreadable", "b")]
     assert (catalog.keep_last("a"), catalog.keep_last("c")) == (3, 3)
 
@@ -149,7 +149,7 @@ def test_a_round_that_was_published_ends_as_committed(tier: MemoryTier, catalog:
     catalog.note_round("a", 8, 1, 2, NOW)
     catalog.note_round("a", 9, 1, 2, NOW)
     put_checkpoint(tier, a_manifest("a", 8))
-    consistency.rebuild(tier, catalog, (), NOW)
+    consistency.rebuild(PosixStore(tier), catalog, (), NOW)
     assert [(made.step, made.state) for made in catalog.rounds("a").items] == [(9, "aborted"), (8, "committed")]
 
 
@@ -158,7 +158,7 @@ def test_what_was_found_out_stays_through_a_rebuild(tier: MemoryTier, catalog: C
     mark_verified(catalog, "a", 2)
     change(catalog, update(CheckpointRow).where(CheckpointRow.step == 3).values(nonfinite=4, healthy=False))
     removal.discard(PosixStore(tier), "a", 1)
-    consistency.rebuild(tier, catalog, (), NOW)
+    consistency.rebuild(PosixStore(tier), catalog, (), NOW)
     listed = {made.step: (made.verified, made.nonfinite) for made in catalog.checkpoints("a", None, 10).items}
     assert listed == {2: (True, None), 3: (False, 4)}
 
@@ -176,7 +176,7 @@ def test_saves_and_removals_meanwhile_are_no_contradictions(
             step += 1
             made = a_manifest("run", step)
             put_checkpoint(tier, made)
-            catalog.record_checkpoint(bodies.describe(made), roots.stamp(tier, "run", step))
+            catalog.record_checkpoint(bodies.describe(made), roots.stamp(PosixStore(tier), "run", step))
             if step > 3:
                 removal.discard(PosixStore(tier), "run", step - 3)
                 catalog.forget_checkpoint("run", step - 3)
@@ -186,7 +186,7 @@ def test_saves_and_removals_meanwhile_are_no_contradictions(
     try:
         for _ in range(5):
             assert kinds(tier, catalog, "node-1") == []
-            roots.reconcile(tier, catalog)
+            roots.reconcile(PosixStore(tier), catalog)
     finally:
         done.set()
         worker.join()

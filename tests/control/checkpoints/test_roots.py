@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 from tests.control.published import a_manifest, a_row, put_checkpoint
 
 
@@ -44,8 +44,8 @@ def test_committed(tier: MemoryTier) -> None:
         tier.put(f"run/checkpoints/{name}/COMMIT", b"{}")
     tier.put("run/checkpoints/step-00000007/model.safetensors", b"")
     tier.put("run/checkpoints/step-00000008", b"a file")
-    assert roots.committed(tier, "run") == [2, 10, 1000000000]
-    assert roots.committed(tier, "other") == []
+    assert roots.committed(PosixStore(tier), "run") == [2, 10, 1000000000]
+    assert roots.committed(PosixStore(tier), "other") == []
 
 
 def test_load_manifest(tier: MemoryTier) -> None:
@@ -88,9 +88,9 @@ def test_moved_checkpoint_is_refused(tier: MemoryTier, target: str) -> None:
 
 def test_run_names_are_checked(tier: MemoryTier) -> None:
     """A name that is no run's never becomes a path."""
-    for call in (read_run_file, roots.committed):
+    for call in (lambda: read_run_file(tier, "../outside"), lambda: roots.committed(PosixStore(tier), "../outside")):
         with pytest.raises(InvalidRequest):
-            call(tier, "../outside")
+            call()
 
 
 def test_reconcile_lists_what_is_found(tier: MemoryTier, catalog: Catalog) -> None:
@@ -98,7 +98,7 @@ def test_reconcile_lists_what_is_found(tier: MemoryTier, catalog: Catalog) -> No
     put_checkpoint(tier, a_manifest("a", 1))
     put_checkpoint(tier, a_manifest("a", 2, attempt=4))
     write_run_file(tier, "b", RunFile(keep_last=2))
-    assert roots.reconcile(tier, catalog) == []
+    assert roots.reconcile(PosixStore(tier), catalog) == []
     assert listed(catalog, "a") == {1: False, 2: False}
     assert catalog.checkpoint("a", 1) == a_row("a", 1)
     assert (catalog.keep_last("a"), catalog.keep_last("b")) == (None, 2)
@@ -112,7 +112,7 @@ def test_reconcile_keeps_verified_and_forgets_what_is_gone(tier: MemoryTier, cat
     for step in (1, 3, 4):
         catalog.record_checkpoint(a_row("run", step, verified=True))
     catalog.record_checkpoint(a_row("gone", 9, verified=True))
-    assert roots.reconcile(tier, catalog) == []
+    assert roots.reconcile(PosixStore(tier), catalog) == []
     assert listed(catalog, "run") == {1: True, 2: False, 3: True}
     assert listed(catalog, "gone") == {}
     assert catalog.newest_attempt("gone") == 1
@@ -122,7 +122,7 @@ def test_reconcile_does_not_trust_another_checkpoint_of_the_same_step(tier: Memo
     """When the directory holds another checkpoint than the row says, the row is replaced and verified no more."""
     put_checkpoint(tier, a_manifest("run", 1, attempt=2))
     catalog.record_checkpoint(a_row("run", 1, verified=True))
-    assert roots.reconcile(tier, catalog) == []
+    assert roots.reconcile(PosixStore(tier), catalog) == []
     assert catalog.checkpoint("run", 1).attempt == 2
     assert listed(catalog, "run") == {1: False}
 
@@ -136,7 +136,7 @@ def test_reconcile_lists_what_is_damaged_as_damaged(tier: MemoryTier, catalog: C
     tier.replace("run/checkpoints/step-00000002/manifest.json", b"{}")
     tier.remove_file("run/checkpoints/step-00000003/COMMIT")
     tier.put("run/run.json", b"?")
-    problems = roots.reconcile(tier, catalog)
+    problems = roots.reconcile(PosixStore(tier), catalog)
     assert [(p.run, p.step, type(p.error)) for p in problems] == [
         ("run", None, CorruptManifest),
         ("run", 2, CorruptManifest),
@@ -156,11 +156,11 @@ def test_reconcile_lists_what_it_never_knew_and_cannot_read(tier: MemoryTier, ca
     put_checkpoint(tier, a_manifest("run", 1))
     manifest = tier.read("run/checkpoints/step-00000001/manifest.json")
     tier.replace("run/checkpoints/step-00000001/manifest.json", b"{}")
-    roots.reconcile(tier, catalog)
+    roots.reconcile(PosixStore(tier), catalog)
     found = catalog.checkpoint("run", 1)
     assert (found.state, found.files, found.groups, found.created) == ("damaged", 3, [], "")
     tier.replace("run/checkpoints/step-00000001/manifest.json", manifest)
-    roots.reconcile(tier, catalog)
+    roots.reconcile(PosixStore(tier), catalog)
     assert catalog.checkpoint("run", 1) == a_row("run", 1)
 
 
@@ -176,5 +176,5 @@ def test_reconcile_goes_on_after_a_failing_disk(catalog: Catalog) -> None:
     tier = Failing()
     for step in (1, 2):
         put_checkpoint(tier, a_manifest("run", step))
-    assert [(p.step, type(p.error)) for p in roots.reconcile(tier, catalog)] == [(1, StorageFailed)]
+    assert [(p.step, type(p.error)) for p in roots.reconcile(PosixStore(tier), catalog)] == [(1, StorageFailed)]
     assert listed(catalog, "run") == {2: False}

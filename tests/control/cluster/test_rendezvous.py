@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import event, text, update
 
 from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.naming import Place
 from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster import rendezvous
@@ -306,6 +307,18 @@ def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, mon
     assert (c.rendezvous.look(left).state, c.rendezvous.look(going).state) == ("aborted", "sealed")
     c.rendezvous.abort(going, RoundAborted("over").problem())
     assert not c.rendezvous.is_writing(RUN)
+
+
+def test_places_are_those_of_rounds_that_go_on(nodes: Nodes) -> None:
+    """Open, sealed or being committed: what they have staged is spared by the sweep. Ended ones have none."""
+    a, b = nodes.add("a"), nodes.add("b")
+    open_one, sealed_one, claimed, ended = arrive(a, 1, [0]), sealed(a, b, step=2), sealed(a, b, step=3), arrive(a, 4, [0])
+    for node in (a, b):
+        node.rendezvous.deliver(claimed, b"done")
+    assert a.rendezvous.claim(claimed)
+    a.rendezvous.abort(ended, RoundAborted("over").problem())
+    going = {Place(RUN, step, 1, number) for step, number in ((1, open_one), (2, sealed_one), (3, claimed))}
+    assert set(b.rendezvous.places()) == going
 
 
 def test_votes(nodes: Nodes) -> None:

@@ -22,4 +22,4 @@ def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
     nothing.
     """
     writers = {services.node().name, *(node.name for node in services.members() if node.live)}
-    return consistency.check(services.tier, services.catalog, writers, thorough)
+    return consistency.check(services.store, services.catalog, writers, thorough)

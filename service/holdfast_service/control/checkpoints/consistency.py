@@ -20,7 +20,7 @@ from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, JobRow, RoundRow, RunRow, StatisticsRow
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 LOOK_AGAIN_S = (0.2, 1.0)  # a commit is listed, and a removal forgotten, within this
 NOBODY = "no daemon writes it any more"
@@ -40,18 +40,18 @@ class _Found(NamedTuple):
     read: int
 
 
-def check(tier: Tier, catalog: Catalog, writers: Collection[str] = (), thorough: bool = False) -> CatalogCheck:
+def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thorough: bool = False) -> CatalogCheck:
     """Every contradiction that lasts. `writers` are the nodes whose daemons are up, none when the service is down.
 
     Manifests are read where storage says that they are not those that were listed, and all of them if this is `thorough`.
     """
-    found = _look(tier, catalog, writers, thorough)
+    found = _look(store, catalog, writers, thorough)
     items = dict(found.items)
     for pause_s in LOOK_AGAIN_S if writers else ():
         if not items:
             break
         time.sleep(pause_s)
-        again = _look(tier, catalog, writers, thorough=False)
+        again = _look(store, catalog, writers, thorough=False)
         # What only a thorough look finds does not come from saves that go on, so it is not looked for again.
         items = {key: item for key, item in items.items() if key in again.items or (thorough and item.kind == "differs")}
     return CatalogCheck(
@@ -65,15 +65,15 @@ def check(tier: Tier, catalog: Catalog, writers: Collection[str] = (), thorough:
     )
 
 
-def rebuild(tier: Tier, catalog: Catalog, writers: Collection[str], now: str) -> CatalogRebuild:
+def rebuild(store: Store, catalog: Catalog, writers: Collection[str], now: str) -> CatalogRebuild:
     """Make the catalog anew from the directories, every manifest read; what only it knows stays, where it is readable.
 
     Rounds and jobs of nodes that are gone end, or go back to be done again. `now` is when they did, RFC 3339.
     """
-    before = check(tier, catalog, writers, thorough=True)
-    roots.reconcile(tier, catalog, thorough=True)
+    before = check(store, catalog, writers, thorough=True)
+    roots.reconcile(store, catalog, thorough=True)
     _mend_rows(catalog, writers, now)
-    after = check(tier, catalog, writers)
+    after = check(store, catalog, writers)
     left = {(item.kind, item.run, item.step) for item in after.items}
     return CatalogRebuild(
         mended=[item for item in before.items if (item.kind, item.run, item.step) not in left],
@@ -83,15 +83,15 @@ def rebuild(tier: Tier, catalog: Catalog, writers: Collection[str], now: str) ->
     )
 
 
-def _look(tier: Tier, catalog: Catalog, writers: Collection[str], thorough: bool) -> _Found:
-    known, there = catalog.known_runs(), set(roots.runs(tier))
+def _look(store: Store, catalog: Catalog, writers: Collection[str], thorough: bool) -> _Found:
+    known, there = catalog.known_runs(), set(roots.runs(store.files))
     items: list[Contradiction] = []
     checkpoints = read = 0
     for run in sorted(known.keys() | there):
         listed = catalog.stamps(run)
-        wrong, opened = _look_at_run(tier, catalog, run, listed, thorough)
+        wrong, opened = _look_at_run(store, catalog, run, listed, thorough)
         items += wrong
-        items += _look_at_run_file(tier, run, known.get(run))
+        items += _look_at_run_file(store, run, known.get(run))
         checkpoints, read = checkpoints + len(listed), read + opened
     items += _look_at_rows(catalog, writers)
     keyed = {(item.kind, item.run, item.step, item.text): item for item in items}
@@ -99,17 +99,17 @@ def _look(tier: Tier, catalog: Catalog, writers: Collection[str], thorough: bool
 
 
 def _look_at_run(
-    tier: Tier, catalog: Catalog, run: str, listed: dict[int, str | None], thorough: bool
+    store: Store, catalog: Catalog, run: str, listed: dict[int, str | None], thorough: bool
 ) -> tuple[list[Contradiction], int]:
     """What is wrong with the listed checkpoints of a run, and how many manifests were read."""
-    look = roots.look(tier, run, listed, thorough)
+    look = roots.look(store, run, listed, thorough)
     items = []
     rows = {made.step: made for made in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
     for step in sorted(listed.keys() - look.stands - set(look.unread)):
         items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
     for step in look.unread:
         try:
-            manifest = bodies.describe(roots.load_manifest(tier, run, step))
+            manifest = bodies.describe(roots.load_manifest(store.files, run, step))
         except NoSuchCheckpoint:  # an empty directory, or removed meanwhile
             if step in listed:
                 items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
@@ -134,11 +134,11 @@ def _differing(listed: bodies.CheckpointInfo, manifest: bodies.CheckpointInfo) -
     return [name for name in told if told[name] != stated[name]]
 
 
-def _look_at_run_file(tier: Tier, run: str, known: KnownRun | None) -> list[Contradiction]:
-    if naming.RUN_FILE not in tier.list(run):
+def _look_at_run_file(store: Store, run: str, known: KnownRun | None) -> list[Contradiction]:
+    if naming.RUN_FILE not in store.files.list(run):
         return []
     try:
-        keep_last = read_run_file(tier, run).in_force.last
+        keep_last = read_run_file(store.files, run).in_force.last
     except CheckpointError as error:
         return [_one("unreadable", run, None, f"has a file that cannot be read: {error.detail}")]
     if known is None:

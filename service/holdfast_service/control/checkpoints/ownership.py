@@ -20,7 +20,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import without_password
 from holdfast_service.control.database.schema import OwnerRow
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 _ONLY = 1
 HINT = (
@@ -42,7 +42,7 @@ class Root(NamedTuple):
         return self.id, str(self.path), self.node
 
 
-def claim(tier: Tier, catalog: Catalog, root: Root, now: str) -> None:
+def claim(store: Store, catalog: Catalog, root: Root, now: str) -> None:
     """Make the catalog this root's, unless it is another's: then `WrongRoot`, and nothing is changed.
 
     What lies in a root's own directory is its own, also where the directory was copied.
@@ -52,7 +52,7 @@ def claim(tier: Tier, catalog: Catalog, root: Root, now: str) -> None:
         return
     with catalog.database.read() as session:
         fresh = session.get(OwnerRow, _ONLY) is None
-    if fresh and not _lists(tier, catalog):
+    if fresh and not _lists(store, catalog):
         raise WrongRoot(
             f"the catalog {without_password(catalog.database.url)} lists checkpoints that are not in {root.path}",
             hint=HINT,
@@ -111,25 +111,25 @@ def _lies_in(url: str, root: Path) -> bool:
     return file is not None and file.resolve().parent == root.resolve()
 
 
-def _lists(tier: Tier, catalog: Catalog) -> bool:
+def _lists(store: Store, catalog: Catalog) -> bool:
     """Whether a catalog without an owner is this root's: a checkpoint stands there as it is listed, or it lists nothing."""
     known = catalog.known_runs()
     listed = {run: stamps for run in known if (stamps := catalog.stamps(run))}
     if not listed:
-        return known.keys() <= set(roots.runs(tier))
-    return any(_stands(tier, catalog, run, stamps) for run, stamps in listed.items())
+        return known.keys() <= set(roots.runs(store.files))
+    return any(_stands(store, catalog, run, stamps) for run, stamps in listed.items())
 
 
-def _stands(tier: Tier, catalog: Catalog, run: str, stamps: dict[int, str | None]) -> bool:
-    if roots.look(tier, run, stamps).stands:
+def _stands(store: Store, catalog: Catalog, run: str, stamps: dict[int, str | None]) -> bool:
+    if roots.look(store, run, stamps).stands:
         return True
     unstamped = [step for step, stamp in stamps.items() if stamp is None]  # listed before there were stamps
-    return any(_is_listed_so(tier, catalog, run, step) for step in unstamped)
+    return any(_is_listed_so(store, catalog, run, step) for step in unstamped)
 
 
-def _is_listed_so(tier: Tier, catalog: Catalog, run: str, step: int) -> bool:
+def _is_listed_so(store: Store, catalog: Catalog, run: str, step: int) -> bool:
     try:
-        there = bodies.describe(roots.load_manifest(tier, run, step))
+        there = bodies.describe(roots.load_manifest(store.files, run, step))
     except CheckpointError:
         return False
     return bodies.as_committed(catalog.checkpoint(run, step)) == there

@@ -44,7 +44,7 @@ class ReplicaBook:
         store.put_back()
         for path in store.sweep():
             log.info("swept %s of replica %s", path, name)
-        there = {(run, step) for run in roots.runs(tier) for step in roots.committed(tier, run)}
+        there = {(run, step) for run in roots.runs(tier) for step in roots.committed(store, run)}
         with self._database.write() as session:
             for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
                 which = (row.run, row.step)
@@ -182,7 +182,7 @@ class RepairBook:
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(CheckpointRow.damage.is_not(None))
         with self._catalog.database.read() as session:
             damaged = [(run, step) for run, step in session.execute(wanted.order_by(CheckpointRow.step.desc()))]
-        return damaged + roots.unlisted(self._tier, self._catalog)
+        return damaged + roots.unlisted(PosixStore(self._tier), self._catalog)
 
     def repaired(self, run: str, step: int, detail: dict[str, Any]) -> None:
         """A file of a checkpoint, or of its replica, was made anew."""

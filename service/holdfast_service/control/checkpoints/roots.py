@@ -15,9 +15,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.storage import Readable, Tier, vouched
-
-_STAMPED = (naming.COMMIT, naming.MANIFEST)
+from holdfast_service.storage import Readable, Store, vouched
 
 
 class Unreadable(NamedTuple):
@@ -52,23 +50,25 @@ class Absences:
         return {step for step, at in since.items() if now - at >= self.patience_s}
 
 
-def runs(tier: Tier) -> list[str]:
+def runs(tier: Readable) -> list[str]:
     """The names of all runs below the root: directories with a run's name that hold checkpoints/ or run.json."""
     marks = {naming.CHECKPOINTS, naming.RUN_FILE}
     return [name for name in tier.list("") if naming.is_run_name(name) and marks & set(tier.list(name))]
 
 
-def committed(tier: Tier, run: str) -> list[int]:
-    """The steps of a run's directories that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
-    return [
-        step for step in steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
-    ]
+def committed(store: Store, run: str) -> list[int]:
+    """The steps of a run that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
+    return [step for step in store.steps(run) if _has_commit(store, run, step)]
 
 
-def agrees(tier: Tier, catalog: Catalog, run: str) -> bool:
-    """Whether the catalog lists every step of a run that has a COMMIT, and none whose directory is gone."""
+def _has_commit(store: Store, run: str, step: int) -> bool:
+    return store.files.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
+
+
+def agrees(store: Store, catalog: Catalog, run: str) -> bool:
+    """Whether the catalog lists every step of a run that has a COMMIT, and none that is gone."""
     listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
-    return set(committed(tier, run)) <= listed <= set(steps(tier, run))
+    return set(committed(store, run)) <= listed <= set(store.steps(run))
 
 
 def load_manifest(tier: Readable, run: str, step: int) -> Manifest:
@@ -96,7 +96,7 @@ def load_manifest(tier: Readable, run: str, step: int) -> Manifest:
     return made
 
 
-def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False, absences: Absences | None = None) -> list[Unreadable]:
+def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: Absences | None = None) -> list[Unreadable]:
     """Make the catalog say what the directories say; return what is on disk but cannot be listed.
 
     What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
@@ -107,9 +107,9 @@ def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False, absences: Ab
     """
     absences = absences or Absences()
     problems: list[Unreadable] = []
-    known, found = catalog.known_runs(), runs(tier)
+    known, found = catalog.known_runs(), runs(store.files)
     for run in found:
-        problems += _reconcile_run(tier, catalog, run, known.get(run), absences, thorough)
+        problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
     for run in known.keys() - set(found):
         if listed := catalog.stamps(run):
             gone = absences.gone(run, listed)
@@ -117,33 +117,33 @@ def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False, absences: Ab
     return problems
 
 
-def stamp(tier: Tier, run: str, step: int) -> str | None:
+def stamp(store: Store, run: str, step: int) -> str | None:
     """What storage says of a checkpoint's COMMIT and manifest; None without them."""
-    return tier.stamps(naming.checkpoint_path(run, step), _STAMPED).get("")
+    return store.stamps(run, step).get(step)
 
 
-def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
+def unlisted(store: Store, catalog: Catalog) -> list[tuple[str, int]]:
     """Checkpoints' directories that the catalog does not list, because what vouches for them cannot be read."""
     found: list[tuple[str, int]] = []
-    for run in runs(tier):
+    for run in runs(store.files):
         listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
-        found += [(run, step) for step in steps(tier, run) if step not in listed]
+        found += [(run, step) for step in store.steps(run) if step not in listed]
     return found
 
 
 def _reconcile_run(
-    tier: Tier, catalog: Catalog, run: str, known: KnownRun | None, absences: Absences, thorough: bool
+    store: Store, catalog: Catalog, run: str, known: KnownRun | None, absences: Absences, thorough: bool
 ) -> list[Unreadable]:
     problems: list[Unreadable] = []
     keep_last = known.keep_last if known is not None else None
     try:
-        if naming.RUN_FILE in tier.list(run):
-            keep_last = read_run_file(tier, run).in_force.last
+        if naming.RUN_FILE in store.files.list(run):
+            keep_last = read_run_file(store.files, run).in_force.last
     except CheckpointError as error:
         problems.append(Unreadable(run, None, error))
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
-    return problems + _relist(tier, catalog, run, absences, thorough)
+    return problems + _relist(store, catalog, run, absences, thorough)
 
 
 class Look(NamedTuple):
@@ -154,32 +154,32 @@ class Look(NamedTuple):
     stamps: dict[int, str]
 
 
-def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
+def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
     """Compare the run's directories with the stamps of what is `listed`; nothing stands unread if this is `thorough`."""
-    now = tier.stamps(f"{run}/{naming.CHECKPOINTS}", _STAMPED)
-    there = steps(tier, run)
-    stamps = {step: now[name] for step in there if (name := naming.step_directory(step)) in now}
+    now = store.stamps(run)
+    there = store.steps(run)
+    stamps = {step: now[step] for step in there if step in now}
     stands = {step for step in stamps if not thorough and listed.get(step) == stamps[step]}
     return Look(stands, [step for step in there if step not in stands], stamps)
 
 
-def _relist(tier: Tier, catalog: Catalog, run: str, absences: Absences, thorough: bool) -> list[Unreadable]:
+def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorough: bool) -> list[Unreadable]:
     """List what stands in the run's directory, reading what is not known to stand as it was listed."""
     problems: list[Unreadable] = []
     before = catalog.stamps(run)
-    stands, unread, stamps = look(tier, run, before, thorough)
+    stands, unread, stamps = look(store, run, before, thorough)
     listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
     found: list[tuple[bodies.CheckpointInfo, str | None]] = []
     again: dict[int, str | None] = {}
     damaged: list[tuple[bodies.CheckpointInfo, Damaged]] = []
     for step in unread:
         try:
-            there = bodies.describe(load_manifest(tier, run, step))
+            there = bodies.describe(load_manifest(store.files, run, step))
         except NoSuchCheckpoint:
             continue  # removed at this moment
         except CheckpointError as error:
             problems.append(Unreadable(run, step, error))
-            known = listed.get(step) or _unreadable(tier, run, step)
+            known = listed.get(step) or _unreadable(store.files, run, step)
             if known is not None and isinstance(error, Damaged):
                 damaged.append((known, error))
             continue
@@ -197,7 +197,7 @@ def _relist(tier: Tier, catalog: Catalog, run: str, absences: Absences, thorough
     for made, damage in damaged:
         _list_damaged(catalog, made, damage)
     for made, _ in found:  # what was removed meanwhile had been forgotten before it was listed here
-        if tier.size(f"{naming.checkpoint_path(run, made.step)}/{naming.COMMIT}") is None:
+        if not _has_commit(store, run, made.step):
             catalog.forget_checkpoint(run, made.step)
     return problems
 
@@ -208,7 +208,7 @@ def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged
         catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
 
 
-def _unreadable(tier: Tier, run: str, step: int) -> bodies.CheckpointInfo | None:
+def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | None:
     """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
     directory = naming.checkpoint_path(run, step)
     if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
@@ -232,12 +232,6 @@ def _unreadable(tier: Tier, run: str, step: int) -> bodies.CheckpointInfo | None
 def was_unreadable(known: bodies.CheckpointInfo) -> bool:
     """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
-
-
-def steps(tier: Tier, run: str) -> list[int]:
-    """The steps that have a directory, ascending, whatever is in it."""
-    found = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
-    return sorted(step for step in found if step is not None)
 
 
 def all_checkpoints(catalog: Catalog, run: str) -> list[bodies.CheckpointInfo]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Readable, Tier, vouched
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
@@ -62,7 +62,7 @@ class RunFile(BaseModel):
         return tuple(sorted(label for label, steps in self.labels.items() if step in steps))
 
 
-def read_run_file(tier: Tier, run: str) -> RunFile:
+def read_run_file(tier: Readable, run: str) -> RunFile:
     """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     try:

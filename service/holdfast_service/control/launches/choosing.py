@@ -19,7 +19,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.observe.tracing import span
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Readable, Store
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Choices:
 
     def __init__(
         self,
-        tier: Tier,
+        store: Store,
         catalog: Catalog,
         attempts: Attempts,
         book: Book,
@@ -61,7 +61,7 @@ class Choices:
         tell: Callable[..., None],
     ) -> None:
         """`tell` records an event, by and by."""
-        self._tier, self._catalog, self._attempts = tier, catalog, attempts
+        self._store, self._catalog, self._attempts = store, catalog, attempts
         self._book, self._tell = book, tell
         self._health, self._findings, self._readers, self._left = known
         self.absences = roots.Absences()
@@ -130,8 +130,8 @@ class Choices:
                 listed = self._book.ask(lambda: self._catalog.lines(asked.run), ANSWER_S)
             except CheckpointError:  # it is raised again when there is nothing to wait for
                 listed = []
-            hidden = {found.step for found in listed} - set(roots.steps(self._tier, asked.run))
-            if step is not None and not stands(self._tier, asked.run, step):
+            hidden = {found.step for found in listed} - set(self._store.steps(asked.run))
+            if step is not None and not stands(self._store.files, asked.run, step):
                 hidden.add(step)
             if not hidden:
                 return
@@ -144,8 +144,8 @@ class Choices:
     def _listed(self, asked: RestoreQuestion) -> int | None:
         """As the catalog has it, once that says what the directories say."""
         run, step = asked.run, asked.step
-        if not roots.agrees(self._tier, self._catalog, run):
-            roots.reconcile(self._tier, self._catalog, absences=self.absences)
+        if not roots.agrees(self._store, self._catalog, run):
+            roots.reconcile(self._store, self._catalog, absences=self.absences)
         if step is not None:
             self._catalog.checkpoint(run, step)
             return step
@@ -157,7 +157,7 @@ class Choices:
     def _standing(self, asked: RestoreQuestion) -> int | None:
         """As the directories have it: the newest whose manifest is sound, and of which no damage was seen here."""
         run, step = asked.run, asked.step
-        steps = roots.committed(self._tier, run)
+        steps = roots.committed(self._store, run)
         if step is not None:
             if step not in steps:
                 raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"available steps: {steps[-10:]}")
@@ -169,7 +169,7 @@ class Choices:
             seen = self._findings.seen(run, found)
             try:
                 if seen is None:
-                    offers[found] = roots.load_manifest(self._tier, run, found).groups
+                    offers[found] = roots.load_manifest(self._store.files, run, found).groups
                     if set(asked.groups) <= set(offers[found]):
                         return found
             except Damaged as error:
@@ -198,6 +198,6 @@ class Choices:
             raise damage
 
 
-def stands(tier: Tier, run: str, step: int) -> bool:
+def stands(tier: Readable, run: str, step: int) -> bool:
     """Whether a checkpoint of this step stands in the directory."""
     return tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None

@@ -19,10 +19,9 @@ from holdfast_service.control.catalog import lines
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.lines import ListedCheckpoint
-from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.launches.choosing import stands
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Store, vouched
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +32,8 @@ READ_MAX = 16  # manifests that are read without asking the catalog first
 class Standing:
     """The lines of training of one root. Thread-safe."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, book: Book, findings: Findings) -> None:
-        self._tier, self._catalog, self._book, self._findings = tier, catalog, book, findings
+    def __init__(self, store: Store, catalog: Catalog, book: Book, findings: Findings) -> None:
+        self._store, self._catalog, self._book, self._findings = store, catalog, book, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
         self._begun: dict[str, Key] = {}
@@ -64,7 +63,7 @@ class Standing:
 
     def launch(self, run: str, step: int) -> Key | None:
         """Which launch, by attempt and turn, made the checkpoint of this step; None where there is no sound one."""
-        if not stands(self._tier, run, step):
+        if not stands(self._store.files, run, step):
             return None
         found = next((c for c in self._there(run) if c.step == step), None)
         return (found.attempt, found.turn) if found is not None and found.sound else None
@@ -81,7 +80,7 @@ class Standing:
         """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
         there = self._there(run)
         at = next((number for number, found in enumerate(there) if found.step == step), None)
-        if at is not None and not stands(self._tier, run, step):
+        if at is not None and not stands(self._store.files, run, step):
             there[at] = there[at]._replace(sound=False)
         launch = (run, attempt)
         try:
@@ -110,7 +109,7 @@ class Standing:
 
     def _there(self, run: str) -> list[ListedCheckpoint]:
         """What stands in the directory, by step."""
-        steps = roots.steps(self._tier, run)
+        steps = self._store.steps(run)
         with self._lock:
             known = self._runs.setdefault(run, {})
             for gone in known.keys() - set(steps):
@@ -144,6 +143,6 @@ class Standing:
 
     def _placed(self, run: str, step: int) -> ListedCheckpoint:
         directory = naming.checkpoint_path(run, step)
-        commit = vouched.read_commit(self._tier, directory)
-        placed = manifest.placement(vouched.read_manifest(self._tier, directory, commit), commit)
+        commit = vouched.read_commit(self._store.files, directory)
+        placed = manifest.placement(vouched.read_manifest(self._store.files, directory, commit), commit)
         return ListedCheckpoint(step, placed.attempt, placed.turn, placed.rewinds, groups=placed.groups)
