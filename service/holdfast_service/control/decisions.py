@@ -51,6 +51,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.control.insight.facts import UNKNOWN, Lived
 from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
@@ -100,11 +101,13 @@ class Decisions:
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
         self.care: RootCare | None = None  # of a root that several nodes serve
+        self.shared_checks: SharedChecks | None = None
         if cluster is not None:
             self._share(cluster)
 
     def _share(self, cluster: Cluster) -> None:
         self.care = RootCare(self._tier, self._catalog, cluster, self.events, self.rotation.due)
+        self.shared_checks = SharedChecks(cluster.membership, self.findings)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere

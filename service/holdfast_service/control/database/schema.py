@@ -416,6 +416,48 @@ class VoteRow(CatalogTable):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
+class SharedCheckRow(CatalogTable):
+    """A checkpoint that several nodes read back together. The row is there while they do: what was found stands in
+    `checkpoints`. `node` has begun it; `ender` puts together what was found, under a claim like that of a portion.
+    """
+
+    __tablename__ = "shared_checks"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    sha256: Mapped[str] = mapped_column(String(64))
+    before: Mapped[int | None]
+    examine: Mapped[bool] = mapped_column(Boolean)
+    node: Mapped[str] = mapped_column(String(64))
+    begun: Mapped[datetime] = mapped_column(_MOMENT)
+    ender: Mapped[str | None] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
+    until: Mapped[datetime | None] = mapped_column(_MOMENT)
+    claim: Mapped[int]
+
+
+class PortionRow(CatalogTable):
+    """A portion of a shared check: what is to be read, first by the node `meant`; who reads it, under the claim with this
+    number; and what was `found` once all of it is proven.
+    """
+
+    __tablename__ = "portions"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    spans: Mapped[list[list[int]]] = mapped_column(JsonText)
+    size: Mapped[int]
+    meant: Mapped[str | None] = mapped_column(String(64))
+    node: Mapped[str | None] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
+    until: Mapped[datetime | None] = mapped_column(_MOMENT)
+    claim: Mapped[int]
+    done: Mapped[int]
+    found: Mapped[bytes | None] = mapped_column(LargeBinary)
+    repaired: Mapped[list[str] | None] = mapped_column(JsonText)
+
+
 class SecretRow(CatalogTable):
     """What the nodes of a cluster know, and nobody else."""
 
