@@ -159,7 +159,8 @@ class SharedChecks:
         """All of it is right; only now does the checkpoint count as verified. Nothing is said where the claim has ended."""
         of = ending.of
         self._findings.sound(of.run, of.step, check, same_as, made, fence=lambda session: _end(session, ending))
-        self.drop(of)  # of a checkpoint that is no longer listed
+        with self._database.apart() as session:  # of a checkpoint that is no longer listed
+            _end(session, ending)
 
     def damaged(self, of: Portion | CheckEnding, error: Damaged) -> None:
         """A part of it is damaged, and could not be repaired: so is the checkpoint, and the check ends, for all nodes.
