@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -209,15 +209,14 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
-    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a
-    daemon that died.
+    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a daemon that died.
+    Where there may be other nodes, those may be about to be checked there: the scrub looks twice.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
-    is_mine: Callable[[], bool] = (lambda: True) if cluster is None else (lambda: cluster.duties.has("scrub"))
-    scrub = Scrub(checker, decisions, saver, plan, is_mine)
-    if not is_mine():
-        return scrub
+    if cluster is not None:
+        return Scrub(checker, decisions, saver, plan, CheckClaims(cluster.duties))
+    scrub = Scrub(checker, decisions, saver, plan)
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:

@@ -32,6 +32,7 @@ _NAME, _TIME = _ordered(128), _ordered(40)
 # SQLite numbers rows by itself only where the key's type is spelt INTEGER.
 _COUNTED = BigInteger().with_variant(Integer, "sqlite")
 _MOMENT = DateTime(timezone=True)  # of the database's own clock: no two nodes' clocks are ever compared (I17)
+DUTY_CHARS_MAX = 64
 REWOUND = "rewinds <> '[]'"
 _JOB_GOES_ON = text("state IN ('queued', 'running')")
 
@@ -298,7 +299,7 @@ class DutyRow(CatalogTable):
 
     __tablename__ = "duties"
 
-    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(DUTY_CHARS_MAX), primary_key=True)
     node: Mapped[str] = mapped_column(String(64))
     boot: Mapped[str] = mapped_column(String(32))
     until: Mapped[datetime] = mapped_column(_MOMENT)

@@ -24,7 +24,7 @@ from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
-from holdfast_service.daemon.ports import Decisions, Repairs
+from holdfast_service.daemon.ports import Decisions, Fence, Repairs
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -72,16 +72,22 @@ class Checker:
         self.repairs = repairs
         self.counts = CheckCounts()
 
-    def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
+    def check(
+        self, run: str, step: int, heed: Heed | None = None, hold: bool = True, fence: Fence | None = None
+    ) -> dict[str, Any]:
         """Read a whole checkpoint back and record the result; return seconds, bytes, layouts and repairs.
 
         Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is removed;
         `InUse` when a save is about to replace it, or the one it is compared with; storage errors; and whatever `heed`
         raises to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with
-        a hold.
+        a hold. Where a `fence` says so, what was found counts no more.
         """
         began = time.monotonic()
         directory = naming.checkpoint_path(run, step)
+
+        def record(error: Damaged) -> None:
+            self._decisions.findings.damaged(run, step, error, checked=True, fence=fence)
+
         with (
             self._decisions.checking(run, step) if hold else nullcontext(),
             examination(self._tier, self._decisions, run, step) as examined,
@@ -94,15 +100,15 @@ class Checker:
             )
             repaired: list[str] = []
             if damages or made is None:
-                made, repaired = self.mend(run, step, damages)
+                made, repaired = self.mend(run, step, damages, record)
             try:
                 tried = self.conclude(made, lambda: examined.result(made) if examined else None, heed)
             except Damaged as error:
                 with self._decisions.reading(run, step):
-                    self._give_up(run, step, [error])
+                    self._give_up(run, step, [error], record)
                 raise
         check = told_of(made, time.monotonic() - began, tried, repaired)
-        self._decisions.findings.sound(run, step, check, tried.same_as, made)
+        self._decisions.findings.sound(run, step, check, tried.same_as, made, fence)
         return check
 
     def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:
