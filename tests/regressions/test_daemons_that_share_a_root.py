@@ -421,3 +421,32 @@ def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
     aside = f"{RUN}/{naming.TRASH}/{staged.rpartition('/')[2]}"
     assert removed[-1] == (aside, []) and a.tier.list(aside) == []
     b.decisions.abort(number, RoundAborted("heard again"), staged)
+
+
+def test_one_node_at_a_time_repairs_a_checkpoint(pair: tuple[Node, Node]) -> None:
+    """Both would write to the same place; another checkpoint does not wait."""
+    a, b = pair
+    done = threading.Event()
+
+    def repair() -> None:
+        with b.decisions.repairing(RUN, 1):
+            done.set()
+
+    with a.decisions.repairing(RUN, 1), b.decisions.repairing(RUN, 2):
+        other = threading.Thread(target=repair)
+        other.start()
+        assert not done.wait(0.3)
+    other.join(30)
+    assert done.is_set()
+
+
+def test_one_node_sweeps_runs_without_a_save(nodes: Nodes, pair: tuple[Node, Node]) -> None:
+    """The other one does when it is gone."""
+    a, b = pair
+    for node in pair:
+        node.decisions.empty_runs._kept_s = -1.0
+    a.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    a.decisions.became(RUN, 1, "ended")
+    assert list(a.decisions.empty_runs.due()) == [RUN] and b.decisions.empty_runs.due() == {}
+    nodes.lapse(a.cluster)
+    assert list(b.decisions.empty_runs.due()) == [RUN] and a.decisions.empty_runs.due() == {}

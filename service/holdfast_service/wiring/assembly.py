@@ -145,7 +145,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
-    runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, transfers))
+    workers = Workers(tier, catalog, decisions, checks, transfers)
+    runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange.url

@@ -107,7 +107,7 @@ def test_one_that_has_stood_still_says_nothing(world: SpreadWorld) -> None:
 
 
 def test_what_a_dead_node_left_unchecked(world: SpreadWorld) -> None:
-    """It is not read at the first look, since whoever has committed it may be about to; nor what all nodes check together."""
+    """It is not read at the first look, since whoever has committed it may be about to."""
     world.commit(1)
     with ExitStack() as stack:
         scrub = a_scrub(world.all[1], stack, 3600.0)

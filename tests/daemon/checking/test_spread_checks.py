@@ -13,6 +13,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.cluster.cluster import replica_duty
 from holdfast_service.daemon.checking import spread_checks
 from holdfast_service.storage import Tier
 from tests.checkpoints import flip
@@ -227,3 +228,27 @@ def test_a_small_one_is_checked_by_one(world: SpreadWorld) -> None:
     world.add("b")
     world.commit(2, {"weight": np.zeros(100, np.float32)})
     assert world.begin(2) is None and not world.all[0].shared.any()
+
+
+def test_a_node_without_replicas_leaves_repairs_to_one_that_has_them(world: SpreadWorld) -> None:
+    """Whichever node meets the damage: it is repaired, as if one node had checked all."""
+    for name in "ab":
+        world.add(name)
+    built = world.commit(1)
+    copies = {path.name: path.read_bytes() for path in world.path(1).iterdir()}
+
+    class Copies:
+        def repair(self, run: str, step: int, error: Any) -> str | None:
+            name = str(error.members["file"])
+            (world.path(step) / name).write_bytes(copies[name])
+            return "replica copy"
+
+    assert world.all[1].cluster.duties.has(replica_duty("copy"))
+    world.all[1].checker.repairs = Copies()
+    for file in built.manifest.files:
+        if file.header_bytes:
+            flip(world.path(1) / file.name, file.bytes - 100)
+    world.begin(1)
+    found = world.ended(1)
+    assert found.state == "verified" and set((found.check or {})["repaired"]) == {"replica copy"}
+    assert world.events("checkpoint-damaged") == []

@@ -232,7 +232,8 @@ class EventRow(CatalogTable):
 class JobRow(CatalogTable):
     """Work that outlasts a request. `key` follows from kind and request: the same work going on is the same job.
 
-    `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life.
+    `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life, and
+    `boot` its boot, where several nodes may run it.
     """
 
     __tablename__ = "jobs"
@@ -252,6 +253,7 @@ class JobRow(CatalogTable):
     done_bytes: Mapped[int]
     total_bytes: Mapped[int]
     node: Mapped[str] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
     tries: Mapped[int]
     created: Mapped[str] = mapped_column(_TIME)
     started: Mapped[str | None] = mapped_column(_TIME)

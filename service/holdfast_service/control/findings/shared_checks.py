@@ -27,8 +27,9 @@ from holdfast_formats.staging.shared_check import (
     Span,
 )
 from holdfast_service.control.cluster.bell import CHANNEL, CHECKS
+from holdfast_service.control.cluster.cluster import REPLICA
 from holdfast_service.control.cluster.membership import Membership, later, now
-from holdfast_service.control.database.schema import NodeRow, PortionRow, SharedCheckRow
+from holdfast_service.control.database.schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
 from holdfast_service.control.findings.checks import Findings
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,18 @@ class SharedChecks:
         values = {"node": None, "boot": None, "until": None, "meant": None, "done": 0}
         with self._database.plain() as connection:
             connection.execute(update(PortionRow).where(*_claimed(portion)).values(values))
+
+    def hand_over(self, portion: Portion) -> bool:
+        """Leave it to another node that has replicas, from which it may repair what is damaged; False if there is none."""
+        duty, me = DutyRow, self._membership.me
+        others = select(duty.node).where(duty.name.startswith(REPLICA), duty.until > now(), duty.node != me.name)
+        free = {"node": None, "boot": None, "until": None, "done": 0}
+        with self._database.plain() as connection:
+            other = connection.scalar(others.order_by(duty.name).limit(1))
+            if other is None:
+                return False
+            connection.execute(update(PortionRow).where(*_claimed(portion)).values({**free, "meant": other}))
+        return True
 
     def deliver(self, portion: Portion, statistics: bytes, repaired: Sequence[str]) -> None:
         """All of it is proven. Nothing is said where the claim has ended."""

@@ -177,11 +177,12 @@ class Checker:
     def _repair(self, run: str, step: int, error: Damaged) -> str | None:
         if self.repairs is None:
             return None
-        try:
-            source = self.repairs.repair(run, step, error)
-        except CheckpointError as failure:
-            log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
-            return None
+        with self._decisions.repairing(run, step):
+            try:
+                source = self.repairs.repair(run, step, error)
+            except CheckpointError as failure:
+                log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
+                return None
         if source is not None:
             self.counts.add("repaired")
             self._decisions.findings.repaired(run, step, error, source)

@@ -217,6 +217,8 @@ class SpreadChecks:
             raise _Left(f"not all of it can be seen here yet: {damages[0].detail}")
 
         def record(error: Damaged) -> None:
+            if isinstance(of, Portion) and of.age_s < NAMES_S and self._shared.hand_over(of):
+                raise _Left(f"another node may be able to repair it: {error.detail}")
             self._patiently(lambda: self._shared.damaged(of, error))
 
         return self._checker.mend(of.of.run, of.of.step, damages, record)[1]

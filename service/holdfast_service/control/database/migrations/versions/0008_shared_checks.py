@@ -1,4 +1,4 @@
-"""Checkpoints that several nodes read back together, and the portions in which they do."""
+"""Checkpoints that several nodes read back together, in portions; and which boot of a node runs a job."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _MOMENT = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
+    op.add_column("jobs", sa.Column("boot", sa.String(32)))
     name = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
     op.create_table(
         "shared_checks",
@@ -50,3 +51,4 @@ def upgrade() -> None:
 def downgrade() -> None:
     for table in ("portions", "shared_checks"):
         op.drop_table(table)
+    op.drop_column("jobs", "boot")
