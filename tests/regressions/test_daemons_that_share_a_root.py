@@ -438,15 +438,3 @@ def test_one_node_at_a_time_repairs_a_checkpoint(pair: tuple[Node, Node]) -> Non
         assert not done.wait(0.3)
     other.join(30)
     assert done.is_set()
-
-
-def test_one_node_sweeps_runs_without_a_save(nodes: Nodes, pair: tuple[Node, Node]) -> None:
-    """The other one does when it is gone."""
-    a, b = pair
-    for node in pair:
-        node.decisions.empty_runs._kept_s = -1.0
-    a.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    a.decisions.became(RUN, 1, "ended")
-    assert list(a.decisions.empty_runs.due()) == [RUN] and b.decisions.empty_runs.due() == {}
-    nodes.lapse(a.cluster)
-    assert list(b.decisions.empty_runs.due()) == [RUN] and a.decisions.empty_runs.due() == {}

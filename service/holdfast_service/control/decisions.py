@@ -66,7 +66,6 @@ log = logging.getLogger(__name__)
 ASK_S = 10.0
 SETTLE_POLL_S = 0.2
 NAMES_S = 90.0  # clients of network file systems remember for no longer, unless told to, which names there are
-EMPTY_RUNS = "empty runs"  # the duty of one node of several
 LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
 
@@ -108,7 +107,6 @@ class Decisions:
 
     def _share(self, cluster: Cluster) -> None:
         self.care = RootCare(self._tier, self._catalog, cluster, self.events, self.rotation.due)
-        self.empty_runs.is_mine = lambda: cluster.duties.has(EMPTY_RUNS)
         self.shared_checks = SharedChecks(cluster.membership, self.findings)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))

@@ -288,8 +288,8 @@ def test_policy_and_pins_go_along(world: CopiesWorld, tmp_path: Path) -> None:
 
 
 def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
-    """Whoever has it copies there. One that has stood still, and has it no more, publishes nothing, tells nothing, and leaves
-    what the other one has staged.
+    """Whoever has it copies there. One that has stood still, and has it no more, publishes nothing, tells nothing, and
+    leaves what the other one has staged.
     """
     with copies_world(tmp_path, (5,)) as world:
         mine = [False]

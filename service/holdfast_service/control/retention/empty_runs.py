@@ -61,7 +61,6 @@ class EmptyRuns:
         self._tier, self._catalog, self._attempts, self._files, self._events = tier, catalog, attempts, files, events
         self._kept_s, self._clock = kept_s, clock
         self._lock = threading.Lock()
-        self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that sweeps
         self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began
         self._missed: dict[str, float] = {}  # runs without a record of their ranks, and since when no rank was seen
 
@@ -84,11 +83,9 @@ class EmptyRuns:
             made.add(run)
 
     def due(self) -> dict[str, RunAttempts]:
-        """The runs that have been empty and without ranks for long enough, with their declared attempts; none where another
-        node looks after them.
+        """The runs that have been empty and without ranks for long enough, with their declared attempts. Of several nodes
+        each knows those that came to it.
         """
-        if not self.is_mine():
-            return {}
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
         self._missed = {run: at for run, at in self._missed.items() if run in runs}
