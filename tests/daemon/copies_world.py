@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,10 +38,16 @@ class CopiesWorld:
         for name in replicas:
             self.add(name, PosixTier(directory / name))
 
-    def add(self, name: str, tier: Tier) -> Replicator:
+    def add(self, name: str, tier: Tier, is_mine: Callable[[], bool] = lambda: True) -> Replicator:
         """A further tier to copy to."""
         self.replicators[name] = Replicator(
-            name, self.tier, lambda: tier, self.book, news=lambda seconds: False, mend=self.repairer.replica
+            name,
+            self.tier,
+            lambda: tier,
+            self.book,
+            news=lambda seconds: False,
+            mend=self.repairer.replica,
+            is_mine=is_mine,
         )
         return self.replicators[name]
 

@@ -459,3 +459,20 @@ def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node
 def _replaced_by_another_attempt(node: Node, step: int) -> None:
     node.tier.remove_tree(naming.checkpoint_path(RUN, step))
     put_checkpoint(node.tier, msgspec.structs.replace(a_manifest(RUN, step), attempt=2))
+
+
+def test_one_node_at_a_time_repairs_a_checkpoint(pair: tuple[Node, Node]) -> None:
+    """Both would write to the same place; another checkpoint does not wait."""
+    a, b = pair
+    done = threading.Event()
+
+    def repair() -> None:
+        with b.decisions.repairing(RUN, 1):
+            done.set()
+
+    with a.decisions.repairing(RUN, 1), b.decisions.repairing(RUN, 2):
+        other = threading.Thread(target=repair)
+        other.start()
+        assert not done.wait(0.3)
+    other.join(30)
+    assert done.is_set()

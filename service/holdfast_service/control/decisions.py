@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, cast
 
 from holdfast_formats import naming
@@ -50,9 +50,10 @@ from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.checkpoints.run_files import RunFiles
-from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
+from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.control.insight.facts import UNKNOWN, Lived
 from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
@@ -103,11 +104,13 @@ class Decisions:
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
         self.care: RootCare | None = None  # of a root that several nodes serve
+        self.shared_checks: SharedChecks | None = None
         if cluster is not None:
             self._share(cluster)
 
     def _share(self, cluster: Cluster) -> None:
         self.care = RootCare(self._tier, self.store, self._catalog, cluster, self.events, self.rotation.due)
+        self.shared_checks = SharedChecks(cluster.membership, self.findings)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
@@ -517,6 +520,21 @@ class Decisions:
         """As `reading`, for a check: it ends when `is_awaited` says that a save waits to take the checkpoint's place."""
         return self.readers.reading(run, step, CHECK)
 
+    @contextmanager
+    def repairing(self, run: str, step: int) -> Iterator[None]:
+        """No other node repairs this checkpoint, in the same place of staging, for the length of the block; as far as the
+        catalog can be asked. `CatalogUnavailable` if another one takes long.
+        """
+        with ExitStack() as held:
+            if self._cluster is not None:
+                try:
+                    held.enter_context(self._cluster.locks.locked(repairing(run, step)))
+                except CatalogUnavailable as away:
+                    if self.book.trouble is None:
+                        raise
+                    log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
+            yield
+
     def is_awaited(self, run: str, step: int) -> bool:
         """Whether checks of this checkpoint have to end."""
         return self.readers.is_awaited(run, step)
@@ -524,6 +542,10 @@ class Decisions:
     def replica_book(self) -> ReplicaBook:
         """What is known of copies in other tiers."""
         return ReplicaBook(self._tier, self._catalog, self.events)
+
+    def has_replica(self, name: str) -> bool:
+        """Whether it is this node that copies to a replica, of several that were given one of this name."""
+        return self._cluster is None or self._cluster.duties.has(replica_duty(name))
 
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""

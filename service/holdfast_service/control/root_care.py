@@ -55,7 +55,7 @@ class RootCare:
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._note_lost_nodes()
-        self._end_saves([member.name for member in members if member.live])
+        self._end_saves()
         self._note_lost()
         for run, step in self._cluster.rendezvous.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
@@ -63,9 +63,9 @@ class RootCare:
         for run in roots.runs(self._tier):
             self._due(run)
 
-    def _end_saves(self, live: list[str]) -> None:
+    def _end_saves(self) -> None:
         why = "the node on which it was being saved is gone"
-        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why, live):
+        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why):
             text = f"step {ended.step} was not saved: {why}"
             log.warning("%s: %s (node %s)", ended.run, text, ended.node)
             self._events.add("save-aborted", text, ended.run, ended.step, level="warning")

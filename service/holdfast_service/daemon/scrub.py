@@ -14,11 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from holdfast_formats import moments, naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
 from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.verifier import read_manifest
@@ -26,7 +28,7 @@ from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 
-from .ports import Decisions
+from .ports import CheckClaims, Decisions, Fence
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +88,16 @@ class Scrub:
         decisions: Decisions,
         saver: Saver,
         plan: ScrubPlan,
-        is_mine: Callable[[], bool] = lambda: True,
+        claims: CheckClaims | None = None,
     ) -> None:
-        """`is_mine` says whether this node is the one that scrubs."""
-        self._is_mine = is_mine
+        """With `claims`, other nodes scrub the same root: each reads what no other one does."""
+        self._claims = claims
+        self._unchecked: set[CheckpointId] = set()  # at the last look
+        self._stale: set[CheckpointId] = set()  # and at the look before
         self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
         self._closing, self._wake = threading.Event(), threading.Event()
         self._found: deque[tuple[str, int]] = deque()
-        self._not_before: dict[tuple[str, int], float] = {}  # time.monotonic(), of what could not be read
+        self._not_before: dict[CheckpointId, float] = {}  # time.monotonic(), of what could not be read
         rate = plan.bytes_per_second
         self._rate = None if rate is None else Rate(rate, self._closing.wait)
         self._thread = threading.Thread(target=self._run, name="holdfast-scrub", daemon=True)
@@ -156,19 +160,59 @@ class Scrub:
         while self._found:
             self._check(*self._found[0], unpaced)
             self._found.popleft()
-        if self._rate is None or self._plan.every_s is None or not self._is_mine():
+        if self._claims is not None:
+            unchecked = set(self._decisions.findings.unchecked())
+            self._stale, self._unchecked = unchecked & self._unchecked, unchecked
+            self._share(self._claims, self._left_unchecked, unpaced)
+        if self._rate is None or self._plan.every_s is None:
             return
-        due = self._decisions.findings.due(moments.later(utc_now(), -self._plan.every_s))
-        now = time.monotonic()
-        due = [place for place in due if self._not_before.get(place, now) <= now and not self._saver.checks.awaits(*place)]
-        if due:
+        if self._claims is not None:
+            self._share(self._claims, self._due, self.heed(None, paced=True))
+        elif due := self._due():
             self._pass(due, self.heed(None, paced=True))
 
-    def _pass(self, places: Sequence[tuple[str, int]], heed: Progress) -> Scrubbed:
+    def _due(self) -> list[CheckpointId]:
+        """What was not read back for long, but for what was just committed, which its node has checked."""
+        due = self._decisions.findings.due(moments.later(utc_now(), -(self._plan.every_s or 0.0)))
+        return self._free([place for place in due if place not in self._unchecked - self._stale])
+
+    def _left_unchecked(self) -> list[CheckpointId]:
+        """What was never checked, now and a look ago: the node that has committed it may be gone."""
+        return self._free([place for place in self._decisions.findings.unchecked() if place in self._stale])
+
+    def _free(self, places: Sequence[CheckpointId]) -> list[CheckpointId]:
+        """Without what is being checked already, or could not be read."""
+        now, shared = time.monotonic(), self._decisions.shared_checks
+        together = shared.going() if shared is not None and places else ()
+        may = [place for place in places if self._not_before.get(place, now) <= now and place not in together]
+        return [place for place in may if not self._saver.checks.awaits(*place)]
+
+    def _share(self, claims: CheckClaims, left: Callable[[], list[CheckpointId]], heed: Progress) -> None:
+        """Check what is left, as long as there is something that no other node checks."""
+        taken = self._taken(claims, left)
+        first = next(taken, None)
+        if first is not None:
+            self._pass(chain([first], taken), heed, claims)
+
+    def _taken(self, claims: CheckClaims, left: Callable[[], list[CheckpointId]]) -> Iterator[CheckpointId]:
+        """One after the other, each once, while it is this node's."""
+        done: set[CheckpointId] = set()
+        while (place := claims.take([one for one in left() if one not in done])) is not None:
+            done.add(place)
+            try:
+                if place in left():  # else another node has done it in this moment
+                    yield place
+            finally:
+                claims.leave(place)
+
+    def _pass(self, places: Iterable[CheckpointId], heed: Progress, claims: CheckClaims | None = None) -> Scrubbed:
         began, before = time.monotonic(), self._checker.counts.all()["bytes"]
-        ends = [(f"{run}@{step}", self._check(run, step, heed)) for run, step in places]
+        ends = [
+            (f"{place.run}@{place.step}", self._check(*place, heed, claims.fence(place) if claims is not None else None))
+            for place in places
+        ]
         made = Scrubbed(
-            checkpoints=len(places),
+            checkpoints=len(ends),
             bytes=self._checker.counts.all()["bytes"] - before,
             damaged=tuple(name for name, end in ends if end is CheckEnd.DAMAGED),
             unread=tuple(name for name, end in ends if end in UNREAD),
@@ -177,12 +221,12 @@ class Scrub:
         self._decisions.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
         return made
 
-    def _check(self, run: str, step: int, heed: Progress) -> CheckEnd:
-        ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False))
+    def _check(self, run: str, step: int, heed: Progress, fence: Fence | None = None) -> CheckEnd:
+        ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False, fence=fence))
         if ended in UNREAD:
-            self._not_before[run, step] = time.monotonic() + RETRY_S
+            self._not_before[CheckpointId(run, step)] = time.monotonic() + RETRY_S
         else:
-            self._not_before.pop((run, step), None)
+            self._not_before.pop(CheckpointId(run, step), None)
         return ended
 
 

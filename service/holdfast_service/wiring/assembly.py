@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -149,7 +149,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
-    runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, transfers))
+    workers = Workers(tier, catalog, decisions, checks, transfers)
+    runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange.url
@@ -219,15 +220,14 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
-    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a
-    daemon that died.
+    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a daemon that died.
+    Where there may be other nodes, those may be about to be checked there: the scrub looks twice.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
-    is_mine: Callable[[], bool] = (lambda: True) if cluster is None else (lambda: cluster.duties.has("scrub"))
-    scrub = Scrub(checker, decisions, saver, plan, is_mine)
-    if not is_mine():
-        return scrub
+    if cluster is not None:
+        return Scrub(checker, decisions, saver, plan, CheckClaims(cluster.duties))
+    scrub = Scrub(checker, decisions, saver, plan)
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:

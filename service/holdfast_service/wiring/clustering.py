@@ -39,7 +39,7 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
-    stack.callback(Bell(cluster.database, saver.look_at_others).close)
+    stack.callback(Bell(cluster.database, saver.look_at_others, saver.look_at_checks).close)
     assert decisions.care is not None
     stack.callback(Upkeep(cluster, decisions.care.look).close)
     cluster.membership.start()

@@ -11,6 +11,7 @@ from holdfast_formats.rest import comparing
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
+from holdfast_service.control.cluster.membership import Membership
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
@@ -33,10 +34,10 @@ class Workers(NamedTuple):
     transfers: Transfers
 
 
-def start_jobs(node: str, workers: Workers) -> JobRunner:
+def start_jobs(node: str, workers: Workers, membership: Membership | None = None) -> JobRunner:
     """The runner of this node's jobs, with every kind that it can do."""
     catalog, decisions, transfers = workers.catalog, workers.decisions, workers.transfers
-    runner = JobRunner(Jobs(catalog.database, node, utc_now), decisions.events, begin=give_way)
+    runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), decisions.events, begin=give_way)
 
     def exists(request: JobRequest) -> None:
         assert request.run is not None and request.step is not None  # requirements are checked first

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from holdfast_formats import naming
@@ -118,7 +119,10 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
             place = Reached(path)
             locks.callback(place.close)
             news = decisions.events.wait
-            replicators[name] = Replicator(name, tier, place, book, news=news, pace=pace, mend=repairer.replica)
+            mine = partial(decisions.has_replica, name)
+            replicators[name] = Replicator(
+                name, tier, place, book, news=news, pace=pace, mend=repairer.replica, is_mine=mine
+            )
             log.info("replica %s: %s", name, path)
         for one in replicators.values():
             one.start()

@@ -13,8 +13,10 @@ from holdfast_formats.rest.operations import JobRequest
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs
+from tests.control.cluster.nodes import Nodes, nodes
 from tests.databases import sqlite_url
 
+__all__ = ["nodes"]
 VERIFY = JobRequest(kind="verify", run="a", step=1)
 KINDS = ["verify", "export"]
 
@@ -215,3 +217,26 @@ def test_old_jobs_are_forgotten(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
         assert claimed is not None
         jobs.finish(claimed, "done", {})
     assert [job.id for job in jobs.page(None, 20).items] == [10, 9, 8, 1]
+
+
+def test_jobs_of_a_node_that_is_gone_by_the_databases_clock(nodes: Nodes, clock: Clock) -> None:
+    """However much the nodes' own clocks differ: a job stays while the boot that runs it is a member, and is done by another
+    node once it is not; what the first one says then counts no more.
+    """
+    a, b = nodes.add("a"), nodes.add("b")
+    slow, fast = Clock(), Clock()
+    fast.minute = 59
+    first, second = Jobs(a.database, "a", slow, a.membership), Jobs(b.database, "b", fast, b.membership)
+    job, _ = first.submit(VERIFY)
+    claimed = first.claim(KINDS)
+    assert claimed is not None and claimed.id == job.id
+    assert second.recover_lost() == [] and second.claim(KINDS) is None
+    nodes.lapse(a)
+    assert second.recover_lost() == []
+    again = second.claim(KINDS)
+    assert again is not None and again.id == job.id and again.tries == 2
+    assert first.progress(claimed) and first.finish(claimed, "done") is None
+    b.membership.me = b.membership.me._replace(boot="0" * 32)  # it has joined anew, and does not know it
+    nodes.lapse(b)
+    b.membership.join(0.0)
+    assert first.recover_lost() == [] and first.get(job.id).state == "queued"

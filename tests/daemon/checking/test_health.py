@@ -205,7 +205,7 @@ def test_what_control_cannot_say(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         found = examined.result(two.made)
         assert found is not None
         assert np.isnan(found["change"]).all()
-        report(world.decisions, two.made, examined)
+        report(world.decisions, two.made, lambda: examined.result(two.made))
     assert "cannot compare tiny@10 with an earlier checkpoint" in caplog.text
     assert "cannot record the statistics of tiny@10" in caplog.text
 
@@ -219,7 +219,7 @@ def test_a_second_check_examines_nothing(world: SaverWorld) -> None:
     with examination(world.tier, world.decisions, RUN, 1) as examined:
         assert examined is None
     before = world.decisions.statistics.load(RUN, 1)
-    report(world.decisions, world.decisions.before(RUN, 2), None)  # type: ignore[arg-type]
+    report(world.decisions, world.decisions.before(RUN, 2), lambda: None)  # type: ignore[arg-type]
     assert world.decisions.statistics.load(RUN, 1)["mean"].tolist() == before["mean"].tolist()
 
 

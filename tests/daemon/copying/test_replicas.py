@@ -285,3 +285,29 @@ def test_policy_and_pins_go_along(world: CopiesWorld, tmp_path: Path) -> None:
     world.copy()
     path = f"{RUN}/{naming.RUN_FILE}"
     assert (tmp_path / "far" / path).read_bytes() == (world.root / path).read_bytes()
+
+
+def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
+    """Whoever has it copies there. One that has stood still, and has it no more, publishes nothing, tells nothing, and
+    leaves what the other one has staged.
+    """
+    with copies_world(tmp_path, (5,)) as world:
+        mine = [False]
+        worker = world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
+        assert not worker.look() and worker.tier is None and world.states(5) == {}
+        staged = tmp_path / "far" / RUN / naming.STAGING / naming.staging_directory(5, naming.NO_ATTEMPT)
+
+        class Lost(PosixTier):
+            def create(self, path: str, size: int) -> object:
+                mine[0] = False
+                return super().create(path, size)
+
+        mine[0] = True
+        worker = world.add("far", Lost(tmp_path / "far"), lambda: mine[0])  # type: ignore[arg-type]
+        assert worker.look()
+        assert not far(tmp_path).exists() and staged.exists()
+        assert world.states(5) == {"far": "copying"} and world.events("replica-failed") == []
+        mine[0] = True
+        world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
+        world.copy()
+        assert world.states(5) == {"far": "present"} and contents(far(tmp_path)) == contents(world.path(5))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -25,7 +25,7 @@ from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, NodeRow, RoundRow, RunRow
 
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 
@@ -242,10 +242,11 @@ class Catalog:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
 
-    def abort_rounds_of_lost(self, now: str, code: str, detail: str, live: Collection[str]) -> list[bodies.Round]:
-        """Abort the rounds going on of nodes that are not `live`; return them."""
+    def abort_rounds_of_lost(self, now: str, code: str, detail: str) -> list[bodies.Round]:
+        """Abort the rounds going on of nodes that are no members at this moment; return them."""
         with self._write() as session:
-            wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.not_in(live))
+            live = exists().where(NodeRow.name == RoundRow.node, NodeRow.until > func.clock_timestamp())
+            wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.is_not(None), ~live)
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail

@@ -1,5 +1,5 @@
-"""Hears at once when a round changes, over a connection to the database of its own. Nothing depends on it: who hears nothing
-asks a little later.
+"""Hears at once when a round changes, or a check begins, over a connection to the database of its own. Nothing depends on
+it: who hears nothing asks a little later.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from holdfast_service.control.database.database import Database
 log = logging.getLogger(__name__)
 
 CHANNEL = "holdfast_rounds"
+ROUNDS, CHECKS = "", "check"  # what it is about
 LISTEN_S = 2.0  # how long it listens before it looks whether it is to end
 AGAIN_S = 2.0  # after the connection was lost
 
 
 class Bell:
-    """A thread that calls `rung` whenever some node says that a round has changed, and after it was deaf for a while."""
+    """A thread that calls `rung` whenever some node says that a round has changed, and `checking` when a check of several
+    nodes has begun; both after it was deaf for a while.
+    """
 
-    def __init__(self, database: Database, rung: Callable[[], None]) -> None:
-        self._database, self._rung = database, rung
+    def __init__(self, database: Database, rung: Callable[[], None], checking: Callable[[], None] = lambda: None) -> None:
+        self._database, self._rung, self._checking = database, rung, checking
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-bell", daemon=True)
         self._thread.start()
@@ -48,11 +51,12 @@ class Bell:
             connection = connection.execution_options(isolation_level="AUTOCOMMIT")
             connection.execute(text(f"LISTEN {CHANNEL}"))
             self._rung()
+            self._checking()
             driver = connection.connection.driver_connection
             assert driver is not None
             try:
                 while not self._closing.is_set():
-                    for _ in driver.notifies(timeout=LISTEN_S, stop_after=1):
-                        self._rung()
+                    for heard in driver.notifies(timeout=LISTEN_S, stop_after=1):
+                        (self._checking if heard.payload == CHECKS else self._rung)()
             finally:
                 connection.invalidate()  # nobody else is to get what it still hears

@@ -17,11 +17,12 @@ from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CrewRow, HoldRow, NodeRow, SpeakerRow
+from holdfast_service.control.database.schema import DUTY_CHARS_MAX, CrewRow, HoldRow, NodeRow, SpeakerRow
 
 log = logging.getLogger(__name__)
 
 HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
+REPLICA = "replica "  # what the names of such duties begin with
 ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
 
 
@@ -185,3 +186,13 @@ def deciding(run: str) -> str:
 def changing(run: str) -> str:
     """The name of the lock under which a run's file is read and replaced."""
     return f"run file {run}"
+
+
+def repairing(run: str, step: int) -> str:
+    """The name of the lock under which a checkpoint is repaired."""
+    return f"repairing {run}@{step}"
+
+
+def replica_duty(name: str) -> str:
+    """The duty to copy to a replica: one node does, also where several were given the same one."""
+    return f"{REPLICA}{name}"[:DUTY_CHARS_MAX]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy import delete, exists, func, select, text, update
@@ -42,6 +42,22 @@ class Duties:
         except CheckpointError as error:
             log.info("cannot tell whose duty %s is: %s", name, error.detail)
             return False
+
+    def take_first(self, names: Sequence[str]) -> str | None:
+        """The first of these duties that is nobody's, and this node's from now on; None while the catalog is away."""
+        try:
+            with self._database.apart() as session:
+                taken = set(session.scalars(select(DutyRow.name).where(DutyRow.until > now())))
+            return next((name for name in names if name not in taken and self._take(name)), None)
+        except CheckpointError as error:
+            log.info("cannot take a duty: %s", error.detail)
+            return None
+
+    def holds(self, session: Session, name: str) -> bool:
+        """Whether this duty is this node's, until the end of this transaction."""
+        me = self._membership.me
+        mine = (DutyRow.name == name, DutyRow.node == me.name, DutyRow.boot == me.boot, DutyRow.until > now())
+        return session.scalar(select(DutyRow.name).where(*mine).with_for_update()) is not None
 
     def renew(self) -> None:
         """Renew all duties of this node, and take those whose node is gone; those that are another's by now are no longer

@@ -32,6 +32,7 @@ _NAME, _TIME = _ordered(128), _ordered(40)
 # SQLite numbers rows by itself only where the key's type is spelt INTEGER.
 _COUNTED = BigInteger().with_variant(Integer, "sqlite")
 _MOMENT = DateTime(timezone=True)  # of the database's own clock: no two nodes' clocks are ever compared (I17)
+DUTY_CHARS_MAX = 64
 REWOUND = "rewinds <> '[]'"
 _JOB_GOES_ON = text("state IN ('queued', 'running')")
 
@@ -231,7 +232,8 @@ class EventRow(CatalogTable):
 class JobRow(CatalogTable):
     """Work that outlasts a request. `key` follows from kind and request: the same work going on is the same job.
 
-    `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life.
+    `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life, and
+    `boot` its boot, where several nodes may run it.
     """
 
     __tablename__ = "jobs"
@@ -251,6 +253,7 @@ class JobRow(CatalogTable):
     done_bytes: Mapped[int]
     total_bytes: Mapped[int]
     node: Mapped[str] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
     tries: Mapped[int]
     created: Mapped[str] = mapped_column(_TIME)
     started: Mapped[str | None] = mapped_column(_TIME)
@@ -298,7 +301,7 @@ class DutyRow(CatalogTable):
 
     __tablename__ = "duties"
 
-    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(DUTY_CHARS_MAX), primary_key=True)
     node: Mapped[str] = mapped_column(String(64))
     boot: Mapped[str] = mapped_column(String(32))
     until: Mapped[datetime] = mapped_column(_MOMENT)
@@ -414,6 +417,48 @@ class VoteRow(CatalogTable):
     node: Mapped[str] = mapped_column(String(64), primary_key=True)
     ranks: Mapped[list[int]] = mapped_column(JsonText)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+
+
+class SharedCheckRow(CatalogTable):
+    """A checkpoint that several nodes read back together. The row is there while they do: what was found stands in
+    `checkpoints`. `node` has begun it; `ender` puts together what was found, under a claim like that of a portion.
+    """
+
+    __tablename__ = "shared_checks"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    sha256: Mapped[str] = mapped_column(String(64))
+    before: Mapped[int | None]
+    examine: Mapped[bool] = mapped_column(Boolean)
+    node: Mapped[str] = mapped_column(String(64))
+    begun: Mapped[datetime] = mapped_column(_MOMENT)
+    ender: Mapped[str | None] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
+    until: Mapped[datetime | None] = mapped_column(_MOMENT)
+    claim: Mapped[int]
+
+
+class PortionRow(CatalogTable):
+    """A portion of a shared check: what is to be read, first by the node `meant`; who reads it, under the claim with this
+    number; and what was `found` once all of it is proven.
+    """
+
+    __tablename__ = "portions"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    spans: Mapped[list[list[int]]] = mapped_column(JsonText)
+    size: Mapped[int]
+    meant: Mapped[str | None] = mapped_column(String(64))
+    node: Mapped[str | None] = mapped_column(String(64))
+    boot: Mapped[str | None] = mapped_column(String(32))
+    until: Mapped[datetime | None] = mapped_column(_MOMENT)
+    claim: Mapped[int]
+    done: Mapped[int]
+    found: Mapped[bytes | None] = mapped_column(LargeBinary)
+    repaired: Mapped[list[str] | None] = mapped_column(JsonText)
 
 
 class SecretRow(CatalogTable):

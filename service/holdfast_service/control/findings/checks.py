@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from sqlalchemy import func, or_, select
+from sqlalchemy.orm import Session
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
@@ -26,6 +27,7 @@ FROZEN = (
     "it is bit-identical to step {before}: the optimizer did not step in between, the learning rate is 0, or "
     "the saved tensors are not the trained ones"
 )
+Fence = Callable[[Session], bool]  # asked in the transaction that records something
 _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
 
@@ -46,11 +48,12 @@ class Findings:
         check: Mapping[str, Any] | None = None,
         same_as: int | None = None,
         made: Manifest | None = None,
+        fence: Fence | None = None,
     ) -> None:
         """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
 
         Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
-        by now, nobody has read that.
+        by now, nobody has read that. A `fence` says whether what was read still counts.
         """
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
@@ -58,6 +61,9 @@ class Findings:
                 return
             if made is not None and (row.attempt, row.turn, row.created) != (made.attempt, made.turn, made.created):
                 log.info("%s@%s was replaced while it was being verified", run, step)
+                return
+            if fence is not None and not fence(session):
+                log.info("%s@%s is checked by another node by now", run, step)
                 return
             self.made(run, step)
             news = not row.verified
@@ -73,26 +79,31 @@ class Findings:
             self._events.add("checkpoint-frozen", f"step {step}: {text}", run, step, "warning", same_as=same_as)
         self._settled(run)
 
-    def damaged(self, run: str, step: int, error: Damaged, checked: bool = False) -> None:
+    def damaged(self, run: str, step: int, error: Damaged, checked: bool = False, fence: Fence | None = None) -> None:
         """Bytes of a checkpoint are not what was written. The same damage found again is no news.
 
-        `checked` says that it was read back whole, and not found by somebody who wanted a part of it.
+        `checked` says that it was read back whole, and not found by somebody who wanted a part of it. A `fence` says whether
+        what was found still counts.
         """
         problem = {**error.problem(), "run": run, "step": step}
-        self._seen[CheckpointId(run, step)] = problem
-        at = self._now()
+        at = self._now() if checked else None
+        if fence is None:
+            self._seen[CheckpointId(run, step)] = problem
         try:
-            self._note_damage(CheckpointId(run, step), problem, at if checked else None)
+            self._note_damage(CheckpointId(run, step), problem, at, fence)
         except (CatalogUnavailable, NoSpace) as away:
             log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
-            self._book.tell(
-                "of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at if checked else None)
-            )
+            self._seen[CheckpointId(run, step)] = problem
+            self._book.tell("of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at, fence))
 
-    def _note_damage(self, place: CheckpointId, problem: dict[str, Any], checked: str | None) -> None:
+    def _note_damage(self, place: CheckpointId, problem: dict[str, Any], checked: str | None, fence: Fence | None) -> None:
         run, step = place
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
+            if fence is not None and not fence(session):
+                log.info("%s@%s is checked by another node by now", run, step)
+                return
+            self._seen[place] = problem
             if row is None:
                 return
             news = row.damage is None or _place(row.damage) != _place(problem)
@@ -131,6 +142,14 @@ class Findings:
                 return None if row is None else as_damage(row.damage)
         except CatalogUnavailable:
             return self.seen(run, step)
+
+    def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
+        """What is recorded of a checkpoint: `gone` for one that is not listed, `unknown` until it was checked."""
+        with self._database.read() as session:
+            row = session.get(CheckpointRow, (run, step))
+            if row is None:
+                return "gone"
+            return "damaged" if row.damage is not None else "sound" if row.verified else "unknown"
 
     def unchecked(self) -> list[CheckpointId]:
         """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""

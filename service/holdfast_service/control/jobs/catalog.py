@@ -1,8 +1,9 @@
 """Jobs: work that outlasts a request, kept in the catalog, so that it outlasts the service as well.
 
 Any node that can do a job's kind may claim it; `tries` counts its starts, and who started it last alone reports on it. A
-node that starts puts back what it was running when it ended. What another node runs is put back once that node has given
-no sign of life for `LOST_S`.
+node that starts puts back what it was running when it ended. What another node runs is put back once that node, as the boot
+that has claimed it, is no member of the cluster any more, by the database's time; where there is no cluster, once it has
+given no sign of life for `LOST_S`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -21,8 +22,9 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceed
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
+from holdfast_service.control.cluster.membership import Membership
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import JobRow
+from holdfast_service.control.database.schema import JobRow, NodeRow
 
 TRIES_MAX = 3
 LOST_S = 300.0
@@ -46,8 +48,9 @@ def content_key(request: JobRequest) -> str:
 class Jobs:
     """The jobs of one catalog, as one node sees them. Thread-safe."""
 
-    def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
-        self._database, self._node, self._now = database, node, now
+    def __init__(self, database: Database, node: str, now: Callable[[], str], membership: Membership | None = None) -> None:
+        """With a `membership`, daemons of other nodes take the same jobs."""
+        self._database, self._node, self._now, self._membership = database, node, now, membership
 
     def submit(self, request: JobRequest) -> tuple[Job, bool]:
         """The job that does this, and whether it is new: while one like it is queued or running, it is that one."""
@@ -129,6 +132,7 @@ class Jobs:
                 return None
             row.state, row.node, row.tries, row.started, row.ended = "running", self._node, row.tries + 1, self._now(), None
             row.seen, row.done_bytes, row.total_bytes = row.started, 0, 0
+            row.boot = None if self._membership is None else self._membership.me.boot
             return _job(row)
 
     def progress(self, claimed: Job, done_bytes: int | None = None, total_bytes: int = 0) -> bool:
@@ -176,8 +180,8 @@ class Jobs:
             return self._put_back(session, JobRow.node == self._node)
 
     def recover_lost(self) -> list[Job]:
-        """As `recover`, for jobs of nodes that have given no sign of life for `LOST_S`."""
-        lost = JobRow.seen < self._lost_before()
+        """As `recover`, for jobs of nodes that are gone."""
+        lost = self._is_lost()
         with self._database.read() as session:
             if session.scalar(select(JobRow.id).where(JobRow.state == "running", lost).limit(1)) is None:
                 return []
@@ -213,8 +217,11 @@ class Jobs:
         except IntegrityError as error:
             raise _Faster from error
 
-    def _lost_before(self) -> str:
-        return moments.later(self._now(), -LOST_S)
+    def _is_lost(self) -> ColumnElement[bool]:
+        if self._membership is None:
+            return JobRow.seen < moments.later(self._now(), -LOST_S)
+        same = or_(JobRow.boot.is_(None), NodeRow.boot == JobRow.boot)
+        return ~exists().where(NodeRow.name == JobRow.node, same, NodeRow.until > func.clock_timestamp())
 
 
 class _Faster(Exception):

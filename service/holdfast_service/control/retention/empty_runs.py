@@ -83,7 +83,9 @@ class EmptyRuns:
             made.add(run)
 
     def due(self) -> dict[str, RunAttempts]:
-        """The runs that have been empty and without ranks for long enough, with their declared attempts."""
+        """The runs that have been empty and without ranks for long enough, with their declared attempts. Of several nodes
+        each knows those that came to it.
+        """
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
         self._missed = {run: at for run, at in self._missed.items() if run in runs}

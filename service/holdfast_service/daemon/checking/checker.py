@@ -13,16 +13,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
+from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
-from holdfast_service.daemon.ports import Decisions, Repairs
+from holdfast_service.daemon.ports import Decisions, Fence, Repairs
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -70,48 +72,63 @@ class Checker:
         self.repairs = repairs
         self.counts = CheckCounts()
 
-    def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
+    def check(
+        self, run: str, step: int, heed: Heed | None = None, hold: bool = True, fence: Fence | None = None
+    ) -> dict[str, Any]:
         """Read a whole checkpoint back and record the result; return seconds, bytes, layouts and repairs.
 
         Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is removed;
         `InUse` when a save is about to replace it, or the one it is compared with; storage errors; and whatever `heed`
         raises to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with
-        a hold.
+        a hold. Where a `fence` says so, what was found counts no more.
         """
         began = time.monotonic()
         directory = naming.checkpoint_path(run, step)
+
+        def record(error: Damaged) -> None:
+            self._decisions.findings.damaged(run, step, error, checked=True, fence=fence)
+
         with (
             self._decisions.checking(run, step) if hold else nullcontext(),
             examination(self._tier, self._decisions, run, step) as examined,
         ):
             before = None if examined is None else examined.before
-            heed = self._ending(heed, [CheckpointId(run, step), *([before] if before else [])])
-            counted = self._counting(heed)
+            heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
+            counted = self.counting(heed)
             made, damages = self._examined(
                 directory, CheckpointId(run, step), counted, examined.passed if examined else None
             )
             repaired: list[str] = []
             if damages or made is None:
-                made, repaired = self._mend(run, step, damages)
+                made, repaired = self.mend(run, step, damages, record)
             try:
-                tried = layout_trials.try_layouts(self._tier, directory, made, heed)
-                same_as = self._same_as(made)
-            except NotFound:
-                raise self._gone(run, step) from None
+                tried = self.conclude(made, lambda: examined.result(made) if examined else None, heed)
             except Damaged as error:
                 with self._decisions.reading(run, step):
-                    self._give_up(run, step, [error])
+                    self._give_up(run, step, [error], record)
                 raise
-            report(self._decisions, made, examined)  # before it counts as verified: retention asks how healthy it is
-        self.counts.add("checks")
-        check = {
-            "seconds": round(time.monotonic() - began, 3),
-            "bytes": made.bytes,
-            "layouts": list(tried.layouts),
-            "repaired": repaired,
-        }
-        self._decisions.findings.sound(run, step, check, same_as, made)
+        check = told_of(made, time.monotonic() - began, tried, repaired)
+        self._decisions.findings.sound(run, step, check, tried.same_as, made, fence)
         return check
+
+    def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:
+        """All bytes are proven: try other layouts, and record the statistics that are the `result`. This comes before the
+        checkpoint counts as verified, since retention then asks how healthy it is.
+
+        Raises `NoSuchCheckpoint` if it was removed, and the damage that makes another layout impossible, unrecorded.
+        """
+        try:
+            tried = layout_trials.try_layouts(self._tier, naming.checkpoint_path(made.run, made.step), made, heed)
+            same_as = self._same_as(made)
+        except NotFound:
+            raise self._gone(made.run, made.step) from None
+        report(self._decisions, made, result)
+        self.counts.add("checks")
+        return Trials(tried.layouts, same_as)
+
+    def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
+        """What is recorded of a checkpoint."""
+        return self._decisions.findings.found(run, step)
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
         """A reader reports damage. Check there, and repair or record it; None if everything is sound.
@@ -120,11 +137,11 @@ class Checker:
         """
         with self._decisions.reading(run, step):
             only = _files([error])
-            found = examine(self._tier, naming.checkpoint_path(run, step), self._counting(None), only)
+            found = examine(self._tier, naming.checkpoint_path(run, step), self.counting(None), only)
             if not found.damages:
                 return None
             try:
-                self._mend(run, step, found.damages)
+                self.mend(run, step, found.damages)
             except Damaged as damage:
                 return damage
         return None
@@ -135,14 +152,18 @@ class Checker:
             raise self._gone(*at)
         return found
 
-    def _mend(self, run: str, step: int, damages: Sequence[Damaged]) -> tuple[Manifest, list[str]]:
-        """Have damages repaired, and read again where they were. Raises the first one that is left, once it is recorded."""
+    def mend(
+        self, run: str, step: int, damages: Sequence[Damaged], record: Callable[[Damaged], None] | None = None
+    ) -> tuple[Manifest, list[str]]:
+        """Have damages repaired, and read again where they were. Raises the first one that is left, once it is recorded: by
+        `record`, if another one shall.
+        """
         directory = naming.checkpoint_path(run, step)
         sources: list[str] = []
         with self._decisions.reading(run, step):
             for _ in range(REPAIR_ROUNDS_MAX + 1):
                 # Is it so, now that nobody removes it? And is it mended, after a repair?
-                found = examine(self._tier, directory, self._counting(None), _files(damages))
+                found = examine(self._tier, directory, self.counting(None), _files(damages))
                 if found.manifest is not None and not found.damages:
                     return found.manifest, sources
                 damages = found.damages
@@ -150,30 +171,36 @@ class Checker:
                 if source is None:
                     break
                 sources.append(source)
-            self._give_up(run, step, damages)
+            self._give_up(run, step, damages, record)
             raise damages[0]
 
     def _repair(self, run: str, step: int, error: Damaged) -> str | None:
         if self.repairs is None:
             return None
-        try:
-            source = self.repairs.repair(run, step, error)
-        except CheckpointError as failure:
-            log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
-            return None
+        with self._decisions.repairing(run, step):
+            try:
+                source = self.repairs.repair(run, step, error)
+            except CheckpointError as failure:
+                log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
+                return None
         if source is not None:
             self.counts.add("repaired")
             self._decisions.findings.repaired(run, step, error, source)
         return source
 
-    def _give_up(self, run: str, step: int, damages: Sequence[Damaged]) -> None:
+    def _give_up(
+        self, run: str, step: int, damages: Sequence[Damaged], record: Callable[[Damaged], None] | None = None
+    ) -> None:
         self.counts.add("damages", len(damages))
         first = damages[0]
         if len(damages) > 1:
             more = f"at least {DAMAGES_MAX - 1}" if len(damages) >= DAMAGES_MAX else str(len(damages) - 1)
             log.error("%s@%s: %s more damaged ranges besides the one named", run, step, more)
             first.members["more"] = len(damages) - 1
-        self._decisions.findings.damaged(run, step, first, checked=True)
+        if record is not None:
+            record(first)
+        else:
+            self._decisions.findings.damaged(run, step, first, checked=True)
 
     def _same_as(self, made: Manifest) -> int | None:
         """The checkpoint before, where this one holds the very same tensors: a save of something that does not train."""
@@ -187,7 +214,9 @@ class Checker:
             return None
         return before if layout_trials.identical(made, other) else None
 
-    def _counting(self, heed: Heed | None) -> Heed:
+    def counting(self, heed: Heed | None) -> Heed:
+        """As `heed`, and counts what is read."""
+
         def counted(size: int) -> None:
             if heed is not None:
                 heed(size)
@@ -195,7 +224,7 @@ class Checker:
 
         return counted
 
-    def _ending(self, heed: Heed | None, read: Sequence[CheckpointId]) -> Heed:
+    def ending(self, heed: Heed | None, read: Sequence[CheckpointId]) -> Heed:
         """As `heed`, and raises `InUse` when a save waits to take the place of one of those that are read."""
 
         def ending(size: int) -> None:
@@ -219,13 +248,40 @@ def _files(damages: Sequence[Damaged]) -> set[str] | None:
     return None if names & {"None", naming.COMMIT, naming.MANIFEST} else names
 
 
+class Trials(NamedTuple):
+    """Beside the bytes: the layouts that were tried, and the checkpoint before if this one holds the very same tensors."""
+
+    layouts: tuple[str, ...]
+    same_as: int | None
+
+
+def told_of(made: Manifest, seconds: float, tried: Trials, repaired: Sequence[str]) -> dict[str, Any]:
+    """What a check says of itself."""
+    return {
+        "seconds": round(seconds, 3),
+        "bytes": made.bytes,
+        "layouts": list(tried.layouts),
+        "repaired": list(repaired),
+    }
+
+
 class Committed(NamedTuple):
-    """A commit that waits for its check; saves may be faster than checks, so there may be many."""
+    """A commit that waits for its check; saves may be faster than checks, so there may be many. `written`: who wrote what of
+    it, where that were several nodes.
+    """
 
     run: str
     step: int
     attempt: int
     bytes: int
+    written: Sequence[WrittenSpan] = ()
+
+
+class Spread(Protocol):
+    """Has checkpoints checked by all nodes together."""
+
+    def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None: ...
+    def follow(self, run: str, step: int, sha256: str, is_over: Callable[[], bool]) -> bool: ...
 
 
 class Checks:
@@ -237,10 +293,13 @@ class Checks:
         took: Callable[[Committed, float], None] = lambda made, seconds: None,
         heed: Heed | None = None,
         recorded: Callable[[float], bool] = lambda wait_s: True,
+        spread: Spread | None = None,
     ) -> None:
         """`took` is told of every commit that was found sound, and how many seconds that took. `heed` may wait
-        in a check; `recorded` waits, so many seconds, for the catalog: nothing is checked that it does not know yet.
+        in a check; `recorded` waits, so many seconds, for the catalog: nothing is checked that it does not know yet. What
+        several nodes have written is `spread` over all of them.
         """
+        self._spread = spread
         self._checker, self._took = checker, took
         self._heed, self._recorded = heed, recorded
         self._changed = threading.Condition()
@@ -256,11 +315,11 @@ class Checks:
         """Number of checks still to do."""
         return self._left
 
-    def add(self, made: Manifest) -> None:
-        """Check this new checkpoint."""
+    def add(self, made: Manifest, written: Sequence[WrittenSpan] = ()) -> None:
+        """Check this new checkpoint, of which several nodes have `written` parts, or this one all."""
         with self._changed:
             self._pending.add((made.run, made.step))
-        self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes))
+        self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes, written))
 
     def awaits(self, run: str, step: int) -> bool:
         """Whether this checkpoint's first check is still to come."""
@@ -323,7 +382,23 @@ class Checks:
     def _task(self, run: str, step: int, what: Committed | Damaged) -> Callable[[], object]:
         if isinstance(what, Damaged):
             return lambda: self._checker.suspect(run, step, what)
-        return lambda: self._took(what, self._checker.check(run, step, self._heed)["seconds"])
+        return lambda: self._first_check(what)
+
+    def _first_check(self, made: Committed) -> None:
+        """Of what several nodes have written by all nodes together; else, or where they have left it, by this one."""
+        began = time.monotonic()
+        spread = self._spread if made.written else None
+        sha256 = None if spread is None else spread.begin(made.run, made.step, made.written)
+        if spread is None or sha256 is None:
+            self._took(made, self._checker.check(made.run, made.step, self._heed)["seconds"])
+            return
+        if not spread.follow(made.run, made.step, sha256, lambda: self._closed):
+            return  # this daemon ends: others go on with it
+        found = self._checker.found(made.run, made.step)
+        if found == "unknown":
+            self._checker.check(made.run, made.step, self._heed)
+        elif found == "sound":
+            self._took(made, time.monotonic() - began)
 
 
 def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:

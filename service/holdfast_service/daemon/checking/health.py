@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.checking.statistics import measure
@@ -72,15 +73,20 @@ class Examination:
         """The statistics of every tensor, now that all pieces have passed; None when some have not, or something failed."""
         if self._failed:
             return None
-        step = self._before.step if self._before is not None else None
         found = []
         for group, name, entry in tensors_of(made):
             parts = self._parts.get((group, name), {})
             if len(parts) != len(entry.extents):
                 return None
-            whole = merge([parts[offset] for offset in sorted(parts)])
-            found.append((whole, step if self._twin(made, group, name) else None))
-        return collect(found)
+            found.append(merge([parts[offset] for offset in sorted(parts)]))
+        return compared(made, self._before, found)
+
+    def portion(self, made: Manifest, pieces: Iterable[Piece]) -> bytes:
+        """What was found of these pieces, for the node that puts all together; empty when some have not passed."""
+        wanted = [(str(piece.group), str(piece.tensor), piece.offset) for piece in pieces if piece.tensor is not None]
+        if self._failed or any(offset not in self._parts.get((group, name), {}) for group, name, offset in wanted):
+            return b""
+        return portion_statistics.encode(made, self._parts)
 
     def _take(self, made: Manifest, passed: Sequence[_Passed]) -> None:
         changed = {}
@@ -101,17 +107,10 @@ class Examination:
         with self._lock:
             self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
 
-    def _twin(self, made: Manifest, group: str, name: str) -> TensorEntry | None:
-        """The tensor of this name in the checkpoint before, if it is of the same kind and form."""
-        if self._before is None:
-            return None
-        old, new = self._before.tensors.get(group, {}).get(name), made.tensors[group][name]
-        return old if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape) else None
-
     def _piece_before(self, made: Manifest, piece: Piece) -> Piece | None:
         """Where its bytes stood in the checkpoint before; None where that was cut into other extents."""
         group, name = str(piece.group), str(piece.tensor)
-        twin = self._twin(made, group, name)
+        twin = _twin(made, self._before, group, name)
         if twin is None or not twin.extents:
             return None
         first = twin.extents[0].length  # all but the last are as long
@@ -139,6 +138,27 @@ class Examination:
                 yield piece, None
             else:
                 yield piece, data
+
+
+def compared(made: Manifest, before: Manifest | None, found: Sequence[PartStatistics]) -> Statistics:
+    """The statistics of all tensors, in the manifest's order, and from which step their changes are measured."""
+    step = None if before is None else before.step
+    steps = (step if _twin(made, before, group, name) else None for group, name, _ in tensors_of(made))
+    return collect(zip(found, steps, strict=True))
+
+
+def put_together(made: Manifest, before: Manifest | None, portions: Sequence[bytes]) -> Statistics | None:
+    """The statistics of a checkpoint of which several nodes have examined portions; None when some found nothing."""
+    found = portion_statistics.put_together(made, portions) if all(portions) else None
+    return None if found is None else compared(made, before, found)
+
+
+def _twin(made: Manifest, before: Manifest | None, group: str, name: str) -> TensorEntry | None:
+    """The tensor of this name in the checkpoint before, if it is of the same kind and form."""
+    if before is None:
+        return None
+    old, new = before.tensors.get(group, {}).get(name), made.tensors[group][name]
+    return old if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape) else None
 
 
 def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> PartStatistics:
@@ -169,10 +189,10 @@ def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterat
         yield made
 
 
-def report(decisions: Decisions, made: Manifest, examined: Examination | None) -> None:
+def report(decisions: Decisions, made: Manifest, result: Callable[[], Statistics | None]) -> None:
     """Pass the findings to control; an error is logged and affects nothing else."""
     try:
-        found = None if examined is None else examined.result(made)
+        found = result()
         if found is not None:
             decisions.examined(made, found)
     except Exception:

@@ -69,18 +69,31 @@ def examine(
         made = read_manifest(tier, directory)
     except Damaged as error:
         return Examined(None, (error,))
-    files = [file for file in made.files if only is None or file.name in only]
+    listed = verification.pieces(made)
+    wanted = {file.name: listed[file.name] for file in made.files if only is None or file.name in only}
+    return Examined(made, tuple(prove(StoredCheckpoint(tier, directory, made), wanted, heed, passed)))
+
+
+def prove(
+    source: StoredCheckpoint,
+    pieces: Mapping[str, Sequence[Piece]],
+    heed: Heed | None = None,
+    passed: Passed | None = None,
+) -> list[Damaged]:
+    """Read these pieces, by file, and check them, and how long those files are; what is damaged, up to a limit.
+
+    Raises what `examine` raises, and what `heed` raises to stop.
+    """
+    tier, directory, made = source
     damages: list[Damaged] = []
     whole = []
-    for file in files:
+    for name in pieces:
         try:
-            verification.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))
-            whole.append(file.name)
+            verification.check_size(made, name, tier.size(f"{directory}/{name}"))
+            whole.append(name)
         except Damaged as error:
             damages.append(error)
-    pieces = verification.pieces(made)
     headers = verification.tensors_by_file(made)
-    source = StoredCheckpoint(tier, directory, made)
     batches = list(verification.batches(piece for name in whole for piece in pieces[name]))
     with ThreadPoolExecutor(WORKERS, "holdfast-verify", initializer=give_way) as pool:
         jobs = [pool.submit(_prove, source, batch, headers, heed, passed) for batch in batches]
@@ -91,7 +104,7 @@ def examine(
                     break
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    return Examined(made, tuple(damages[:DAMAGES_MAX]))
+    return damages[:DAMAGES_MAX]
 
 
 def read_manifest(tier: Tier, directory: str) -> Manifest:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from holdfast_formats import moments, naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch, Unavailable
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
@@ -47,8 +47,12 @@ class Replicator:
         news: Callable[[float], bool],
         pace: Pace | None = None,
         mend: Mend | None = None,
+        is_mine: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it."""
+        """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it. `is_mine`
+        says whether it is this node, of several that were given this replica, that copies there.
+        """
+        self._is_mine = is_mine
         self.name = name
         self._source, self._open, self._book = source, open_tier, book
         self._news, self._mend = news, mend
@@ -82,6 +86,9 @@ class Replicator:
 
         Raises what the tier raises: then nothing more is tried there for a while.
         """
+        if not self._is_mine():
+            self._tier = None  # what stands there may be another disk's, or change
+            return False
         tier = self._open()
         if tier is not self._tier:
             self._book.opened(self.name, tier)
@@ -147,6 +154,9 @@ class Replicator:
             self._book.present(self.name, which, pair.made.bytes)
             log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.made.bytes)
         except CheckpointError as error:
+            if not self._is_mine():  # and is told of by the node that has it now
+                log.warning("%s@%s is not copied to replica %s by this node: %s", run, step, self.name, error.detail)
+                return
             if not self._source.list(directory):
                 log.info("%s@%s was removed before it was copied to replica %s", run, step, self.name)
                 self._skip(which)
@@ -165,10 +175,13 @@ class Replicator:
         tier.remove_tree(staging)
         try:
             carry(self._source, naming.checkpoint_path(made.run, made.step), tier, staging, made, self._going())
+            if not self._is_mine():
+                raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
             self._book.publish(tier, place, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays
-                tier.remove_tree(staging)
+                if self._is_mine():  # else it is the other node's
+                    tier.remove_tree(staging)
             raise
 
     def _refuse_another(self, tier: Tier, pair: ManifestPair) -> None:

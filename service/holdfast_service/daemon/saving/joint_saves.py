@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
+from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.ports import Decisions, Rendezvous
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
@@ -58,7 +59,8 @@ class Host(NamedTuple):
     sealed: Callable[[SaveRound], bool]  # False where it has been given up here
     renewed: Callable[[SaveRound], None]
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
-    ended: Callable[[SaveRound, Result, Place | None], None]  # with what was staged, if that may go
+    # With what was staged, if that may go, and who wrote what of it.
+    ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
 
 
 class _Joint:
@@ -383,7 +385,8 @@ class JointSaves:
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
             self._decisions.joined(joint.current.id, *joint.current.key, measured)
-        self._host.ended(joint.current, joint.ended.result, joint.ended.staged)
+        written = joint.writing.result().written if joint.writing is not None and joint.delivered else ()
+        self._host.ended(joint.current, joint.ended.result, joint.ended.staged, written)
 
     def _look_for_the_dead(self, joint: _Joint) -> None:
         """End a round that waits for a node which is gone, or which has come back without its part."""

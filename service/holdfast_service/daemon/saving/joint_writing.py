@@ -17,6 +17,7 @@ from holdfast_formats.staging.part import Fragments
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.ports import Decisions, Rendezvous
@@ -37,10 +38,18 @@ _Found = TypeVar("_Found")
 
 
 class ShareWritten(NamedTuple):
-    """What came of it: the plan, and what is measured of a save."""
+    """What came of it: the plan, what is measured of a save, and which node has written what."""
 
     plan: WritePlan
     measured: dict[str, float]
+    written: Sequence[WrittenSpan]
+
+
+class _Shares(NamedTuple):
+    """This node's share, and what all nodes write."""
+
+    mine: NodeShare
+    all: Sequence[WrittenSpan]
 
 
 class ShareWriter:
@@ -63,9 +72,9 @@ class ShareWriter:
         began = time.monotonic()
         plan = self._plan(self._patiently(lambda: self._rendezvous.parts(seen.id), is_over))
         nodes = [one.node for one in seen.parts]
-        share = self._share(plan, seen, nodes.index(self._node))
+        share, written_by = self._share(plan, seen, nodes.index(self._node))
         if seen.parts[nodes.index(self._node)].delivered:  # before this daemon was started: it may be published by now (I4)
-            return ShareWritten(plan, {})
+            return ShareWritten(plan, {}, written_by)
         if nodes[0] == self._node:
             self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()
@@ -94,7 +103,7 @@ class ShareWriter:
             planned - began,
             peers.bytes_brought,
         )
-        return ShareWritten(plan, {"write_s": written - planned, "fsync_s": timed.seconds})
+        return ShareWritten(plan, {"write_s": written - planned, "fsync_s": timed.seconds}, written_by)
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
         """Ask the catalog until it answers: what is sealed, and what is written, waits for it."""
@@ -117,14 +126,18 @@ class ShareWriter:
             tables += part.decode(self._fragments[digest], said)
         return self._decisions.plan(tables)
 
-    def _share(self, plan: WritePlan, seen: JointRound, me: int) -> NodeShare:
+    def _share(self, plan: WritePlan, seen: JointRound, me: int) -> _Shares:
         node_of = {rank: number for number, one in enumerate(seen.parts) for rank in one.ranks}
         sizes = [file.layout.bytes for file in plan.files]
         block_bytes = blocks.block_bytes(sum(sizes))
         grid = blocks.grid(sizes, block_bytes)
         spans = blocks.spans_of_plan(plan, [node_of[rank] for rank in range(plan.world)])
         owners = blocks.owners(grid, blocks.holders(grid, spans, len(seen.parts)), len(seen.parts))
-        return NodeShare(blocks.shares(grid, owners, me), block_bytes)
+        written = [
+            WrittenSpan(plan.files[file].layout.name, begin, end, seen.parts[owner].node)
+            for file, begin, end, owner in zip(*(column.tolist() for column in (*grid[:3], owners)), strict=True)
+        ]
+        return _Shares(NodeShare(blocks.shares(grid, owners, me), block_bytes), written)
 
 
 class Peers:

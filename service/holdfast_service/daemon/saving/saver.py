@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from holdfast_formats.disk.manifest import Manifest
@@ -20,6 +20,8 @@ from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks
+from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.giving_way import GivingWay
@@ -59,7 +61,10 @@ class Saver:
         self._ends = UnsavedEnds(decisions, self.history)
         checker = checker or Checker(tier, decisions)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
-        self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
+        self.spread: SpreadChecks | None = None
+        if party is not None and decisions.shared_checks is not None:
+            self.spread = SpreadChecks(tier, decisions, checker, decisions.shared_checks, self.giving_way)
+        self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded, self.spread)
         self.restores = RestoreAgreement(
             checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._is_elsewhere
         )
@@ -139,6 +144,11 @@ class Saver:
         if self._joint is not None:
             self._joint.look_at_all()
 
+    def look_at_checks(self) -> None:
+        """A check of several nodes has begun."""
+        if self.spread is not None:
+            self.spread.look()
+
     def _is_open(self, current: SaveRound) -> bool:
         with self._lock:
             return self._open.get(current.key) is current
@@ -189,8 +199,10 @@ class Saver:
             if self._open.get(current.key) is current:
                 self._abort(current, error, heard=True)
 
-    def _joint_ended(self, current: SaveRound, result: Result, staging: Place | None) -> None:
-        """What became of a save of several nodes: its slots are free."""
+    def _joint_ended(
+        self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan] = ()
+    ) -> None:
+        """What became of a save of several nodes, who have `written` parts of it: its slots are free."""
         current.release()
         if isinstance(result, CheckpointError):
             self._ends.tell(current, result, staging)
@@ -199,7 +211,7 @@ class Saver:
         self.history.ended(current, checked=result is None)
         self.holds.end(current.key.run)  # what is held are the slots of one node
         if result is not None:
-            self.checks.add(result)
+            self.checks.add(result, written)
         self._announce(current, None)
 
     def _renew(self, current: SaveRound) -> None:
@@ -430,6 +442,8 @@ class Saver:
             self._joint.close()
         self._decisions.recorded(CLOSE_S)
         self.checks.close()
+        if self.spread is not None:
+            self.spread.close()
         self.history.disk.close()
         self.history.flush(everything=True)
         self.holds.close()

@@ -1,0 +1,290 @@
+"""Checks of which each node does a portion: it proves what it has claimed, says what it has found, and takes over what
+others have left. Who sees that all portions are proven ends the check, in the name of all.
+
+While the catalog is away, or a save is staged, checks wait. A node that does not see the checkpoint yet, because its mount
+remembers for a while which names there are, leaves its portion to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, CorruptExtent, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.naming import CheckpointId
+from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
+from holdfast_service.daemon.checking import health, portions
+from holdfast_service.daemon.checking.checker import Checker, told_of
+from holdfast_service.daemon.checking.health import Examination
+from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.verifier import Heed, StoredCheckpoint, prove, read_manifest
+from holdfast_service.daemon.ports import Decisions, SharedChecks
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.storage import Tier, vouched
+
+log = logging.getLogger(__name__)
+
+LOOK_S, IDLE_LOOK_S = 2.0, 30.0  # beside what is heard: while something is checked together, and else
+RENEW_S = 10.0  # how often it is said that a portion is still being read
+NAMES_S = 90.0  # a mount remembers for no longer which names there are
+AGAIN_S = 5.0  # what this node has given back is left to others for so long
+AWAY_S = 1.0  # between two tries, while the catalog is away
+FOLLOW_S = (0.1, 1.0)  # how often it is looked whether a check has ended: at first, and later
+
+
+CLOSES = "this daemon ends"
+
+
+class _Left(Exception):
+    """This node does not do it, or no further; why, for the log. Another one may."""
+
+
+class SpreadChecks:
+    """A thread that does this node's portions. Thread-safe. `heed` may wait before each piece that is read."""
+
+    def __init__(self, tier: Tier, decisions: Decisions, checker: Checker, shared: SharedChecks, heed: Heed) -> None:
+        self._tier, self._decisions, self._checker, self._shared, self._heed = tier, decisions, checker, shared, heed
+        self._not_before: dict[tuple[str, int, int], float] = {}  # what this node has given back: time.monotonic()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-portions", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """A check of several nodes has begun, or its end is near."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop, in the middle of a portion if need be; others take it over, or the next daemon."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+
+    def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None:
+        """Have a checkpoint that was just committed checked by all nodes; the SHA-256 of its manifest. None where there is
+        nothing to divide: it is small, or this node is alone. Raises what the catalog and reading raise.
+        """
+        readers = self._shared.readers()
+        if len(readers) < 2:
+            return None
+        made, sha256 = self._read(run, step)
+        plans = portions.divide(made, readers, written)
+        if len(plans) < 2:
+            return None
+        examine = not self._decisions.is_examined(run, step)
+        before = self._decisions.before(run, step) if examine else None
+        of = CheckedCheckpoint(run, step, sha256, None if before is None else before.step, examine)
+        self._shared.begin(of, plans)
+        self._wake.set()
+        return sha256
+
+    def follow(self, run: str, step: int, sha256: str, is_over: Callable[[], bool]) -> bool:
+        """Wait until this check has ended; False where `is_over` before that. `CatalogUnavailable`."""
+        pause = FOLLOW_S[0]
+        while self._shared.progress(run, step, sha256) is not None:
+            if is_over() or self._closing.wait(pause):
+                return False
+            pause = min(pause * 1.5, FOLLOW_S[1])
+        return True
+
+    def _run(self) -> None:
+        give_way()
+        while not self._closing.is_set():
+            self._wake.clear()
+            pause = IDLE_LOOK_S
+            try:
+                while self._do_one():
+                    pass
+                pause = LOOK_S if self._shared.any() else IDLE_LOOK_S
+            except CheckpointError as away:
+                log.info("no portion of a check can be read: %s", away.detail)
+                pause = LOOK_S
+            except Exception:
+                log.exception("portions of checks could not be read")
+                pause = LOOK_S
+            self._wake.wait(pause)
+
+    def _do_one(self) -> bool:
+        """Prove a portion, or end a check; False where there is nothing to do."""
+        if self._closing.is_set():
+            return False
+        now = time.monotonic()
+        self._not_before = {place: at for place, at in self._not_before.items() if at > now}
+        portion = self._shared.claim(self._not_before.keys())
+        if portion is not None:
+            self._guarded(portion, lambda: self._prove(portion), lambda: self._shared.give_back(portion))
+            return True
+        ending = self._shared.claim_end()
+        if ending is None:
+            return False
+        self._guarded(ending, lambda: self._end(ending), lambda: self._shared.leave_end(ending))
+        return True
+
+    def _guarded(self, of: Portion | CheckEnding, act: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Do it, and whatever stands in the way, leave it to others in the end, if there is anything left to do."""
+        run, step = of.of.run, of.of.step
+        try:
+            act()
+            return
+        except _Left as why:
+            log.info("this node leaves its part of the check of %s@%s to others: %s", run, step, why)
+        except Damaged as damage:
+            log.error("%s@%s: %s", run, step, damage.detail)
+            return  # which is recorded
+        except NotFound as gone:
+            if self._believes(of):
+                log.info("%s@%s is checked no further: %s", run, step, gone.detail)
+                self._shared.drop(of.of)
+                return
+        except CatalogUnavailable:
+            raise  # the claim ends by itself
+        except CheckpointError as error:
+            log.warning("cannot verify this node's part of %s@%s: %s", run, step, error.detail)
+        except Exception:
+            log.exception("verifying this node's part of %s@%s failed", run, step)
+        if isinstance(of, Portion):
+            self._not_before[run, step, of.number] = time.monotonic() + AGAIN_S
+        leave()
+        self._closing.wait(AWAY_S)
+
+    def _prove(self, portion: Portion) -> None:
+        of = portion.of
+        with self._decisions.checking(of.run, of.step), ExitStack() as held:
+            made = self._made(portion)
+            if made is None:
+                return
+            examined = self._examination(of, held)
+            wanted = portions.within(made, portion.spans)
+            compared = [] if examined is None or examined.before is None else [examined.before]
+            reading = _Reading(self._while_open, lambda done: self._shared.renew(portion, done))
+            heed = self._checker.ending(reading.heed, [CheckpointId(of.run, of.step), *compared])
+            source = StoredCheckpoint(self._tier, naming.checkpoint_path(of.run, of.step), made)
+            damages = prove(source, wanted, self._checker.counting(heed), examined.passed if examined else None)
+            repaired = self._mended(portion, damages) if damages else []
+            pieces = [piece for some in wanted.values() for piece in some]
+            found = examined.portion(made, pieces) if examined is not None else b""
+        self._patiently(lambda: self._shared.deliver(portion, found, repaired))
+
+    def _end(self, ending: CheckEnding) -> None:
+        of = ending.of
+        with self._decisions.checking(of.run, of.step):
+            made = self._made(ending)
+            if made is None:
+                return
+            before = self._before(of)
+            found = [one.statistics for one in ending.found]
+            heed = self._checker.ending(self._while_open, [CheckpointId(of.run, of.step)])
+            try:
+                tried = self._checker.conclude(
+                    made, lambda: health.put_together(made, before, found) if of.examine else None, heed
+                )
+            except Damaged as error:
+                found_here = error
+                self._patiently(lambda: self._shared.damaged(ending, found_here))
+                raise
+        repaired = [source for one in ending.found for source in one.repaired]
+        nodes = len({one.node for one in ending.found})
+        check = {**told_of(made, ending.age_s, tried, repaired), "nodes": nodes}
+        self._patiently(lambda: self._shared.sound(ending, check, tried.same_as, made))
+
+    def _made(self, of: Portion | CheckEnding) -> Manifest | None:
+        """The manifest of what is checked; None where another checkpoint stands in its place, which ends the check, or where
+        nothing can be seen of it yet.
+        """
+        run, step = of.of.run, of.of.step
+        try:
+            made, sha256 = self._read(run, step)
+        except Damaged as error:
+            if not self._tier.list(naming.checkpoint_path(run, step)) and self._believes(of):
+                raise NoSuchCheckpoint(f"{run}@{step} was removed") from None
+            self._mended(of, [error])
+            made, sha256 = self._read(run, step)
+        if sha256 == of.of.sha256:
+            return made
+        self._patiently(lambda: self._shared.drop(of.of))
+        return None
+
+    def _mended(self, of: Portion | CheckEnding, damages: Sequence[Damaged]) -> list[str]:
+        """Where damage was repaired from. Raises what is left of it, once it is recorded; and if it may be nothing but what
+        this node does not see yet, `_Left`.
+        """
+        if not self._believes(of) and not all(isinstance(damage, CorruptExtent) for damage in damages):
+            raise _Left(f"not all of it can be seen here yet: {damages[0].detail}")
+
+        def record(error: Damaged) -> None:
+            if isinstance(of, Portion) and of.age_s < NAMES_S and self._shared.hand_over(of):
+                raise _Left(f"another node may be able to repair it: {error.detail}")
+            self._patiently(lambda: self._shared.damaged(of, error))
+
+        return self._checker.mend(of.of.run, of.of.step, damages, record)[1]
+
+    def _believes(self, of: Portion | CheckEnding) -> bool:
+        """Whether what this node does not see is not there: it has made it, or has waited for long enough."""
+        return of.mine or of.age_s > NAMES_S
+
+    def _read(self, run: str, step: int) -> tuple[Manifest, str]:
+        directory = naming.checkpoint_path(run, step)
+        commit = vouched.read_commit(self._tier, directory)
+        made = manifest.decode(vouched.read_manifest(self._tier, directory, commit), commit)
+        return made, manifest.stated_sha256(commit)
+
+    def _examination(self, of: CheckedCheckpoint, held: ExitStack) -> Examination | None:
+        """What takes the statistics of this node's portion; the checkpoint that it is compared with stays as long."""
+        if not of.examine:
+            return None
+        before = self._before(of)
+        if before is not None:
+            held.enter_context(self._decisions.checking(before.run, before.step))
+        return Examination(self._tier, before)
+
+    def _before(self, of: CheckedCheckpoint) -> Manifest | None:
+        if of.before is None:
+            return None
+        try:
+            return read_manifest(self._tier, naming.checkpoint_path(of.run, of.before))
+        except CheckpointError as error:
+            log.warning("cannot compare %s@%s with step %s: %s", of.run, of.step, of.before, error.detail)
+            return None
+
+    def _while_open(self, size: int) -> None:
+        self._heed(size)
+        if self._closing.is_set():
+            raise _Left(CLOSES)
+
+    def _patiently(self, tell: Callable[[], None]) -> None:
+        """What was found waits for the catalog, and is told once it is back."""
+        while True:
+            try:
+                tell()
+                return
+            except CatalogUnavailable as away:
+                log.info("what was found of a checkpoint is told later: %s", away.detail)
+                if self._closing.wait(AWAY_S):
+                    raise _Left(CLOSES) from None
+
+
+class _Reading:
+    """Says from time to time how much of a portion is read, and stops where it is another node's by now."""
+
+    def __init__(self, heed: Heed, renew: Callable[[int], bool]) -> None:
+        self._heed, self._renew = heed, renew
+        self._lock = threading.Lock()
+        self._done, self._told_at = 0, time.monotonic()
+
+    def heed(self, size: int) -> None:
+        self._heed(size)
+        with self._lock:
+            done = self._done = self._done + size
+            if time.monotonic() - self._told_at < RENEW_S:
+                return
+            self._told_at = time.monotonic()
+        try:
+            if not self._renew(done):
+                raise _Left("it took too long, or the check has ended")
+        except CatalogUnavailable as away:
+            log.info("other nodes are not told that a portion is still being read: %s", away.detail)
