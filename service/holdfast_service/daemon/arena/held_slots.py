@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -172,7 +173,11 @@ class HeldCheckpoints:
             hold = self._held.get(of.run)
             if hold is None or hold.of != of:
                 return []
-            return [LentSlot(rank, part, lambda: self._held.get(of.run) is hold) for rank, part in hold.parts.items()]
+            found = []
+            for rank, part in hold.parts.items():
+                with suppress(CheckpointError):  # its rank has written over the header
+                    found.append(LentSlot(rank, part, lambda: self._held.get(of.run) is hold))
+            return found
 
     def told(self) -> list[HeldMemory]:
         """What is held, by run."""
@@ -180,9 +185,11 @@ class HeldCheckpoints:
             holds = sorted(self._held.values(), key=lambda hold: hold.of)
         found = []
         for hold in holds:
-            headers = [part.header for part in hold.parts.values()]
-            size = sum(header.data_bytes + header.table_bytes for header in headers)
-            found.append(HeldMemory(hold.of, len(headers), size))
+            size = 0
+            for part in hold.parts.values():
+                with suppress(CheckpointError):  # its rank has written over the header
+                    size += part.header.data_bytes + part.header.table_bytes
+            found.append(HeldMemory(hold.of, len(hold.parts), size))
         return found
 
     def end(self, run: str) -> None:

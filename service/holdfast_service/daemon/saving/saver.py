@@ -69,6 +69,7 @@ class Saver:
         )
         self._joint: JointSaves | None = None
         if party is not None:
+            party.exchange.lent = self.holds.lent
             writer = ShareWriter(tier, decisions, node, party.rendezvous, party.exchange, self.history)
             host = Host(self._parts, self._is_open, self._joint_sealed, self._renew, self._joint_given_up, self._joint_ended)
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
