@@ -20,19 +20,14 @@ Origin = Literal["slot", "peers", "files"]
 
 
 class Filled(NamedTuple):
-    """How many bytes of extents were read, from where, and notes on memory that could not be used."""
+    """Whether nothing came from files, notes on memory that could not be used, how many bytes of extents were read, and the
+    same by where they came from.
+    """
 
-    bytes_by: Mapping[Origin, int]
+    from_slots: bool
     notes: tuple[str, ...]
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(self.bytes_by.values())
-
-    @property
-    def from_slots(self) -> bool:
-        """Whether nothing came from files."""
-        return not self.bytes_by.get("files") and len(self.bytes_by) > 1
+    bytes_read: int
+    bytes_by: Mapping[Origin, int]
 
 
 Ask = Callable[[Manifest], PeerSlots]
@@ -73,7 +68,8 @@ def fill(
     else:
         reader.check_headers(wants)
     into.begins()
-    return Filled({"files": reader.load(wants)}, notes)
+    size = reader.load(wants)
+    return Filled(False, notes, size, {"files": size})
 
 
 class _Memory:
@@ -112,7 +108,8 @@ class _Memory:
         files = beside + (reader.load(outside) if outside else 0)
         peers = min(max(self._peers.bytes_wanted - beside, 0), size - beside)
         notes = (f"{beside} bytes could not be read from other nodes' memory, and came from files",) if beside else ()
-        return Filled({"slot": size - beside - peers, "peers": peers, "files": files}, notes)
+        by: dict[Origin, int] = {"slot": size - beside - peers, "peers": peers, "files": files}
+        return Filled(not files, notes, sum(by.values()), by)
 
     def _split(self, source: HeldSlotsSource, wants: Sequence[Want]) -> tuple[list[Want], list[Want]]:
         """Those whose extents are all in memory, and the others; what peers hold is fetched from now on."""

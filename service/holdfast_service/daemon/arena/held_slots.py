@@ -206,8 +206,8 @@ class HeldCheckpoints:
         self._freed_after(owner, range(owner.world))
 
     def trains(self, owner: SegmentOwner, here: Collection[int]) -> None:
-        """A rank of a later attempt saves, so all of its launch have restored, on other nodes too. With the last one of those
-        that are `here`, memory that none of them took over is freed.
+        """A rank of a later attempt saves, so all of its launch have restored, on other nodes too. With the last one of
+        those that are `here`, memory that none of them took over is freed.
         """
         self._freed_after(owner, here)
 

@@ -83,7 +83,7 @@ class Peer:
 
 
 def read_ranges(answer: http.client.HTTPResponse, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
-    """Read ranges of slots to the same places of `into`, each chunk proven; `HTTPException` where one is not what was sent."""
+    """Read ranges of slots to the same places of `into`. `HTTPException` where a chunk is not what was sent."""
     for one in ranges:
         for begin, end in wanted.chunks(one.begin, one.end):
             _read(answer, into[one.rank][begin:end])

@@ -1,7 +1,7 @@
 """What ranks of this node read of in-memory checkpoints of other nodes: fetched once for all of them, while they restore.
 
-A peer is waited for with patience that ends: what it does not send in time, ranks read from the root. What it sends is proven
-twice, on its way here and by the ranks against the manifest.
+A peer is waited for with patience that ends: what it does not send in time, ranks read from the root. What it sends is
+proven twice, on its way here and by the ranks against the manifest.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PeerMemory:
                     mirror.close()
 
     def _bring(self, lent: _Lent, holder: HoldingNode, claimed: Sequence[SlotRange]) -> None:
-        """Fetch what was claimed from one node, piece by piece; all that is left is lost with the first that does not come."""
+        """Fetch what was claimed from one node, piece by piece. With one that does not come, what is left is lost."""
         pieces = list(_pieces(claimed))
         for number, piece in enumerate(pieces):
             if not self._piece(lent, holder, piece):

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from typing import NamedTuple
 
 import msgspec
@@ -42,6 +43,17 @@ class _Answer(NamedTuple):
     slots: Mapping[int, memoryview]
     ranges: Sequence[SlotRange]
     is_still: Callable[[int], bool]
+
+    def write(self, to: BufferedIOBase) -> None:
+        """Send them. Raises `_Gone` where a slot is not what it was: the answer is cut short."""
+        for one in self.ranges:
+            for begin, end in wanted.chunks(one.begin, one.end):
+                part = self.slots[one.rank][begin:end]
+                proof = digest(part).encode()
+                if not self.is_still(one.rank):
+                    raise _Gone(f"the slot of rank {one.rank}")
+                to.write(part)
+                to.write(proof)
 
 
 class ExchangeServer:
@@ -118,23 +130,13 @@ def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(asked)
             else:
                 self._begin("application/octet-stream", wanted.answer_bytes(asked.ranges))
-                self._stream(asked)
+                asked.write(self.wfile)
 
         def _begin(self, kind: str, length: int) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(length))
             self.end_headers()
-
-        def _stream(self, answer: _Answer) -> None:
-            for one in answer.ranges:
-                for begin, end in wanted.chunks(one.begin, one.end):
-                    part = answer.slots[one.rank][begin:end]
-                    proof = digest(part).encode()
-                    if not answer.is_still(one.rank):
-                        raise _Gone(f"the slot of rank {one.rank}")  # the answer is cut short
-                    self.wfile.write(part)
-                    self.wfile.write(proof)
 
         def _asked(self) -> _Answer | bytes | HTTPStatus:
             """What is asked for; else why that is not answered."""
