@@ -1,4 +1,4 @@
-"""Ranges of other nodes' slots: fetched in the order in which they are read, ahead of who reads; what is lost keeps nobody."""
+"""Ranges of other nodes' slots: fetched in the order in which they are read, ahead of who reads; a loss keeps nobody."""
 
 from __future__ import annotations
 

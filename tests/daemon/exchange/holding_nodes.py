@@ -1,4 +1,4 @@
-"""Nodes that hold slots, for tests: with real memory, a real exchange, and a relay before it that cuts, stalls and counts."""
+"""Nodes that hold slots, for tests: with real memory, a real exchange, and a relay before it that cuts and stalls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of other nodes, over real sockets: fetched once, proven, and given up where a peer dies, hangs or says other things."""
+"""Memory of other nodes, over real sockets: fetched once, proven, and given up where a peer dies, hangs or lies."""
 
 from __future__ import annotations
 
