@@ -174,6 +174,10 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             arena_bytes=node.arena.bytes,
             ranks=daemon.ranks + node.remote.count,
             socket_id=socket_id,
+            memory=[
+                bodies.InMemory(run=of.run, step=of.step, attempt=of.attempt, ranks=ranks, bytes=size)
+                for of, ranks, size in saver.holds.told()
+            ],
             busy=saver.working,
             catalog=control.decisions.book.said,
         )

@@ -77,6 +77,7 @@ def _of_own_runs(said: _Told, viewer: Principal) -> bodies.Node:
         "pid": None,
         "root": None,
         "arena_bytes": sum(size for run, size in said.held.items() if viewer.sees(run)),
+        "memory": [one for one in node.memory if viewer.sees(one.run)],
         "ranks": said.ranks,
         "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
     }
