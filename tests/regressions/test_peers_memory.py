@@ -5,6 +5,7 @@ read, and is there for whatever memory does not give.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.daemons import wait_until
 from tests.regressions.joint_worlds import Ranks, ranks
-from tests.regressions.test_many_daemons import Daemon, Site, site
+from tests.regressions.test_many_daemons import Daemon, Site, nodes, site
 
 __all__ = ["site"]
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -90,3 +91,35 @@ def test_ranks_where_they_were_ask_nobody(site: Site) -> None:
     found = restored([a, a, b, b], "again")
     assert found["slot"] > 0 and found["directory"] == 0
     assert found["peers"] < found["slot"]
+
+
+def test_what_memory_does_not_give_comes_from_the_root(site: Site) -> None:
+    """A daemon that was killed and started again still holds its part, and says so. Of a node that is gone, and without
+    PostgreSQL of all other nodes, the root gives what is missing; every restore is right.
+    """
+    a, b, c = (site.start(name) for name in "abc")
+    saved(site, [a, a, b, b])
+    a.kill()
+    a = site.start("a")
+    held = {"run": RUN, "step": 3, "attempt": 1, "ranks": 2}
+    for name in ("a", "b"):
+        wait_until(lambda name=name: [_told(one) for one in nodes(c)[name]["memory"]] == [held])
+    spoil(site)
+    found = restored([b, a], "restarted")
+    assert found["slot"] > 0 and found["directory"] == 0, found
+    spoil(site)  # back to what it was
+    wait_until(lambda: nodes(b)["a"]["ranks"] == 0)
+    a.kill()
+    found = restored([b, c], "lost")
+    assert min(found["slot"], found["peers"], found["directory"]) > 0, found
+    site.postgres.stop()
+    try:
+        found = restored([b], "away")
+    finally:
+        site.postgres.start()
+    assert found["slot"] > 0 and found["directory"] > 0 and found["peers"] == 0, found
+
+
+def _told(one: dict[str, Any]) -> dict[str, Any]:
+    assert one.pop("bytes") > 100_000
+    return one

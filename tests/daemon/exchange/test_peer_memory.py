@@ -12,12 +12,13 @@ import pytest
 
 from holdfast.read.held_slots import HeldSlot
 from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import held, mirrors, peer_memory
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
 from holdfast_service.daemon.exchange.holders import HolderLost
-from holdfast_service.daemon.exchange.peer_memory import PeerMemory
+from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from tests.daemon.exchange.holding_nodes import SECRET, SIZE, STEP, Holding
 
 ROOM = 2**40
@@ -258,3 +259,21 @@ def test_what_a_lent_slot_shows_ends_with_the_hold(two: tuple[Holding, Holding])
     assert not slot.is_still()
     with pytest.raises(HolderLost):
         two[0].node.fetch(STEP, [], [SlotRange(0, 0, 5)], {}, 5.0)
+
+
+def test_a_rank_gets_bytes_of_its_own_run_only(two: tuple[Holding, Holding]) -> None:
+    """The run is its connection's; what it asks names a save of that run, and whatever it names of another one is lost."""
+    peers = memory(*two)
+    said = {"step": STEP.step, "attempt": STEP.attempt, "turn": STEP.turn, "world": STEP.world}
+    mine, other = Borrower(peers), Borrower(peers)
+    asked = wire.HeldElsewhere(id=1, **said)
+    fetch = wire.Fetch(id=2, ranges=((0, 0, 100), (1, 5, 9)), **said)
+    assert [mirror.said.rank for mirror in mine.slots("run", asked)] == [0, 1]
+    assert mine.fetch("run", fetch).lost == ()
+    assert other.slots("another", asked) == [] and other.fetch("another", fetch).lost == (0, 1)
+    assert [mirror.said.rank for mirror in mine.slots("run", asked.model_copy(update={"after": 0}))] == [1]
+    alone = Borrower(None)
+    assert alone.slots("run", asked) == [] and alone.fetch("run", fetch).lost == (0, 1)
+    for one in (mine, other, alone):
+        one.release()
+    assert mine.fetch("run", fetch).lost == (0, 1)
