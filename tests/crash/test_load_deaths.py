@@ -14,7 +14,8 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.link.unix_socket import SocketLink
-from holdfast.read.held_slots import Filled, fill, take_held
+from holdfast.read.held_slots import take_held
+from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.requests import Want
 from holdfast.read.root_directory import open_checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
@@ -87,8 +88,12 @@ class Ranks:
         threads = [threading.Thread(target=do, args=(rank,)) for rank in range(self.world)]
         for thread in threads:
             thread.start()
+        limit = time.monotonic() + 180
         for thread in threads:
-            thread.join(180)
+            while thread.is_alive() and time.monotonic() < limit:
+                thread.join(0.1)
+                if errors:  # others may wait for this rank, and for ever
+                    limit = min(limit, time.monotonic() + 10)
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a rank has not come back"

@@ -14,11 +14,13 @@ from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
 from holdfast.link.connect import connect
 from holdfast.read.held_slots import HeldSlot, take_held
+from holdfast.read.peer_slots import PeerSlots, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
 from holdfast_formats import choosing
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, StateMismatch, from_problem
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
@@ -211,6 +213,10 @@ class Session:
     def held(self, step: int) -> list[HeldSlot]:
         """The slots of the in-memory checkpoint of a step, if the daemon still keeps them; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
+
+    def held_elsewhere(self, made: Manifest) -> PeerSlots:
+        """The slots of a checkpoint that other nodes hold; the caller closes them."""
+        return PeerSlots.none() if self._link is None else take_peers(self._link, made)
 
     def say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)

@@ -56,6 +56,7 @@ class RemoteLink:
             wire.Choose: self._choose,
             wire.Ended: self._ended,
             wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that is not shared
+            wire.HeldElsewhere: lambda message: wire.HeldSlots(reply_to=message.id),
         }
 
     @property

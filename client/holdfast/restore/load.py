@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from holdfast.config import launch_info
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
 from holdfast.link.session import Session
-from holdfast.read.held_slots import fill
+from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
@@ -22,6 +23,8 @@ from holdfast.tensors.leaves import Leaf
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 
+Origin = Literal["slot", "peers", "directory", "http"]
+
 
 class RestoreReport(NamedTuple):
     """The result of a restore. Names are `group/name`."""
@@ -32,8 +35,9 @@ class RestoreReport(NamedTuple):
     notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
     bytes: int
     seconds: float
-    source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+    source: Origin = "directory"  # of most bytes. "slot": the memory that they were saved from; "peers": other nodes' memory
     bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
+    bytes_by: Mapping[Origin, int] = MappingProxyType({})  # the same, by where they came from
 
 
 class WantedPart(NamedTuple):
@@ -69,11 +73,11 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters)
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
-    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+    cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
     names = [leaf.path for leaf in restoration.leaves]
     into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
     try:
-        filled = fill(reader, wants, session.held, launch.rank, into)
+        filled = fill(reader, wants, session.held, launch.rank, into, session.held_elsewhere)
         finish(targets)
         restoration.apply()
     except CheckpointError as error:
@@ -81,6 +85,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
             error.hint = OVERWRITTEN
         raise
     state.wholeness.mend(names)
+    origins = _origins(filled, cold)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
@@ -88,9 +93,15 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         notes=(*restoration.notes, *own.notes, *filled.notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
-        source="slot" if filled.from_slots else cold,
+        source=max(origins, key=lambda origin: origins[origin]),
         bytes_read=filled.bytes_read,
+        bytes_by=origins,
     )
+
+
+def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:
+    """Bytes by where they came from, in the order in which these places are asked."""
+    return {cold if origin == "files" else origin: size for origin, size in filled.bytes_by.items()}
 
 
 def _own(leaf: Leaf, manifest: Manifest, own: RankState) -> Leaf:

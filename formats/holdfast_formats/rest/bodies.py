@@ -226,6 +226,16 @@ class Round(BaseModel):
     )
 
 
+class InMemory(BaseModel):
+    """What a node holds of an in-memory checkpoint."""
+
+    run: str
+    step: int
+    attempt: int
+    ranks: int = Field(description="how many ranks of the save have their slots there")
+    bytes: int
+
+
 class Node(BaseModel):
     name: str
     pid: int | None = Field(default=None, description="only shown to tokens for all runs")
@@ -235,6 +245,9 @@ class Node(BaseModel):
     started: str
     arena_bytes: int = Field(description="shared memory reserved for staging; for tokens of some runs, by these runs")
     ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
+    memory: list[InMemory] = Field(
+        default_factory=list, description="the in-memory checkpoints of which it holds slots, for the runs that may be seen"
+    )
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
     sealed: int = Field(default=0, description="saves of which all ranks of this node have sealed, and that have not ended")
     live: bool = Field(default=True, description="whether the node has given a sign of life lately")

@@ -37,7 +37,7 @@ def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without:
         for tensor in tensors
         for origin in tensor.origins
         if origin.rank not in without
-        for placed in _in_slot(tensor.spec, origin, begin - tensor.start, end - tensor.start)
+        for placed in in_slot(tensor.spec, origin, begin - tensor.start, end - tensor.start)
     )
     joined: list[SlotRange] = []
     for one in found:
@@ -49,7 +49,7 @@ def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without:
     return joined
 
 
-def _in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tuple[int, int]]:
+def in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tuple[int, int]]:
     """Where in the slot the box has what it holds of the tensor's bytes [low, high): at most one range."""
     view = byte_view(spec.dtype, spec.shape, spec.name)
     box = byte_box(spec.dtype, origin.box, spec.shape, spec.name)

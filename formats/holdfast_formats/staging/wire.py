@@ -17,10 +17,11 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 6
+PROTOCOL = 7
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
+RANGES_MAX = 16_384  # that one message asks for
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
 
@@ -151,6 +152,38 @@ class Held(Request):
     step: int = Field(ge=0)
 
 
+class OfSave(Request):
+    """Of which save of the rank's own run a message is: there may have been others of the same step."""
+
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=0)
+    turn: int = Field(default=0, ge=0)
+    world: int = Field(ge=1)
+
+
+class HeldElsewhere(OfSave):
+    """Ask for what other nodes hold of this save, of ranks above `after`. The reply is `HeldSlots`, of memory of this node:
+    what stands in such a slot is the table, and of the data only what was fetched (`Fetch`).
+    """
+
+    type: Literal["held-elsewhere"] = "held-elsewhere"
+    after: int = Field(default=-1, ge=-1)
+
+
+class Fetch(OfSave):
+    """Fetch ranges of slots that other nodes hold: rank, and begin and end counted from its first byte of data."""
+
+    type: Literal["fetch"] = "fetch"
+    ranges: tuple[tuple[int, int, int], ...] = Field(max_length=RANGES_MAX)
+
+
+class Fetched(Reply):
+    """Everything is there that was asked for, except some of what these ranks have."""
+
+    type: Literal["fetched"] = "fetched"
+    lost: tuple[int, ...] = ()
+
+
 class HeldPart(Message):
     """What one rank put into that save: its slot, and the digest of the slot's table."""
 
@@ -160,7 +193,7 @@ class HeldPart(Message):
 
 
 class HeldSlots(Reply):
-    """One part for each rank of the world that saved, with its memfd, in this order; empty if the step is not held.
+    """One part for each rank that saved and is held here, with its memfd, in this order; empty if the step is not held.
 
     A slot may be leased again at any time, unless the reader locks it first: docs/format.md § 11.
     """
@@ -210,11 +243,24 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | WatchLinks | Measured | Farewell,
+    Hello
+    | Reserve
+    | Attach
+    | Lease
+    | Seal
+    | Abandon
+    | Choose
+    | Ended
+    | Held
+    | HeldElsewhere
+    | Fetch
+    | WatchLinks
+    | Measured
+    | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Done | Failed | Outcome,
+    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Fetched | Done | Failed | Outcome,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

@@ -23,6 +23,7 @@ from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, Asker, ShareHolder
+from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
@@ -45,6 +46,7 @@ class DataPlane(NamedTuple):
     saver: Saver
     decisions: Decisions
     adoption: Adoption
+    peers: PeerMemory | None = None  # what other nodes hold
 
 
 class Conversation:
@@ -66,6 +68,7 @@ class Conversation:
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._asker = NOBODY
+        self._borrower = Borrower(plane.peers)
         self._segments: list[ArenaSegment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
@@ -80,6 +83,8 @@ class Conversation:
             wire.Choose: self._choose,
             wire.Ended: self._ended,
             wire.Held: self._held,
+            wire.HeldElsewhere: self._elsewhere,
+            wire.Fetch: lambda request: self._borrower.fetch(self._known().run, request),
             wire.WatchLinks: self._watch_links,
             wire.Measured: self._measured,
             wire.Farewell: self._farewell,
@@ -111,6 +116,7 @@ class Conversation:
         finally:
             if self._who is not None:
                 self._plane.saver.gone(self._who)
+            self._borrower.release()
             self._when_ended(self)
             with self._ending:
                 self._over = True
@@ -268,10 +274,17 @@ class Conversation:
 
     def _ended(self, request: wire.Ended) -> wire.Reply:
         found = self._plane.saver.restores.judge(self._known(), request.turn, request, request.wait_s)
+        self._borrower.release()  # not before: other ranks of this node may want the same
         return restate(found, wire.Judged, reply_to=request.id)
 
     def _held(self, request: wire.Held) -> None:
-        parts, fds = self._plane.saver.holds.lend(self._known().run, request.step)
+        self._lend(request, *self._plane.saver.holds.lend(self._known().run, request.step))
+
+    def _elsewhere(self, request: wire.HeldElsewhere) -> None:
+        found = self._borrower.slots(self._known().run, request)
+        self._lend(request, tuple(one.part for one in found), tuple(os.dup(one.fd) for one in found))
+
+    def _lend(self, request: wire.Request, parts: tuple[wire.HeldPart, ...], fds: tuple[int, ...]) -> None:
         try:
             self._send(wire.HeldSlots(reply_to=request.id, parts=parts), fds)
         finally:

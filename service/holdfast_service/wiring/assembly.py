@@ -25,6 +25,7 @@ from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.cluster.held_elsewhere import HOLDS, held_name
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
@@ -49,7 +50,7 @@ from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wiring.clustering import party, take_part
+from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
 from holdfast_service.wiring.watching import watch
@@ -142,7 +143,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = transfers.repairer
     about = Serving(config.node, str(root), mark, __version__, url)
-    parts = DataPlane(arena, saver, decisions, adoption)
+    peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
+    parts = DataPlane(arena, saver, decisions, adoption, peers)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
     stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
@@ -177,6 +179,10 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             arena_bytes=node.arena.bytes,
             ranks=daemon.ranks + node.remote.count,
             socket_id=socket_id,
+            memory=[
+                bodies.InMemory(run=of.run, step=of.step, attempt=of.attempt, ranks=ranks, bytes=size)
+                for of, ranks, size in saver.holds.told()
+            ],
             busy=saver.working,
             catalog=control.decisions.book.said,
             catalog_waiting=control.decisions.book.waiting,
@@ -190,7 +196,8 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
     if cluster is not None:
 
         def told() -> dict[str, Any]:
-            return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders)}
+            saves = [held_name(one.step.run, one.step.step, one.step.attempt) for one in saver.holds.told()]
+            return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
         take_part(cluster, control.decisions, saver, told, stack)
     return Services(

@@ -14,8 +14,13 @@ from sqlalchemy.engine import URL
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
 from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.cluster.held_elsewhere import holders
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.exchange.holders import HoldingNode
+from holdfast_service.daemon.exchange.peer_memory import PeerMemory
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving.joint_saves import JointParty
 from holdfast_service.daemon.saving.saver import Saver
@@ -66,6 +71,16 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
         learn_secret()
     cluster.membership.heard.append(learn_secret)
     return JointParty(cluster.rendezvous, exchange, cluster.crews.of)
+
+
+def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> PeerMemory:
+    """What ranks of this node read of what other nodes hold in memory."""
+
+    def find(of: HeldStep) -> list[HoldingNode]:
+        found = holders(cluster.membership, of.run, of.step, of.attempt)
+        return [HoldingNode(node, url, exchange.secret) for node, url in found] if exchange.secret else []
+
+    return PeerMemory(find, lambda: arena.spare_bytes)
 
 
 def _address(catalog: URL) -> str:

@@ -20,9 +20,11 @@ from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
-from holdfast_service.daemon.arena.held_slots import HELD_S
+from holdfast_service.daemon.arena.held_slots import HELD_S, HeldCheckpoints
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
+from tests.daemon.exchange.holding_nodes import SIZE as PART_BYTES
+from tests.daemon.exchange.holding_nodes import STEP, Holding
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 GEOMETRY = formats.geometry(2, SIZE, 4096)
@@ -209,3 +211,54 @@ def test_memory_in_use_is_not_taken_over() -> None:
     segment.release(slot)
     assert arena.take_over(GEOMETRY, SegmentOwner(RUN, 0, 1, 2)) is segment
     segment.close()
+
+
+@pytest.fixture
+def part() -> Iterator[Holding]:
+    """One rank's slots of a save of four ranks: the others are at other nodes."""
+    made = Holding("a", 1, slots=2)
+    yield made
+    made.close()
+
+
+def found_again(part: Holding, committed: tuple[int, int] | None, partly: bool = True) -> list[int]:
+    """The ranks whose slots the next daemon holds."""
+    holds = HeldCheckpoints(lambda run, step: committed, partly)
+    holds.find([part.segment])
+    return [slot.rank for slot in holds.lent(STEP)]
+
+
+def test_a_part_is_found_again_if_its_save_was_committed(part: Holding) -> None:
+    """By attempt and turn; where other nodes may have the rest, and only there."""
+    assert found_again(part, (STEP.attempt, STEP.turn)) == [1]
+    assert found_again(part, (STEP.attempt, STEP.turn), partly=False) == []
+    for other in (None, (STEP.attempt + 1, STEP.turn), (STEP.attempt, STEP.turn + 1)):
+        assert found_again(part, other) == [], other
+
+
+def test_of_two_saves_that_look_alike_none_is_believed(part: Holding) -> None:
+    """The same step of the same attempt, once aborted and once committed: which is which, memory does not say."""
+    part.save()
+    assert found_again(part, (STEP.attempt, STEP.turn)) == []
+
+
+def test_a_part_goes_when_the_next_launch_trains(part: Holding) -> None:
+    """Not when its ranks of this node have memory: ranks of other nodes may still read. When the last of them saves."""
+    owner = SegmentOwner(STEP.run, 0, 8, STEP.attempt + 1)
+    part.segment.retire(lambda: None)
+    for rank in (0, 1):
+        part.holds.succeeded(owner._replace(rank=rank))
+    assert part.holds.lent(STEP)
+    part.holds.trains(owner._replace(attempt=STEP.attempt), [0])
+    part.holds.trains(owner._replace(rank=2), [2, 3])
+    assert part.holds.lent(STEP)
+    part.holds.trains(owner._replace(rank=3), [2, 3])
+    assert part.holds.lent(STEP) == []
+
+
+def test_what_is_held_is_told(part: Holding) -> None:
+    """With the bytes that ranks have put there; and a rank that writes over a header does no harm."""
+    (told,) = part.holds.told()
+    assert (told.step, told.ranks) == (STEP, 1) and PART_BYTES < told.bytes < PART_BYTES + 4096
+    part.segment.memory[formats.PAGE_BYTES : formats.PAGE_BYTES + 8] = bytes(8)
+    assert [one.bytes for one in part.holds.told()] == [0] and part.holds.lent(STEP) == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
+from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Trouble
 from holdfast_service.daemon.saving import restore_agreement
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
@@ -113,6 +117,40 @@ def test_damage_is_told_to_other_nodes_once_the_catalog_is_back(nodes: Nodes, mo
     a.database.trouble = None
     assert there.judge(rank(1), 0, WELL, 30.0) == RestoreVerdict(problem=BAD.problem())
     here.close()
+
+
+class OneIsLate:
+    """The meeting place of nodes, in which the first vote is counted after the second one, if there is a second one."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous, self._counted, self._begun = rendezvous, threading.Event(), threading.Event()
+
+    def vote(self, *said: Any) -> Votes:
+        if not self._begun.is_set():
+            self._begun.set()
+            self._counted.wait(2)
+            return self._rendezvous.vote(*said)
+        found = self._rendezvous.vote(*said)
+        self._counted.set()
+        return found
+
+    def begun(self) -> None:
+        assert self._begun.wait(30)
+
+
+def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
+    """Two ranks of a node end at the same moment. What the first one says is told late, and takes back nothing of what the
+    second one said: the rank on the other node hears of both.
+    """
+    here, b = agreement(nodes.add("a")), nodes.add("b")
+    late, known = OneIsLate(b.rendezvous), Known()
+    there = RestoreAgreement(lambda run, step, error: error, known, rendezvous=late, spans=lambda who: True)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(here.judge, rank(0, 3), 0, WELL, 15.0)
+        first = threads.submit(there.judge, rank(1, 3), 0, WELL, 15.0)
+        late.begun()
+        second = threads.submit(there.judge, rank(2, 3), 0, WELL, 15.0)
+        assert [one.result(30) for one in (first, second, waiting)] == [GO_ON] * 3
 
 
 def test_what_is_well_again_is_read_again_and_then_believed() -> None:

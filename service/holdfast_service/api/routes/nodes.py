@@ -64,6 +64,7 @@ class _Told(NamedTuple):
         told: dict[str, Any] = {
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
+            "memory": [one for one in node.memory if viewer.sees(one.run)],
             "ranks": sum(self.ranks.values()),
             "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
         }
@@ -73,7 +74,7 @@ class _Told(NamedTuple):
 
 
 def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:
-    gone = {} if member.live else {"ranks": 0, "arena_bytes": 0, "sealed": 0, "busy": False, "catalog": None}
+    gone = {} if member.live else {"ranks": 0, "arena_bytes": 0, "memory": [], "sealed": 0, "busy": False, "catalog": None}
     return node.model_copy(
         update={
             **gone,

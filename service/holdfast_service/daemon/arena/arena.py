@@ -50,6 +50,13 @@ class Arena:
             return self._taken()
 
     @property
+    def spare_bytes(self) -> int:
+        """Memory that could still be reserved."""
+        with self._lock:
+            touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
+            return self._budget.room(self._taken(), touched).bytes
+
+    @property
     def slots(self) -> dict[str, int]:
         """The slots of all segments: free, held (free, with an in-memory checkpoint) and taken (leased or sealed)."""
         with self._lock:

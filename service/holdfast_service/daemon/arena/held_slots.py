@@ -1,7 +1,8 @@
 """In-memory checkpoints: the newest commit of every run stays in the slots it came from, until they are needed.
 
 Such a slot is free, and leased last. So the newest checkpoint stays in memory at no cost, and a restarted trainer
-restores from it. When the ranks are gone, their memory is kept for them for a while.
+restores from it. When the ranks are gone, their memory is kept for them for a while. Where ranks are on several nodes, each
+node holds what its own have saved, and other nodes read it (`exchange`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
+import msgspec
+
+from holdfast_formats import decoding
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.lineage import Key as Launch
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import SegmentOwner, SlotState
+from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.wire import HELD_RANKS_MAX, HeldPart
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 
@@ -24,16 +30,42 @@ log = logging.getLogger(__name__)
 HELD_S = 600.0  # how long memory of ranks that are gone waits for them to be started again
 
 
+class HeldStep(NamedTuple):
+    """Which save it was that was committed: of the same step there may be others, of another attempt or turn."""
+
+    run: str
+    step: int
+    attempt: int
+    turn: int
+    world: int
+
+    @property
+    def launch(self) -> Launch:
+        return self.attempt, self.turn
+
+
+class HeldMemory(NamedTuple):
+    """What a node holds of a step: how many of its ranks' slots, and the bytes in them."""
+
+    step: HeldStep
+    ranks: int
+    bytes: int
+
+
 class _Part(NamedTuple):
     segment: ArenaSegment
     slot: int
 
+    @property
+    def header(self) -> SlotHeader:
+        return arena.read_header(self.segment.memory, self.segment.geometry, self.slot)
+
 
 class _Hold:
-    """One committed step: the slots of all ranks of its world."""
+    """The slots of a committed step: those of all ranks, or of those that were at this node."""
 
-    def __init__(self, run: str, step: int, attempt: int, parts: Mapping[int, _Part]) -> None:
-        self.run, self.step, self.attempt, self.parts = run, step, attempt, dict(sorted(parts.items()))
+    def __init__(self, of: HeldStep, parts: Mapping[int, _Part]) -> None:
+        self.of, self.parts = of, dict(sorted(parts.items()))
         self.alone_since: float | None = None  # time.monotonic(), once a rank is gone
         self.successors: set[tuple[int, int]] = set()  # (attempt, rank) that have memory of their own
 
@@ -43,13 +75,43 @@ class _Hold:
         return any(part.segment.retired for part in self.parts.values())
 
 
+class LentSlot:
+    """A held slot as another node reads it. Nobody locks it: who reads asks `is_still` afterwards, and else has nothing."""
+
+    def __init__(self, rank: int, part: _Part, is_held: Callable[[], bool]) -> None:
+        """`CheckpointError` for a slot that is none any more."""
+        self.rank, self._part, self._is_held = rank, part, is_held
+        self._header = part.header
+        segment, slot = part.segment, part.slot
+        self.table_at = segment.geometry.data_bytes  # counted from the first byte of data, as all places in a slot
+        self.data_bytes, self.table_bytes = self._header.data_bytes, self._header.table_bytes
+        start = segment.geometry.data_offset(slot)
+        self.memory = segment.memory[start : start + self.table_at + segment.geometry.table_bytes_max]
+
+    @property
+    def table_digest(self) -> str:
+        return f"{self._header.seal:016x}"
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether the rank has put something there: data, or its table."""
+        return 0 <= begin < end <= self.data_bytes or self.table_at <= begin < end <= self.table_at + self.table_bytes
+
+    def is_still(self) -> bool:
+        """Whether it holds what it did when it was lent: what was read before that is what was committed."""
+        try:
+            return self._is_held() and self._part.header == self._header
+        except CheckpointError:
+            return False
+
+
 class HeldCheckpoints:
     """The in-memory checkpoint of each run. Safe for threads. `committed` returns the attempt and turn by which a
     step is a checkpoint.
     """
 
-    def __init__(self, committed: Callable[[str, int], tuple[int, int] | None]) -> None:
-        self._committed = committed
+    def __init__(self, committed: Callable[[str, int], tuple[int, int] | None], partly: bool = False) -> None:
+        """`partly`: other nodes may hold what ranks of theirs have saved."""
+        self._committed, self._partly = committed, partly
         self._lock = threading.Lock()
         self._held: dict[str, _Hold] = {}
 
@@ -66,39 +128,69 @@ class HeldCheckpoints:
         Not kept: slots of ranks without shared memory, because nobody could read them; data staged on disk; and
         segments that are being replaced by larger ones, because memory must not double.
         """
-        if all(_can_be_held(sealed.segment) for sealed in slots.values()):
-            self._hold(_Hold(run, step, attempt, {rank: _Part(s.segment, s.slot) for rank, s in slots.items()}))
+        if slots and all(_can_be_held(sealed.segment) for sealed in slots.values()):
+            said = next(iter(slots.values())).table
+            of = HeldStep(run, step, attempt, said.turn, said.world)
+            self._hold(_Hold(of, {rank: _Part(s.segment, s.slot) for rank, s in slots.items()}))
         else:
             self.end(run)
 
     def find(self, segments: Iterable[ArenaSegment]) -> None:
         """At start: keep the steps that an earlier daemon committed from these segments, if they are still
-        complete.
+        complete, or other nodes may have the rest.
+
+        Of a step that a rank seems to have saved twice nothing is kept: one of the two was not committed.
         """
-        found: dict[tuple[str, int, int, int], dict[int, _Part]] = {}
+        found: dict[HeldStep, dict[int, list[_Part]]] = {}
         for segment in segments:
-            owner = segment.owner
             for slot in range(segment.geometry.slots):
-                step = _left_in(segment, slot) if owner is not None and not segment.spilled else None
-                if owner is not None and step is not None:
-                    found.setdefault((owner.run, step, owner.attempt, owner.world), {})[owner.rank] = _Part(segment, slot)
-        for (run, step, attempt, world), parts in sorted(found.items(), key=lambda item: item[0], reverse=True):
-            if run not in self._held and len(parts) == world and (self._committed(run, step) or (None,))[0] == attempt:
-                self._hold(_Hold(run, step, attempt, parts))
+                of = None if segment.spilled else _left_in(segment, slot)
+                if of is not None and segment.owner is not None:
+                    found.setdefault(of, {}).setdefault(segment.owner.rank, []).append(_Part(segment, slot))
+        for of, parts in sorted(found.items(), reverse=True):
+            single = {rank: some[0] for rank, some in parts.items() if len(some) == 1}
+            enough = len(single) == len(parts) if self._partly else len(single) == of.world
+            if of.run not in self._held and enough and self._committed(of.run, of.step) == of.launch:
+                self._hold(_Hold(of, single))
 
     def lend(self, run: str, step: int) -> tuple[tuple[HeldPart, ...], tuple[int, ...]]:
-        """The parts of this step and their descriptors, which the caller closes; empty if the step is not in
+        """The parts of this step that are here and their descriptors, which the caller closes; empty if the step is not in
         memory.
         """
         with self._lock:
             hold = self._held.get(run)
-            if hold is None or hold.step != step or len(hold.parts) > HELD_RANKS_MAX:
+            if hold is None or hold.of.step != step or len(hold.parts) > HELD_RANKS_MAX:
                 return (), ()
-            parts = []
-            for rank, (segment, slot) in hold.parts.items():
-                seal = arena.read_header(segment.memory, segment.geometry, slot).seal
-                parts.append(HeldPart(rank=rank, slot=slot, table_digest=f"{seal:016x}"))
+            parts = [
+                HeldPart(rank=rank, slot=part.slot, table_digest=f"{part.header.seal:016x}")
+                for rank, part in hold.parts.items()
+            ]
             return tuple(parts), tuple(os.dup(part.segment.fd) for part in hold.parts.values())
+
+    def lent(self, of: HeldStep) -> list[LentSlot]:
+        """The slots of this very save that are here, for another node; empty if it is not in memory."""
+        with self._lock:
+            hold = self._held.get(of.run)
+            if hold is None or hold.of != of:
+                return []
+            found = []
+            for rank, part in hold.parts.items():
+                with suppress(CheckpointError):  # its rank has written over the header
+                    found.append(LentSlot(rank, part, lambda: self._held.get(of.run) is hold))
+            return found
+
+    def told(self) -> list[HeldMemory]:
+        """What is held, by run."""
+        with self._lock:
+            holds = sorted(self._held.values(), key=lambda hold: hold.of)
+        found = []
+        for hold in holds:
+            size = 0
+            for part in hold.parts.values():
+                with suppress(CheckpointError):  # its rank has written over the header
+                    size += part.header.data_bytes + part.header.table_bytes
+            found.append(HeldMemory(hold.of, len(hold.parts), size))
+        return found
 
     def end(self, run: str) -> None:
         """Drop the in-memory checkpoint of this run."""
@@ -111,12 +203,21 @@ class HeldCheckpoints:
         """A rank of a later attempt has its slots. With the last rank, memory that none of them took over is
         freed.
         """
+        self._freed_after(owner, range(owner.world))
+
+    def trains(self, owner: SegmentOwner, here: Collection[int]) -> None:
+        """A rank of a later attempt saves, so all of its launch have restored, on other nodes too. With the last one of
+        those that are `here`, memory that none of them took over is freed.
+        """
+        self._freed_after(owner, here)
+
+    def _freed_after(self, owner: SegmentOwner, ranks: Iterable[int]) -> None:
         with self._lock:
             hold = self._held.get(owner.run)
-            if hold is None or owner.attempt <= hold.attempt:
+            if hold is None or owner.attempt <= hold.of.attempt:
                 return
             hold.successors.add((owner.attempt, owner.rank))
-            complete = all((owner.attempt, rank) in hold.successors for rank in range(owner.world))
+            complete = all((owner.attempt, rank) in hold.successors for rank in ranks)
         if complete and hold.alone:
             self._end(hold)
 
@@ -125,7 +226,7 @@ class HeldCheckpoints:
         with self._lock:
             alone = [hold for hold in self._held.values() if hold.alone]
         for hold in alone:
-            log.info("dropped the in-memory checkpoint %s@%s: its memory is needed", hold.run, hold.step)
+            log.info("dropped the in-memory checkpoint %s@%s: its memory is needed", hold.of.run, hold.of.step)
             self._end(hold)
 
     def expire(self, now: float) -> None:
@@ -140,7 +241,7 @@ class HeldCheckpoints:
                 continue
             if hold.alone_since is None:
                 hold.alone_since = now
-            if now - hold.alone_since > HELD_S or (self._committed(hold.run, hold.step) or (None,))[0] != hold.attempt:
+            if now - hold.alone_since > HELD_S or self._committed(hold.of.run, hold.of.step) != hold.of.launch:
                 self._end(hold)
 
     def close(self) -> None:
@@ -151,8 +252,8 @@ class HeldCheckpoints:
     def _hold(self, hold: _Hold) -> None:
         """From here on this is what is held of its run."""
         with self._lock:
-            before = self._held.get(hold.run)
-            self._held[hold.run] = hold
+            before = self._held.get(hold.of.run)
+            self._held[hold.of.run] = hold
         if before is not None:
             self._release(before)
         for segment, slot in hold.parts.values():
@@ -160,8 +261,8 @@ class HeldCheckpoints:
 
     def _end(self, hold: _Hold) -> None:
         with self._lock:
-            if self._held.get(hold.run) is hold:
-                del self._held[hold.run]
+            if self._held.get(hold.of.run) is hold:
+                del self._held[hold.of.run]
         self._release(hold)
 
     def _release(self, hold: _Hold) -> None:
@@ -173,14 +274,27 @@ def _can_be_held(segment: ArenaSegment) -> bool:
     return segment.owner is not None and not segment.spilled and not segment.outgrown
 
 
-def _left_in(segment: ArenaSegment, slot: int) -> int | None:
-    """The step that was last saved from a free slot, if header and table still agree about it."""
+class _Turn(msgspec.Struct, frozen=True):
+    """A table of which only this is read: all of it may be long."""
+
+    turn: int = 0
+
+
+_decode_turn = decoding.decoder(_Turn)
+
+
+def _left_in(segment: ArenaSegment, slot: int) -> HeldStep | None:
+    """The save that a free slot was last used for, if header and table still agree about it."""
+    owner = segment.owner
     try:
         header = arena.read_header(segment.memory, segment.geometry, slot)
-        if header.state is not SlotState.FREE or segment.owner is None or header.attempt != segment.owner.attempt:
+        if header.state is not SlotState.FREE or owner is None or header.attempt != owner.attempt:
             return None
         start = segment.geometry.table_offset(slot)
         whole = header.table_bytes and digest(segment.memory[start : start + header.table_bytes]) == f"{header.seal:016x}"
-    except CheckpointError:
+        if not whole:
+            return None
+        turn = _decode_turn(segment.memory[start : start + header.table_bytes]).turn
+    except (CheckpointError, msgspec.DecodeError, ValueError):
         return None
-    return header.step if whole else None
+    return HeldStep(owner.run, header.step, header.attempt, turn, owner.world)

@@ -79,12 +79,17 @@ class Peer:
         if answer.status != http.HTTPStatus.OK or answer.length != wanted.answer_bytes(ranges):
             answer.read(2**16)
             raise http.client.HTTPException(f"it answered {answer.status} with {answer.length} bytes")
-        for one in ranges:
-            for begin, end in wanted.chunks(one.begin, one.end):
-                _read(answer, into[one.rank][begin:end])
-                stated = answer.read(DIGITS).decode(errors="replace")
-                if digest(into[one.rank][begin:end]) != stated:
-                    raise http.client.HTTPException("bytes were changed on their way")
+        read_ranges(answer, ranges, into)
+
+
+def read_ranges(answer: http.client.HTTPResponse, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
+    """Read ranges of slots to the same places of `into`. `HTTPException` where a chunk is not what was sent."""
+    for one in ranges:
+        for begin, end in wanted.chunks(one.begin, one.end):
+            _read(answer, into[one.rank][begin:end])
+            stated = answer.read(DIGITS).decode(errors="replace")
+            if digest(into[one.rank][begin:end]) != stated:
+                raise http.client.HTTPException("bytes were changed on their way")
 
 
 def _read(answer: http.client.HTTPResponse, target: memoryview) -> None:

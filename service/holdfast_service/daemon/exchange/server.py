@@ -1,6 +1,8 @@
 """Serves the bytes of slots to other nodes, at an address of its own, to who knows the cluster's secret.
 
-A round's slots are offered while it is being written, and only then: a slot that is free may be filled anew.
+A round's slots are offered while it is being written: a slot that is free may be filled anew. Those of an in-memory
+checkpoint are free. They are not locked for another node, which might hang: what was digested is sent if the slot was still
+the same afterwards, and what is filled anew while it is sent does not match its digest.
 """
 
 from __future__ import annotations
@@ -9,15 +11,20 @@ import hmac
 import logging
 import re
 import socket
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
+from typing import NamedTuple
 
 import msgspec
 
 from holdfast_formats.digest import digest
 from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.arena.held_slots import HeldStep, LentSlot
+from holdfast_service.daemon.exchange import held
 from holdfast_service.daemon.exchange import ranges as wanted
 
 log = logging.getLogger(__name__)
@@ -26,11 +33,35 @@ SILENCE_S = 60.0  # of a node that asks, or takes what it asked for
 _PATH = re.compile(re.escape(wanted.PATH).replace(r"\{\}", r"([1-9]\d{0,18})"))
 
 
+class _Gone(Exception):
+    """A held slot has been used for something else."""
+
+
+class _Answer(NamedTuple):
+    """Ranges of slots, which are good as long as they are `still` what they were."""
+
+    slots: Mapping[int, memoryview]
+    ranges: Sequence[SlotRange]
+    is_still: Callable[[int], bool]
+
+    def write(self, to: BufferedIOBase) -> None:
+        """Send them. Raises `_Gone` where a slot is not what it was: the answer is cut short."""
+        for one in self.ranges:
+            for begin, end in wanted.chunks(one.begin, one.end):
+                part = self.slots[one.rank][begin:end]
+                proof = digest(part).encode()
+                if not self.is_still(one.rank):
+                    raise _Gone(f"the slot of rank {one.rank}")
+                to.write(part)
+                to.write(proof)
+
+
 class ExchangeServer:
     """Listens from the start. `secret` is what who asks has to know; nobody is answered before it is set. Thread-safe."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         self.secret = ""
+        self.lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()  # what this node holds of a save
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
         self._server = (_Server6 if ":" in host else _Server)((host, port), _handler(self))
@@ -78,6 +109,9 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
+        if isinstance(sys.exc_info()[1], _Gone):
+            log.info("a node at %s is not answered to the end: %s has been used anew", client_address, sys.exc_info()[1])
+            return
         log.info("a node at %s was not answered to the end", client_address, exc_info=True)
 
 
@@ -96,36 +130,28 @@ def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
             asked = self._asked()
             if isinstance(asked, HTTPStatus):
                 self._refuse(asked)
-                return
-            offered, found = asked
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/octet-stream")
-            self.send_header("Content-Length", str(wanted.answer_bytes(found)))
-            self.end_headers()
-            for one in found:
-                for begin, end in wanted.chunks(one.begin, one.end):
-                    part = offered[one.rank][begin:end]
-                    self.wfile.write(part)
-                    proof = digest(part).encode()
-                    if not exchange.still_offers(offered):  # other bytes may be there by now: they get no digest
-                        self.close_connection = True
-                        return
-                    self.wfile.write(proof)
+            elif isinstance(asked, bytes):
+                self._begin("application/json", len(asked))
+                self.wfile.write(asked)
+            else:
+                self._begin("application/octet-stream", wanted.answer_bytes(asked.ranges))
+                asked.write(self.wfile)
 
-        def _asked(self) -> tuple[Mapping[int, memoryview], Sequence[SlotRange]] | HTTPStatus:
-            """The slots of the round, and what is asked for of them; else why that is not answered."""
+        def _begin(self, kind: str, length: int) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+
+        def _asked(self) -> _Answer | bytes | HTTPStatus:
+            """What is asked for; else why that is not answered."""
             if not exchange.is_known(self.headers.get("Authorization", "")):
                 return HTTPStatus.UNAUTHORIZED
-            path = _PATH.fullmatch(self.path)
+            known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
             length = self.headers.get("Content-Length", "")
-            if path is None or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
+            if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
                 return HTTPStatus.BAD_REQUEST
-            body = self.rfile.read(int(length))
-            offered = exchange.offered(int(path[1]))
-            if offered is None:
-                return HTTPStatus.CONFLICT
-            found = _checked(body, offered)
-            return HTTPStatus.BAD_REQUEST if found is None else (offered, found)
+            return _found(exchange, self.path, self.rfile.read(int(length)))
 
         def _refuse(self, status: HTTPStatus) -> None:
             self.close_connection = True  # what it sent is not read
@@ -140,6 +166,17 @@ def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def _found(exchange: ExchangeServer, path: str, body: bytes) -> _Answer | bytes | HTTPStatus:
+    of_round = _PATH.fullmatch(path)
+    if of_round is None:
+        return _slots_said(body, exchange.lent) if path == held.SLOTS_PATH else _held_ranges(body, exchange.lent)
+    offered = exchange.offered(int(of_round[1]))
+    if offered is None:
+        return HTTPStatus.CONFLICT
+    found = _checked(body, offered)
+    return HTTPStatus.BAD_REQUEST if found is None else _Answer(offered, found, lambda rank: exchange.still_offers(offered))
+
+
 def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRange] | None:
     """What is asked for; None unless all of it is inside the slots that are offered."""
     try:
@@ -149,3 +186,29 @@ def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRan
     found = [SlotRange(*one) for one in asked.ranges]
     inside = all(one.rank in offered and 0 <= one.begin < one.end <= len(offered[one.rank]) for one in found)
     return found if inside else None
+
+
+def _slots_said(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> bytes | HTTPStatus:
+    """Which slots of the save that is asked about are here."""
+    try:
+        asked = held.decode_slots_asked(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return HTTPStatus.BAD_REQUEST
+    return held.encode_slots(
+        [held.SlotSaid(s.rank, s.table_digest, s.table_at, s.data_bytes, s.table_bytes) for s in lent(asked.of)]
+    )
+
+
+def _held_ranges(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> _Answer | HTTPStatus:
+    """What is asked for of held slots, if they are those that are meant, and it is inside what the ranks have put there."""
+    try:
+        asked = held.decode_ranges_asked(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return HTTPStatus.BAD_REQUEST
+    slots = {slot.rank: slot for slot in lent(asked.of)}
+    if any(rank not in slots or slots[rank].table_digest != stated for rank, stated in asked.tables.items()):
+        return HTTPStatus.CONFLICT
+    found = [SlotRange(*one) for one in asked.ranges]
+    if not all(one.rank in asked.tables and slots[one.rank].has(one.begin, one.end) for one in found):
+        return HTTPStatus.BAD_REQUEST
+    return _Answer({rank: slot.memory for rank, slot in slots.items()}, found, lambda rank: slots[rank].is_still())

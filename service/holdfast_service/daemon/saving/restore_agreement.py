@@ -37,6 +37,7 @@ class _Turn:
         self.reading: set[int] = set()  # those of them that were told a step
         self.ended: set[int] = set()
         self.spans = False  # ranks may be on other nodes
+        self.voting = threading.Lock()  # one vote at a time: what is told last is what is true last
         self.voted: set[int] | None = None  # what other nodes were last told of `ended`
         self.voted_at = 0.0
         self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
@@ -240,8 +241,11 @@ class RestoreAgreement:
 
     def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
         """Tell other nodes how the turn ended here, and hear how there; nothing where all ranks are here."""
-        if self._rendezvous is None:
-            return
+        if self._rendezvous is not None:
+            with current.voting:
+                self._tell(self._rendezvous, who, turn, current)
+
+    def _tell(self, rendezvous: Rendezvous, who: Participant, turn: int, current: _Turn) -> None:
         spans = self._spans(who)  # not under the lock: who answers has one of its own
         with self._changed:
             current.spans = spans
@@ -256,7 +260,7 @@ class RestoreAgreement:
             current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()
         try:
-            votes = self._rendezvous.vote(who.run, who.attempt, turn, done, problem)
+            votes = rendezvous.vote(who.run, who.attempt, turn, done, problem)
         except CheckpointError as away:
             log.info("other nodes cannot be asked how a restore of %s ended: %s", who.run, away.detail)
             votes = None

@@ -68,10 +68,11 @@ class Saver:
         self.restores = RestoreAgreement(
             checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._is_elsewhere
         )
-        self.holds = HeldCheckpoints(decisions.committed)
+        self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._joint: JointSaves | None = None
         if party is not None:
+            party.exchange.lent = self.holds.lent
             writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
             host = Host(self._parts, self._is_open, self._joint_sealed, self._renew, self._joint_given_up, self._joint_ended)
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
@@ -202,14 +203,17 @@ class Saver:
     def _joint_ended(
         self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan] = ()
     ) -> None:
-        """What became of a save of several nodes, who have `written` parts of it: its slots are free."""
+        """What became of a save of several nodes, who have `written` parts of it. Its slots are free, and this node holds
+        what its ranks put into them.
+        """
+        if not isinstance(result, CheckpointError):
+            self.holds.keep(*current.key, current.sealed)
         current.release()
         if isinstance(result, CheckpointError):
             self._ends.tell(current, result, staging)
             self._announce(current, result)
             return
         self.history.ended(current, checked=result is None)
-        self.holds.end(current.key.run)  # what is held are the slots of one node
         if result is not None:
             self.checks.add(result, written)
         self._announce(current, None)
@@ -253,6 +257,8 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
+            here = {other.rank for other in self._connected.of(who.run) if other.attempt == who.attempt}
+        self.holds.trains(who.owner, here)
         quiet = self._is_told_elsewhere(who)
         round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
         slot = -1

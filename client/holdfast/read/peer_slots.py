@@ -1,0 +1,146 @@
+"""Slots that other nodes hold, as this node's daemon fetches them: in the order in which they are read, ahead of who reads.
+
+Ranks know no other node, nor what nodes say to each other: they ask their own daemon, by its socket, and read its memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from holdfast.read.held_slots import HeldSlot, take
+from holdfast.transport import Transport
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.slot_ranges import SlotRange
+
+log = logging.getLogger(__name__)
+
+FETCH_BYTES = 2**25  # in one request
+FETCH_WAIT_S = 60.0  # the daemon has less patience than this
+LOOK_WAIT_S = 30.0
+
+Fetch = Callable[[Sequence[SlotRange]], Collection[int]]  # returns the ranks of which something is lost
+
+
+class PeerSlots:
+    """The slots of ranks of other nodes. What is `wanted` is fetched once it was said; who reads waits for it.
+
+    `close` it when nothing is read any more.
+    """
+
+    def __init__(self, slots: Sequence[HeldSlot], fetch: Fetch) -> None:
+        self.slots, self._fetch = list(slots), fetch
+        self._batches: list[Sequence[SlotRange]] = []
+        self._wanted: dict[int, list[tuple[int, int, int]]] = {}  # by rank: begin, end, number of the batch; in order
+        self._changed = threading.Condition()
+        self._lost: list[Collection[int]] = []  # of each batch that was answered
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self.bytes_wanted = 0
+
+    @classmethod
+    def none(cls) -> PeerSlots:
+        """Nobody else holds anything."""
+        return cls((), lambda ranges: ())
+
+    def want(self, ranges: Iterable[SlotRange]) -> None:
+        """These will be read, in this order. Called once."""
+        self._batches = list(_batches(ranges))
+        for number, batch in enumerate(self._batches):
+            for one in batch:
+                self.bytes_wanted += one.length
+                self._wanted.setdefault(one.rank, []).append((one.begin, one.end, number))
+        for known in self._wanted.values():
+            known.sort()
+        if self._batches:
+            self._thread = threading.Thread(target=self._run, name="holdfast-peers", daemon=True)
+            self._thread.start()
+
+    def has(self, one: SlotRange) -> bool:
+        """Whether a range was fetched; waits for it. False for one that was not wanted, or is lost."""
+        known = self._wanted.get(one.rank, [])
+        at = max(bisect.bisect_right(known, (one.begin, float("inf"), 0)) - 1, 0)
+        reached, needed = one.begin, -1
+        batches = set()
+        for begin, end, number in known[at:]:
+            if begin > reached or reached >= one.end:
+                break
+            if end > reached:
+                reached, needed = end, max(needed, number)
+                batches.add(number)
+        if reached < one.end:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._lost) > needed or self._closed)
+            return len(self._lost) > needed and all(one.rank not in self._lost[number] for number in batches)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for slot in self.slots:
+            slot.close()
+
+    def _run(self) -> None:
+        for batch in self._batches:
+            if self._closed:
+                return
+            try:
+                lost = self._fetch(batch)
+            except CheckpointError as error:
+                log.info("the memory of other nodes is not read any more: %s", error.detail)
+                self._all_lost()
+                return
+            except BaseException:
+                self._all_lost()  # nobody waits for what does not come
+                raise
+            with self._changed:
+                self._lost.append(lost)
+                self._changed.notify_all()
+
+    def _all_lost(self) -> None:
+        with self._changed:
+            self._lost += [frozenset(one.rank for one in batch) for batch in self._batches[len(self._lost) :]]
+            self._changed.notify_all()
+
+
+def take_peers(link: Transport, made: Manifest) -> PeerSlots:
+    """The slots that other nodes hold of a checkpoint, as this node's daemon has found them."""
+    step, attempt, turn, world = made.step, made.attempt, made.turn, made.world
+    slots: list[HeldSlot] = []
+    while True:
+        after = max((slot.table.rank for slot in slots), default=-1)
+        asked = wire.HeldElsewhere(id=link.next_id(), step=step, attempt=attempt, turn=turn, world=world, after=after)
+        found = take(link, asked, step, LOOK_WAIT_S)
+        slots += found
+        if len(found) < wire.HELD_RANKS_MAX:
+            break
+
+    def fetch(ranges: Sequence[SlotRange]) -> Collection[int]:
+        places = tuple((one.rank, one.begin, one.end) for one in ranges)
+        message = wire.Fetch(id=link.next_id(), step=step, attempt=attempt, turn=turn, world=world, ranges=places)
+        return link.request(message, wire.Fetched, FETCH_WAIT_S).lost
+
+    return PeerSlots(slots, fetch)
+
+
+def _batches(ranges: Iterable[SlotRange]) -> Iterator[Sequence[SlotRange]]:
+    """The same ranges, so many together that a request is worth it and the first one is answered soon."""
+    batch: list[SlotRange] = []
+    size = 0
+    for one in ranges:
+        for begin in range(one.begin, one.end, FETCH_BYTES):
+            end = min(one.end, begin + FETCH_BYTES)
+            if batch and (size + end - begin > FETCH_BYTES or len(batch) >= wire.RANGES_MAX):
+                yield batch
+                batch, size = [], 0
+            batch.append(one._replace(begin=begin, end=end))
+            size += end - begin
+    if batch:
+        yield batch

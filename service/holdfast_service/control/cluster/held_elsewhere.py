@@ -1,0 +1,32 @@
+"""Which other nodes may hold slots of a save: those that say so of themselves, and those that had a part in it."""
+
+from __future__ import annotations
+
+from sqlalchemy import Text, cast, exists, func, literal, or_, select, type_coerce
+from sqlalchemy.dialects.postgresql import JSONB
+
+from holdfast_service.control.cluster.membership import Membership, now
+from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
+
+HOLDS = "holds"  # in what a node says of itself: the saves of which it holds slots, each as `held_name` says
+
+
+def held_name(run: str, step: int, attempt: int) -> str:
+    """What a node calls a save of which it holds slots."""
+    return f"{run}@{step}~{attempt}"
+
+
+def holders(membership: Membership, run: str, step: int, attempt: int) -> list[tuple[str, str]]:
+    """The names of the nodes and the addresses of their exchange; one statement. `CatalogUnavailable`.
+
+    A node says what it holds with its next heartbeat, and a round is forgotten an hour after it. So both are looked at, and
+    the nodes themselves know.
+    """
+    about = cast(type_coerce(NodeRow.about, Text), JSONB)
+    says = func.jsonb_exists(about.op("->")(HOLDS), literal(held_name(run, step, attempt)))
+    save = (JointRoundRow.run == run, JointRoundRow.step == step, JointRoundRow.attempt == attempt)
+    took_part = exists().where(PartRow.node == NodeRow.name, PartRow.round_id == JointRoundRow.id, *save)
+    others = (NodeRow.until > now(), NodeRow.name != membership.me.name)
+    wanted = select(NodeRow.name, about.op("->>")("exchange")).where(*others, or_(says, took_part))
+    with membership.database.plain() as connection:
+        return [(name, url) for name, url in connection.execute(wanted.order_by(NodeRow.name)) if url]

@@ -1,0 +1,70 @@
+"""What one node asks another for of an in-memory checkpoint: which slots it holds, and ranges of them.
+
+Bytes come as those of a round do (`ranges`). Places in a slot count from its first byte of data; its table is at `table_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats import decoding
+from holdfast_formats.staging.arena import SEGMENT_BYTES_MAX, page_aligned
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_formats.staging.slot_table import TABLE_BYTES_MAX
+from holdfast_service.daemon.arena.held_slots import HeldStep
+
+SLOTS_PATH = "/held"
+BYTES_PATH = "/held/bytes"
+SLOTS_BYTES_MAX = 2**20  # of an answer
+
+
+class SlotSaid(NamedTuple):
+    """A held slot as its node describes it."""
+
+    rank: int
+    table_digest: str
+    table_at: int
+    data_bytes: int
+    table_bytes: int
+
+    def is_possible(self, of: HeldStep) -> bool:
+        """Whether a slot of this save can be so."""
+        sizes = (self.data_bytes <= self.table_at <= SEGMENT_BYTES_MAX, 0 < self.table_bytes <= TABLE_BYTES_MAX)
+        aligned = self.table_at == page_aligned(self.table_at)
+        return 0 <= self.rank < of.world and self.data_bytes >= 0 and aligned and all(sizes)
+
+
+class SlotsSaid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    slots: tuple[SlotSaid, ...]
+
+
+class SlotsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    of: HeldStep
+
+
+class HeldRangesAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rank, begin and end of each; `tables` are the digests of the slots that are meant."""
+
+    of: HeldStep
+    tables: dict[int, str]
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+decode_slots_asked = decoding.decoder(SlotsAsked)
+decode_slots = decoding.decoder(SlotsSaid)
+decode_ranges_asked = decoding.decoder(HeldRangesAsked)
+
+
+def encode_slots_asked(of: HeldStep) -> bytes:
+    return msgspec.json.encode(SlotsAsked(of))
+
+
+def encode_slots(slots: Sequence[SlotSaid]) -> bytes:
+    return msgspec.json.encode(SlotsSaid(tuple(slots)))
+
+
+def encode_ranges_asked(of: HeldStep, tables: Mapping[int, str], ranges: Sequence[SlotRange]) -> bytes:
+    return msgspec.json.encode(HeldRangesAsked(of, dict(tables), tuple((one.rank, one.begin, one.end) for one in ranges)))

@@ -1,0 +1,87 @@
+"""A node that holds slots of a checkpoint, as another one asks it. No answer is waited for longer than a limit."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.exchange import held
+from holdfast_service.daemon.exchange import ranges as wanted
+from holdfast_service.daemon.exchange.fetching import read_ranges
+
+CONNECT_S = 2.0
+
+
+class HolderLost(Exception):
+    """A node did not send what it holds, or not in time."""
+
+
+class HoldingNode(NamedTuple):
+    """A node, and the address of its exchange."""
+
+    node: str
+    url: str
+    secret: str
+
+    def slots(self, of: HeldStep, limit_s: float) -> list[held.SlotSaid]:
+        """What it holds of a save. Raises `HolderLost`."""
+        with self._answer(held.SLOTS_PATH, held.encode_slots_asked(of), limit_s) as answer:
+            said = held.decode_slots(answer.read(held.SLOTS_BYTES_MAX)).slots
+            if not all(one.is_possible(of) for one in said):
+                raise HolderLost(f"node {self.node} describes slots that cannot be")
+            return list(said)
+
+    def fetch(
+        self,
+        of: HeldStep,
+        slots: Sequence[held.SlotSaid],
+        ranges: Sequence[SlotRange],
+        into: Mapping[int, memoryview],
+        limit_s: float,
+    ) -> None:
+        """Copy these ranges of its slots to the same places of `into`, by rank. Raises `HolderLost`."""
+        asked = held.encode_ranges_asked(of, {one.rank: one.table_digest for one in slots}, ranges)
+        with self._answer(held.BYTES_PATH, asked, limit_s) as answer:
+            if answer.length != wanted.answer_bytes(ranges):
+                raise HolderLost(f"node {self.node} answered with {answer.length} bytes")
+            read_ranges(answer, ranges, into)
+
+    @contextmanager
+    def _answer(self, path: str, body: bytes, limit_s: float) -> Iterator[http.client.HTTPResponse]:
+        try:
+            at = urlsplit(self.url)
+            connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=min(CONNECT_S, limit_s))
+            connection.blocksize = 2**20
+            connection.connect()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise HolderLost(f"node {self.node} cannot be reached: {error}") from error
+        over = threading.Timer(limit_s, _hang_up, (connection.sock,))
+        over.start()
+        try:
+            connection.sock.settimeout(limit_s)
+            headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            if answer.status != http.HTTPStatus.OK:
+                raise HolderLost(f"node {self.node} answered {answer.status}")
+            yield answer
+        except (OSError, http.client.HTTPException, msgspec.DecodeError, ValueError) as error:
+            raise HolderLost(f"node {self.node} did not send what it holds: {error or type(error).__name__}") from error
+        finally:
+            over.cancel()
+            connection.close()
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """Whoever reads from it finds its end: a peer that sends a byte now and then has no other end."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

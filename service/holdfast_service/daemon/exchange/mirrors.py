@@ -1,0 +1,92 @@
+"""Slots of other nodes, as far as they were fetched, in memory of this node that its ranks read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+from holdfast_formats.digest import digest
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState, page_aligned
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_formats.staging.wire import HeldPart
+from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.arena.segment import memfd
+from holdfast_service.daemon.exchange.held import SlotSaid
+from holdfast_service.daemon.exchange.holders import HolderLost, HoldingNode
+
+UNIT_BYTES = 2**18  # fetched as a whole
+_ABSENT, _ON_ITS_WAY, _THERE, _LOST = range(4)
+
+
+class Mirror:
+    """One slot of another node: a segment with one slot, whose data is there only as far as it was fetched.
+
+    Not safe for threads. Memory that nothing was fetched to is not used.
+    """
+
+    def __init__(self, of: HeldStep, said: SlotSaid, holder: HoldingNode) -> None:
+        """`NoSpace` if there is no room for it."""
+        self.of, self.said, self.holder = of, said, holder
+        self._geometry = Geometry(1, said.table_at, page_aligned(said.table_bytes))
+        self.fd = memfd(f"mirror-{of.run}-rank{said.rank}", self._geometry.segment_bytes)
+        self._map = mmap.mmap(self.fd, self._geometry.segment_bytes)
+        memory = memoryview(self._map)
+        arena.write_superblock(memory, self._geometry)
+        self._memory = memory
+        self.slot = memory[self._geometry.data_offset(0) :]
+        self._units = bytearray(-(-said.data_bytes // UNIT_BYTES))
+
+    @property
+    def part(self) -> HeldPart:
+        """What ranks are told of it."""
+        return HeldPart(rank=self.said.rank, slot=0, table_digest=self.said.table_digest)
+
+    @property
+    def table(self) -> SlotRange:
+        return SlotRange(self.said.rank, self.said.table_at, self.said.table_at + self.said.table_bytes)
+
+    def open(self) -> None:
+        """The table is there: from here on ranks can read the slot. `HolderLost` if it is another table."""
+        said = self.said
+        if digest(self.slot[self.table.begin : self.table.end]) != said.table_digest:
+            raise HolderLost(f"node {self.holder.node} sent another table of rank {said.rank} than it had named")
+        seal = int(said.table_digest, 16)
+        header = SlotHeader(SlotState.FREE, self.of.step, self.of.attempt, said.data_bytes, said.table_bytes, seal)
+        arena.write_header(self._memory, self._geometry, 0, header)
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether the rank has put data there."""
+        return 0 <= begin < end <= self.said.data_bytes
+
+    def claim(self, begin: int, end: int) -> Iterator[SlotRange]:
+        """What is to be fetched so that this range is there; who claims it fetches it."""
+        units, first = self._units, begin // UNIT_BYTES
+        last = -(-end // UNIT_BYTES)
+        while (start := units.find(_ABSENT, first, last)) >= 0:
+            first = start
+            while first < last and units[first] == _ABSENT:
+                units[first] = _ON_ITS_WAY
+                first += 1
+            yield SlotRange(self.said.rank, start * UNIT_BYTES, min(first * UNIT_BYTES, self.said.data_bytes))
+
+    def settle(self, one: SlotRange, there: bool) -> None:
+        """What was claimed is there, or is lost."""
+        for unit in range(one.begin // UNIT_BYTES, -(-one.end // UNIT_BYTES)):
+            self._units[unit] = _THERE if there else _LOST
+
+    def is_settled(self, begin: int, end: int) -> bool:
+        return all(unit > _ON_ITS_WAY for unit in self._between(begin, end))
+
+    def is_there(self, begin: int, end: int) -> bool:
+        return all(unit == _THERE for unit in self._between(begin, end))
+
+    def _between(self, begin: int, end: int) -> bytearray:
+        return self._units[begin // UNIT_BYTES : -(-end // UNIT_BYTES)]
+
+    def close(self) -> None:
+        """Ranks that have it open keep it; the memory is free once none has."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

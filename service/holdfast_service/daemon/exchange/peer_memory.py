@@ -1,0 +1,246 @@
+"""What ranks of this node read of in-memory checkpoints of other nodes: fetched once for all of them, while they restore.
+
+A peer is waited for with patience that ends: what it does not send in time, ranks read from the root. What it sends is
+proven twice, on its way here and by the ranks against the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.exchange.held import SlotSaid
+from holdfast_service.daemon.exchange.holders import HolderLost, HoldingNode
+from holdfast_service.daemon.exchange.mirrors import Mirror
+
+log = logging.getLogger(__name__)
+
+WORLD_MAX = 256  # of a save whose slots are looked for elsewhere: every node reads the tables of all of them
+ASK_S = 2.0  # how long a node may take to say what it holds
+GRACE_S, RATE_MIN = 2.0, 2**25  # after so many seconds, a peer that has sent fewer bytes a second is too slow
+PIECE_BYTES = 2**25  # asked of a peer at once
+VAIN_S_MAX = 6.0  # that a restore waits for peers in vain: then all are given up
+AT_ONCE = 8  # nodes that are asked at the same time
+
+Find = Callable[[HeldStep], Sequence[HoldingNode]]
+
+
+class _Lent:
+    """What other nodes hold of one save, and which ranks of this node read it."""
+
+    def __init__(self, of: HeldStep) -> None:
+        self.of = of
+        self.users: set[object] = set()
+        self.opening = threading.Lock()
+        self.opened = False
+        self.mirrors: dict[int, Mirror] = {}
+        self.changed = threading.Condition()  # guards the mirrors' content
+        self.lost: set[str] = set()  # nodes that are asked no more
+        self.sent: dict[str, tuple[int, float]] = {}  # by node: bytes, and the seconds that they took
+        self.vain_s = 0.0
+
+    def close(self) -> None:
+        with self.changed:
+            for mirror in self.mirrors.values():
+                mirror.close()
+
+
+class PeerMemory:
+    """Thread-safe. `find` says which nodes may hold slots of a save; `spare` how many bytes this node has room for."""
+
+    def __init__(self, find: Find, spare: Callable[[], int]) -> None:
+        self._find, self._spare = find, spare
+        self._lock = threading.Lock()
+        self._lent: dict[HeldStep, _Lent] = {}
+
+    def open(self, of: HeldStep, user: object) -> list[Mirror]:
+        """The slots of this save that other nodes hold, by rank, for `user` until it `release`s them. The first who asks
+        waits until all have answered, or have not for too long.
+        """
+        if of.world > WORLD_MAX:
+            return []
+        with self._lock:
+            lent = self._lent.setdefault(of, _Lent(of))
+            lent.users.add(user)
+        with lent.opening:
+            if not lent.opened:
+                self._look(lent)
+                lent.opened = True
+        return [mirror for _, mirror in sorted(lent.mirrors.items())]
+
+    def fetch(self, of: HeldStep, ranges: Iterable[SlotRange]) -> set[int]:
+        """Fetch what of these ranges is not here yet. Returns the ranks of which something could not be fetched."""
+        wanted = list(ranges)
+        with self._lock:
+            lent = self._lent.get(of)
+        if lent is None or not lent.opened:
+            return {one.rank for one in wanted}
+        known = [one for one in wanted if one.rank in lent.mirrors and lent.mirrors[one.rank].has(one.begin, one.end)]
+        by_node: dict[HoldingNode, list[SlotRange]] = {}
+        with lent.changed:
+            for one in known:
+                mirror = lent.mirrors[one.rank]
+                by_node.setdefault(mirror.holder, []).extend(mirror.claim(one.begin, one.end))
+        _each([partial(self._bring, lent, holder, claimed) for holder, claimed in by_node.items() if claimed])
+        with lent.changed:
+            mirrors = lent.mirrors
+            lent.changed.wait_for(lambda: all(mirrors[one.rank].is_settled(one.begin, one.end) for one in known), VAIN_S_MAX)
+            there = {one for one in known if mirrors[one.rank].is_there(one.begin, one.end)}
+        return {one.rank for one in wanted if one not in there}
+
+    def release(self, user: object) -> None:
+        """`user` has restored. What nobody reads any more is dropped."""
+        with self._lock:
+            for lent in self._lent.values():
+                lent.users.discard(user)
+            over = [of for of, lent in self._lent.items() if not lent.users]
+            dropped = [self._lent.pop(of) for of in over]
+        for lent in dropped:
+            lent.close()
+
+    def _look(self, lent: _Lent) -> None:
+        try:
+            holders = self._find(lent.of)
+        except CatalogUnavailable as away:
+            log.info("cannot tell which nodes hold %s@%s in memory: %s", lent.of.run, lent.of.step, away.detail)
+            return
+        began = time.monotonic()
+        _each([partial(self._open, lent, holder) for holder in holders])
+        if lent.mirrors:
+            told = "%s@%s: slots of %d ranks are in the memory of %d nodes, found in %.3f s"
+            nodes = {mirror.holder.node for mirror in lent.mirrors.values()}
+            log.info(told, lent.of.run, lent.of.step, len(lent.mirrors), len(nodes), time.monotonic() - began)
+
+    def _open(self, lent: _Lent, holder: HoldingNode) -> None:
+        """Ask a node what it holds, and fetch the tables of its slots."""
+        made: list[Mirror] = []
+        try:
+            said = [one for one in holder.slots(lent.of, ASK_S) if one.rank not in lent.mirrors]
+            if sum(one.table_bytes for one in said) > self._spare():
+                raise HolderLost(f"there is no room for the tables of {len(said)} ranks")
+            for one in said:
+                made.append(Mirror(lent.of, one, holder))
+            if made:
+                into, tables = {mirror.said.rank: mirror.slot for mirror in made}, [mirror.table for mirror in made]
+                holder.fetch(lent.of, said, tables, into, _limit_s(tables))
+            for mirror in made:
+                mirror.open()
+        except (HolderLost, CheckpointError) as error:
+            log.info("the memory of node %s is not read: %s", holder.node, error)
+            for mirror in made:
+                mirror.close()
+            return
+        with lent.changed:
+            for mirror in made:
+                if lent.mirrors.setdefault(mirror.said.rank, mirror) is not mirror:
+                    mirror.close()
+
+    def _bring(self, lent: _Lent, holder: HoldingNode, claimed: Sequence[SlotRange]) -> None:
+        """Fetch what was claimed from one node, piece by piece. With one that does not come, what is left is lost."""
+        pieces = list(_pieces(claimed))
+        for number, piece in enumerate(pieces):
+            if not self._piece(lent, holder, piece):
+                with lent.changed:
+                    for left in pieces[number:]:
+                        _settle(lent, left, there=False)
+                    lent.changed.notify_all()
+                return
+
+    def _piece(self, lent: _Lent, holder: HoldingNode, piece: Sequence[SlotRange]) -> bool:
+        ranks = {one.rank for one in piece}
+        with lent.changed:
+            if holder.node in lent.lost or lent.vain_s > VAIN_S_MAX:
+                return False
+            slots: list[SlotSaid] = [lent.mirrors[rank].said for rank in sorted(ranks)]
+            into = {rank: lent.mirrors[rank].slot for rank in ranks}
+        began, size = time.monotonic(), sum(one.length for one in piece)
+        try:
+            if size > self._spare():
+                raise HolderLost("this node has no memory to spare")
+            holder.fetch(lent.of, slots, piece, into, _limit_s(piece))
+        except HolderLost as error:
+            log.warning("%s@%s: %s; ranks read the root instead", lent.of.run, lent.of.step, error)
+            with lent.changed:
+                lent.lost.add(holder.node)
+                lent.vain_s += time.monotonic() - began
+            return False
+        with lent.changed:
+            _settle(lent, piece, there=True)
+            lent.changed.notify_all()
+            before = lent.sent.get(holder.node, (0, 0.0))
+            sent, took_s = lent.sent[holder.node] = before[0] + size, before[1] + time.monotonic() - began
+            if took_s > GRACE_S and sent < took_s * RATE_MIN and holder.node not in lent.lost:
+                lent.lost.add(holder.node)
+                log.warning("node %s sends too slowly: %d bytes in %.1f s; ranks read the root", holder.node, sent, took_s)
+        return True
+
+
+class Borrower:
+    """A rank that reads what other nodes hold of its own run."""
+
+    def __init__(self, memory: PeerMemory | None) -> None:
+        self._memory = memory
+
+    def slots(self, run: str, asked: wire.HeldElsewhere) -> list[Mirror]:
+        """The next of the slots that other nodes hold of the save that is asked about."""
+        if self._memory is None:
+            return []
+        found = self._memory.open(_of(run, asked), self)
+        return [mirror for mirror in found if mirror.said.rank > asked.after][: wire.HELD_RANKS_MAX]
+
+    def fetch(self, run: str, asked: wire.Fetch) -> wire.Fetched:
+        """Fetch ranges of them."""
+        ranges = [SlotRange(*one) for one in asked.ranges]
+        lost = {one.rank for one in ranges} if self._memory is None else self._memory.fetch(_of(run, asked), ranges)
+        return wire.Fetched(reply_to=asked.id, lost=tuple(sorted(lost)))
+
+    def release(self) -> None:
+        if self._memory is not None:
+            self._memory.release(self)
+
+
+def _of(run: str, asked: wire.OfSave) -> HeldStep:
+    return HeldStep(run, asked.step, asked.attempt, asked.turn, asked.world)
+
+
+def _settle(lent: _Lent, ranges: Iterable[SlotRange], there: bool) -> None:
+    for one in ranges:
+        lent.mirrors[one.rank].settle(one, there)
+
+
+def _limit_s(ranges: Iterable[SlotRange]) -> float:
+    return GRACE_S + sum(one.length for one in ranges) / RATE_MIN
+
+
+def _pieces(ranges: Iterable[SlotRange]) -> Iterable[Sequence[SlotRange]]:
+    """The same ranges, `PIECE_BYTES` at a time, cut where units end."""
+    piece: list[SlotRange] = []
+    room = PIECE_BYTES
+    for one in ranges:
+        for begin in range(one.begin, one.end, PIECE_BYTES):
+            end = min(one.end, begin + PIECE_BYTES)
+            if piece and end - begin > room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+            piece.append(one._replace(begin=begin, end=end))
+            room -= end - begin
+    if piece:
+        yield piece
+
+
+def _each(acts: Sequence[Callable[[], None]]) -> None:
+    """Call all of them, several at once."""
+    if len(acts) == 1:
+        acts[0]()
+    elif acts:
+        with ThreadPoolExecutor(min(len(acts), AT_ONCE), "holdfast-peer") as pool:
+            for done in [pool.submit(act) for act in acts]:
+                done.result()
