@@ -304,6 +304,14 @@ class Share(NamedTuple):
     end: int
 
 
+class SharePlan(NamedTuple):
+    """A plan in which the tensors that a node writes some of have their origins, and what of its files that is."""
+
+    plan: WritePlan
+    shares: Sequence[Share]
+    block_bytes: int
+
+
 def shares(grid: Grid, owned: Numbers, node: int, share_bytes: int = BLOCK_BYTES) -> list[Share]:
     """What `node` writes, in file order: neighbouring blocks together, up to `share_bytes`, and at least one."""
     found: list[Share] = []

@@ -16,7 +16,9 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_formats.staging.blocks import SharePlan
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState, Votes
+from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.storage import Tier
@@ -76,6 +78,7 @@ class Decisions(Protocol):
     def committed(self, run: str, step: int) -> Launch | None: ...
     def sealed(self, round_id: int, ranks: int) -> None: ...
     def plan(self, tables: Sequence[SlotTable]) -> WritePlan: ...
+    def plan_share(self, parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan: ...
     def admit(self, plan: WritePlan) -> None: ...
     def commit(
         self, round_id: int, plan: WritePlan, measured: Mapping[str, float], staged: JointlyStaged | None = None
