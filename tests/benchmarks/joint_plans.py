@@ -26,7 +26,7 @@ import zstandard
 
 from holdfast_formats.region import Box, whole
 from holdfast_formats.staging import declaration
-from holdfast_formats.staging.declaration import Columns, HeldTensor
+from holdfast_formats.staging.declaration import FragmentColumns, HeldTensor
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
@@ -107,7 +107,7 @@ def encoded(case: Case) -> Iterator[bytes]:
                 box.append(boxes.setdefault(one, len(boxes)))
                 place.append(end)
                 end += one.volume * 4
-        columns = Columns(np.array(of), np.ones(len(of), np.int64), np.array(place), np.array(box))
+        columns = FragmentColumns(np.array(of), np.ones(len(of), np.int64), np.array(place), np.array(box))
         counts = np.array([len(mine) for mine in held])
         yield declaration.encode_columns(declaration.declared(tuple(ranks), tuple(tensors), tuple(boxes), columns, counts))
 

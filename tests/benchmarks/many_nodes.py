@@ -272,7 +272,7 @@ def measure(nodes: int, tensors: int, saves: int) -> list[Measured]:
 
 
 def line(name: str, nodes: int, one: Measured, limit: float | None) -> str:
-    missed = limit is not None and one.known_s > limit or one.statements > STATEMENTS_MAX or one.bytes > BYTES_MAX
+    missed = (limit is not None and one.known_s > limit) or one.statements > STATEMENTS_MAX or one.bytes > BYTES_MAX
     return (
         f"{nodes:6} {name:6} {one.sealed_s:8.2f} {one.written_s:8.2f} {one.known_s:8.2f} {one.statements:11.1f} "
         f"{one.bytes:9.0f} {one.read / 1024:9.0f}{'  MISSED' * missed}"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import decoding
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.region import Box, byte_box, check_box
+from holdfast_formats.region import Box, Shape, byte_box, check_box
 from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
 
 Numbers = NDArray[np.int64]
@@ -110,10 +110,10 @@ def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
     columns = (np.array(column, np.int64) for column in (tensor, boxes, place, box))
     counts = np.array([len(held[rank]) for rank in ranks], np.int64)
     specs = tuple(HeldTensor(spec, placement) for spec, placement in tensors)
-    return encode_columns(declared(tuple(ranks), specs, tuple(different), Columns(*columns), counts))
+    return encode_columns(declared(tuple(ranks), specs, tuple(different), FragmentColumns(*columns), counts))
 
 
-class Columns(NamedTuple):
+class FragmentColumns(NamedTuple):
     """As of `Declaration`."""
 
     tensor: Numbers
@@ -123,7 +123,11 @@ class Columns(NamedTuple):
 
 
 def declared(
-    ranks: tuple[int, ...], tensors: tuple[HeldTensor, ...], different: tuple[Box, ...], columns: Columns, counts: Numbers
+    ranks: tuple[int, ...],
+    tensors: tuple[HeldTensor, ...],
+    different: tuple[Box, ...],
+    columns: FragmentColumns,
+    counts: Numbers,
 ) -> Declaration:
     """A declaration from its columns; `counts` are the fragments of each rank."""
     first_fragment = _ends(counts)
@@ -150,16 +154,21 @@ def decode(encoded: bytes) -> Declaration:
     """What the ranks of a node hold; `InvalidRequest` for what no declaration is, and what no tensor has."""
     try:
         read = _decode.decode(encoded)
-        tensors = _tensors(read.tensors)
+        tensors, forms = _tensors(read.tensors)
         numbers = [np.frombuffer(data, _NUMBER).astype(np.int64) for data in (read.tensor, read.boxes, read.box)]
-        columns = Columns(*numbers[:2], np.frombuffer(read.place, _PLACE).astype(np.int64), numbers[2])
+        columns = FragmentColumns(
+            tensor=numbers[0],
+            boxes=numbers[1],
+            place=np.frombuffer(read.place, _PLACE).astype(np.int64),
+            box=numbers[2],
+        )
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"what ranks of another node hold cannot be read: {error}") from error
     counts = np.array(read.fragments, np.int64)
     if not _fit(read, columns, counts) or not _within(columns.tensor, len(tensors)):
         raise InvalidRequest("what ranks of another node hold cannot be read: its columns do not belong together")
     made = declared(read.ranks, tensors, read.different, columns, counts)
-    for of, which in _pairs(made):
+    for of, which in _pairs(forms[np.repeat(columns.tensor, columns.boxes)], columns.box, len(read.different)):
         spec, held = tensors[of].spec, read.different[which]
         check_box(held, spec.shape, spec.name)
         byte_box(spec.dtype, held, spec.shape, spec.name)
@@ -167,18 +176,21 @@ def decode(encoded: bytes) -> Declaration:
 
 
 @lru_cache(maxsize=TENSORS_KEPT)
-def _tensors(encoded: bytes) -> tuple[HeldTensor, ...]:
+def _tensors(encoded: bytes) -> tuple[tuple[HeldTensor, ...], Numbers]:
+    """And for each the first one of its form: what boxes it may have depends on that alone."""
     found = _decode_tensors.decode(encoded)
+    first: dict[tuple[str, Shape], int] = {}
     for held in found:
         held.spec.check()
-    return found
+    forms = [first.setdefault((held.spec.dtype, held.spec.shape), number) for number, held in enumerate(found)]
+    return found, np.array(forms, np.int64)
 
 
 def _ends(counts: Numbers) -> Numbers:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
 
 
-def _fit(read: _Encoded, columns: Columns, counts: Numbers) -> bool:
+def _fit(read: _Encoded, columns: FragmentColumns, counts: Numbers) -> bool:
     tensor, boxes, place, box = columns
     alike = len(read.ranks) == len(counts) == len(set(read.ranks)) and len(tensor) == len(boxes) == len(place)
     if not alike or any(column.size and column.min() < 0 for column in (*columns, counts)):
@@ -192,18 +204,17 @@ def _within(column: Numbers, stop: int) -> bool:
     return not column.size or int(column.max()) < stop
 
 
-def _pairs(made: Declaration) -> Iterable[tuple[int, int]]:
-    """Every box that some rank holds of a tensor, once."""
-    many = max(len(made.different), 1)
-    for pair in np.unique(np.repeat(made.tensor, made.boxes) * many + made.box).tolist():
-        yield divmod(pair, many)
+def _pairs(of: Numbers, box: Numbers, boxes: int) -> Iterable[tuple[int, int]]:
+    """Every pair that there is, once."""
+    for pair in np.unique(of * max(boxes, 1) + box).tolist():
+        yield divmod(pair, max(boxes, 1))
 
 
 def rows(made: Declaration) -> RowColumns:
     """Every box of every rank, rank by rank, in the order of their tables."""
     tensor = np.repeat(made.tensor, made.boxes)
     place = np.repeat(made.place, made.boxes)
-    if len(made.box) > len(made.tensor):  # some fragment has several boxes: they follow each other in the slot
+    if (made.boxes > 1).any():  # some fragment has several boxes: they follow each other in the slot
         sizes = _sizes(made, tensor)
         before = np.cumsum(sizes) - sizes
         first = (_ends(made.boxes)[:-1])[made.boxes > 0]

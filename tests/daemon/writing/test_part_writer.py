@@ -48,7 +48,7 @@ class Site:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(blocks, "BLOCK_BYTES_MIN", block_bytes)
             patched.setattr(blocks, "BLOCK_BYTES", block_bytes)
-            share_planner._remembered.clear()
+            share_planner.forget()
             self.own = [share_planner.plan_share(self.parts, node) for node in range(self.nodes)]
         self.asked: Counter[SlotRange] = Counter()
 

@@ -39,9 +39,7 @@ class SharedBoxes:
     `numbers` are those places, box by box, and `begins` where each box's begin among them. `named` says which box it is.
     """
 
-    def __init__(
-        self, numbers: NDArray[np.int64], begins: NDArray[np.int64], named: Callable[[int], ReplicatedBox]
-    ) -> None:
+    def __init__(self, numbers: NDArray[np.int64], begins: NDArray[np.int64], named: Callable[[int], ReplicatedBox]) -> None:
         self._numbers, self._begins, self._named = numbers, begins, named
 
     @classmethod

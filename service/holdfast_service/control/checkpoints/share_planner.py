@@ -1,4 +1,4 @@
-"""Plan a save whose ranks are on several nodes: the files, who writes which blocks, and what one node's blocks are read from.
+"""Plan a save whose ranks are on several nodes: the files, who writes which blocks, and what a node's blocks are read from.
 
 The files, their headers and offsets are those of `planner.plan`. All nodes work out the same owners, of all that every node
 holds; where a node reads from, it chooses by itself: from its own ranks as far as they hold it. What depends only on what
@@ -19,12 +19,12 @@ from holdfast_formats.disk.packing import FILE_BYTES_MAX, FilePlan, pack
 from holdfast_formats.staging import blocks, replica_claims
 from holdfast_formats.staging.blocks import Grid, HeldSpans, Mask, Numbers, Share, SharePlan
 from holdfast_formats.staging.part import DecodedPart
-from holdfast_formats.staging.plan import BoxOrigin, PlannedFile, PlannedTensor
+from holdfast_formats.staging.plan import PlannedFile, PlannedTensor
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control.checkpoints import world as worlds
 from holdfast_service.control.checkpoints.planner import check_world, merged
 from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes
-from holdfast_service.control.checkpoints.world import Holdings, World
+from holdfast_service.control.checkpoints.world import Holdings, Stretch, World
 
 REMEMBERED_MAX = 2  # all groups, and some of them
 
@@ -40,9 +40,7 @@ class _Placed:
         sizes = [layout.bytes for layout in layouts]
         self.block_bytes = blocks.block_bytes(sum(sizes))
         self.grid: Grid = blocks.grid(sizes, self.block_bytes)
-        self.owners = blocks.owners(
-            self.grid, blocks.holders(self.grid, self._spans(layouts), self._nodes), self._nodes
-        )
+        self.owners = blocks.owners(self.grid, blocks.holders(self.grid, self._spans(layouts), self._nodes), self._nodes)
         self._files = tuple(PlannedFile(layout, self._without_origins(layout)) for layout in layouts)
         self._own: dict[int, tuple[PlannedFile, ...]] = {}
         self._lock = threading.Lock()
@@ -59,19 +57,19 @@ class _Placed:
         known: dict[int, worlds.Spans] = {}
         found: list[worlds.Spans] = []
         places: list[tuple[int, int, int]] = []  # rows, file, begin
-        for file, layout in enumerate(layouts):
+        for number, layout in enumerate(layouts):
             for spec, start in layout.tensors:
                 family = self._holdings.family[self._numbers[spec.group, spec.name]]
                 if family not in known:
                     known[family] = self._holdings.spans(family, self._node_of, self._nodes)
                 found.append(known[family])
-                places.append((len(known[family].begin), file, start))
+                places.append((len(known[family].begin), number, start))
         if not found:
             return HeldSpans(*np.empty((5, 0), np.int64))
         begin, end, size, node = (np.concatenate(columns) for columns in zip(*found, strict=True))
-        counts, of_file, starts = np.array(places, np.int64).T
-        start = np.repeat(starts, counts)
-        return HeldSpans(np.repeat(of_file, counts), begin + start, end + start, size, node)
+        counts, file, start = np.array(places, np.int64).T
+        file, start = np.repeat(file, counts), np.repeat(start, counts)
+        return HeldSpans(file, begin + start, end + start, size, node)
 
     def own(self, me: int, shares: Sequence[Share]) -> tuple[PlannedFile, ...]:
         """The files, in which the tensors that a node writes some of have their origins."""
@@ -81,26 +79,23 @@ class _Placed:
             files = list(self._files)
             near = self._node_of == me
             for number in sorted({share.file for share in shares}):
-                parts = [(share.begin, share.end) for share in shares if share.file == number]
-                files[number] = self._with_origins(files[number], parts, near, me)
+                files[number] = self._with_origins(files[number], [one for one in shares if one.file == number], near, me)
             known = tuple(files)
             with self._lock:
                 self._own[me] = known
         return known
 
-    def _with_origins(
-        self, file: PlannedFile, parts: Sequence[tuple[int, int]], near: Mask, me: int
-    ) -> PlannedFile:
+    def _with_origins(self, file: PlannedFile, shares: Sequence[Share], near: Mask, me: int) -> PlannedFile:
         begins = np.array([tensor.start for tensor in file.tensors], np.int64)
         ends = begins + np.array([tensor.spec.nbytes for tensor in file.tensors], np.int64)
         touched = np.zeros(len(begins), np.bool_)
-        for low, high in parts:
-            touched |= (begins < high) & (ends > low)
+        for share in shares:
+            touched |= (begins < share.end) & (ends > share.begin)
         tensors = list(file.tensors)
         for position in np.flatnonzero(touched).tolist():
-            spec = tensors[position].spec
-            held = self._holdings.holders(self._numbers[spec.group, spec.name], near, me)
-            origins = tuple(BoxOrigin(rank, box, place) for box, rank, place in held)
+            spec, start = tensors[position].spec, tensors[position].start
+            parts = [Stretch(share.begin - start, share.end - start) for share in shares]
+            origins = self._holdings.origins(self._numbers[spec.group, spec.name], parts, near, me)
             tensors[position] = tensors[position]._replace(origins=origins)
         return file._replace(tensors=tuple(tensors))
 
@@ -133,9 +128,13 @@ def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
     return SharePlan(merged(said, placed.own(me, shares)), shares, placed.block_bytes)
 
 
-def _placed(
-    key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence[SlotTable], file_bytes_max: int
-) -> _Placed:
+def forget() -> None:
+    """Plan what comes next anew."""
+    with _lock:
+        _remembered.clear()
+
+
+def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence[SlotTable], file_bytes_max: int) -> _Placed:
     with _lock:  # one at a time: two that find nothing would both work it out
         known = _remembered.pop(key, None)
         if known is None:

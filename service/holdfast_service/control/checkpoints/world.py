@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.region import Box, byte_box, byte_span, byte_view
 from holdfast_formats.staging.declaration import Declaration, HeldTensor, rows
+from holdfast_formats.staging.plan import BoxOrigin
 from holdfast_formats.tensors import TensorSpec, box_bytes
 from holdfast_service.control.checkpoints.planner import check_tiling, disagreed
 from holdfast_service.control.checkpoints.replica_claims import Apart, ReplicatedBox, SharedBoxes, own_spec
@@ -77,34 +78,44 @@ def _first_rank(part: Declaration, tensor: int) -> int:
 def gather(parts: Sequence[Declaration]) -> World:
     """The world of all its nodes' declarations, in whatever order. `StateMismatch` where they disagree on a tensor."""
     tensors, known = _Tensors(), dict[Box, int]()
-    segments: list[tuple[int, Column, Column, Column, Places]] = []
+    segments: list[_Segment] = []
     for part in parts:
         said = tensors.numbers(part)
         box = np.array([known.setdefault(one, len(known)) for one in part.different], np.int32)
         of, row = said[part.tensor], rows(part)
-        columns = said[row.tensor], box[row.box], row.place
+        tensor, held = said[row.tensor], box[row.box]
         for position, rank in enumerate(part.ranks):
             fragments = slice(part.first_fragment[position], part.first_fragment[position + 1])
             mine = slice(part.first_box[position], part.first_box[position + 1])
-            segments.append((rank, of[fragments], *(column[mine] for column in columns)))
-    segments.sort(key=lambda one: one[0])
+            segments.append(_Segment(rank, of[fragments], tensor[mine], held[mine], row.place[mine]))
+    segments.sort(key=lambda one: one.rank)
     ordered = sorted(known)
     places = np.empty(len(known), np.int32)
     places[[known[box] for box in ordered]] = np.arange(len(known))
     number = np.array([number for number, _ in tensors.said], np.int32)
     return World(
         tensors.specs,
-        _placements(tensors, _joined([one[1] for one in segments], np.int32)),
+        _placements(tensors, _numbers([one.said for one in segments])),
         ordered,
-        number[_joined([one[2] for one in segments], np.int32)],
-        places[_joined([one[3] for one in segments], np.int32)],
-        np.repeat(np.array([one[0] for one in segments], np.int32), [len(one[2]) for one in segments]),
-        _joined([one[4] for one in segments], np.int64),
+        number[_numbers([one.tensor for one in segments])],
+        places[_numbers([one.box for one in segments])],
+        np.repeat(np.array([one.rank for one in segments], np.int32), [len(one.box) for one in segments]),
+        np.concatenate([*(one.place for one in segments), np.empty(0, np.int64)]),
     )
 
 
-def _joined(columns: Sequence[NDArray[np.integer]], of: type[np.integer]) -> NDArray[np.integer]:  # type: ignore[type-arg]
-    return np.concatenate([*columns, np.empty(0, of)]).astype(of, copy=False)
+class _Segment(NamedTuple):
+    """A rank's: of each fragment, what is said of its tensor; of each box, the same, the box and its place."""
+
+    rank: int
+    said: Column
+    tensor: Column
+    box: Column
+    place: Places
+
+
+def _numbers(columns: Sequence[Column]) -> Column:
+    return np.concatenate([*columns, np.empty(0, np.int32)])
 
 
 def _placements(tensors: _Tensors, said: Column) -> list[str]:
@@ -133,8 +144,15 @@ def set_apart(world: World, apart: Apart, kept: bool) -> World:
                 placements.append(placements[numbers[key]])
             else:
                 stays[row] = False
-    left = (column[stays] for column in (tensor, world.box, world.rank, world.place))
-    return World(specs, placements, world.boxes, *left)
+    box, rank, place = world.box[stays], world.rank[stays], world.place[stays]
+    return World(specs, placements, world.boxes, tensor[stays], box, rank, place)
+
+
+class Stretch(NamedTuple):
+    """The bytes [begin, end) of a tensor."""
+
+    begin: int
+    end: int
 
 
 class Spans(NamedTuple):
@@ -165,7 +183,7 @@ class Holdings:
         self._box = box.astype(np.int32)
         self._first_box = np.searchsorted(tensor, np.arange(len(world.specs) + 1))  # of each tensor
         self._ranks = world.rank[self._rows]
-        self._spans: dict[tuple[str, tuple[int, ...], int], tuple[int, int, int]] = {}
+        self._spans: dict[int, tuple[Places, Places, Places]] = {}
         self.family = self._families()
 
     @property
@@ -206,12 +224,10 @@ class Holdings:
 
     def spans(self, number: int, node_of: Places, nodes: int) -> Spans:
         """What each node holds of a tensor; neighbours in one piece."""
-        spec = self._world.specs[number]
         low, high = int(self._first_box[number]), int(self._first_box[number + 1])
         if low == high:
             return Spans(*np.empty((4, 0), np.int64))
-        placed = [self._span(spec, box, high - low) for box in self._box[low:high].tolist()]
-        begin, end, size = np.array(placed, np.int64).reshape(-1, 3).T
+        begin, end, size = self._placed(number)
         first = self._first_row[low : high + 1]
         box = np.repeat(np.arange(high - low), np.diff(first))
         node = node_of[self._ranks[first[0] : first[-1]]]
@@ -228,31 +244,44 @@ class Holdings:
         order = np.lexsort((found.node, found.begin))
         return Spans(*(column[order] for column in found))
 
-    def _span(self, spec: TensorSpec, box: int, boxes: int) -> tuple[int, int, int]:
-        if boxes == 1:  # it tiles the tensor alone
-            return 0, spec.nbytes, spec.nbytes
-        key = (spec.dtype, spec.shape, box)
-        found = self._spans.get(key)
+    def _placed(self, number: int) -> tuple[Places, Places, Places]:
+        """Where each box of a tensor begins and ends in it, and its bytes; worked out once for a family."""
+        family = self.family[number]
+        found = self._spans.get(family)
         if found is None:
-            one = self._world.boxes[box]
+            spec = self._world.specs[family]
+            boxes = [self._world.boxes[box] for box in self._box[self._first_box[family] : self._first_box[family + 1]]]
             view = byte_view(spec.dtype, spec.shape, spec.name)
-            span = byte_span(byte_box(spec.dtype, one, spec.shape, spec.name), view.shape, view.itemsize)
-            found = self._spans[key] = (*span, box_bytes(spec, one))
+            spans = [(0, spec.nbytes)] if len(boxes) == 1 else []  # it tiles the tensor alone
+            for one in boxes[len(spans) :]:
+                spans.append(byte_span(byte_box(spec.dtype, one, spec.shape, spec.name), view.shape, view.itemsize))
+            begin, end = np.array(spans, np.int64).reshape(-1, 2).T
+            sizes = np.array([box_bytes(spec, one) for one in boxes], np.int64)
+            found = self._spans[family] = begin, end, sizes
         return found
 
-    def holders(self, number: int, near: NDArray[np.bool_], turn: int) -> list[tuple[Box, int, int]]:
-        """Every box of a tensor, with one rank that holds it and its place in that one's slot: the lowest that is `near` (by
-        rank), else each `turn` another one.
+    def origins(self, number: int, parts: Sequence[Stretch], near: NDArray[np.bool_], turn: int) -> tuple[BoxOrigin, ...]:
+        """The boxes of a tensor that have bytes in these parts of it, each from one rank that holds it: the lowest that is
+        `near` (by rank), else each `turn` another one.
         """
+        begin, end, _ = self._placed(number)
+        touched = np.zeros(len(begin), np.bool_)
+        for part in parts:
+            touched |= (begin < part.end) & (end > part.begin)
         low, high = int(self._first_box[number]), int(self._first_box[number + 1])
-        found = []
-        for at in range(low, high):
-            first, last = int(self._first_row[at]), int(self._first_row[at + 1])
-            here = np.flatnonzero(near[self._ranks[first:last]])
-            row = first + (int(here[0]) if len(here) else (turn + at) % (last - first))
-            place = int(self._world.place[self._rows[row]])
-            found.append((self._world.boxes[self._box[at]], int(self._ranks[row]), place))
-        return found
+        if low == high:
+            return ()
+        first = self._first_row[low:high]
+        counts = self._first_row[low + 1 : high + 1] - first
+        rows_of = np.arange(first[0], first[-1] + counts[-1])
+        here = np.where(near[self._ranks[rows_of]], rows_of, len(self._ranks))
+        row = np.minimum.reduceat(here, first - first[0])
+        row = np.where(row < len(self._ranks), row, first + (turn + np.arange(low, high)) % counts)[touched]
+        columns = (self._ranks[row], self._box[low:high][touched], self._world.place[self._rows[row]])
+        boxes = self._world.boxes
+        return tuple(
+            BoxOrigin(rank, boxes[box], place) for rank, box, place in zip(*(c.tolist() for c in columns), strict=True)
+        )
 
 
 def numbers(world: World) -> Mapping[Key, int]:
