@@ -67,9 +67,9 @@ class _Placed:
         if not found:
             return HeldSpans(*np.empty((5, 0), np.int64))
         begin, end, size, node = (np.concatenate(columns) for columns in zip(*found, strict=True))
-        counts, file, start = np.array(places, np.int64).T
-        file, start = np.repeat(file, counts), np.repeat(start, counts)
-        return HeldSpans(file, begin + start, end + start, size, node)
+        counts, files, starts = np.array(places, np.int64).T
+        shift = np.repeat(starts, counts)
+        return HeldSpans(np.repeat(files, counts), begin + shift, end + shift, size, node)
 
     def own(self, me: int, shares: Sequence[Share]) -> tuple[PlannedFile, ...]:
         """The files, in which the tensors that a node writes some of have their origins."""

@@ -313,7 +313,7 @@ class JointSaves:
 
     def _begin(self, joint: _Joint) -> None:
         """All parts are there: nobody gives the round up alone any more."""
-        joint.seen = seen = self._party.rendezvous.look(joint.id)
+        joint.seen = seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
             return
