@@ -53,7 +53,8 @@ SAVE_S = 600.0
 BARS = {8: 0.5, 100: 1.0, 1000: 4.0}  # seconds from the last receipt
 STATEMENTS_MAX, BYTES_MAX = 12.0, 6000.0  # a node a save
 LEASE_S = 600.0  # nobody beats here
-CONNECTIONS, PLAIN_CONNECTIONS = 16, 64  # of all nodes together, and kept open
+CONNECTIONS, PLAIN_CONNECTIONS = 24, 64  # of all nodes together, and kept open
+WAIT_S = 300  # for one of them
 
 
 class Measured(NamedTuple):
@@ -166,6 +167,7 @@ class ManyNodes:
 
     def __init__(self, url: str, root: Path, nodes: int, tensors: int) -> None:
         engines.CONNECTIONS, engines.PLAIN_CONNECTIONS = CONNECTIONS, PLAIN_CONNECTIONS
+        engines.CONNECTIONS_MORE, engines.BUSY_TIMEOUT_S = 0, WAIT_S
         self.database = Database.open(url)
         tier = PosixTier(root)
         self.catalog = Catalog(self.database)

@@ -6,6 +6,9 @@ in this save is short.
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -44,11 +47,32 @@ class DecodedPart(NamedTuple):
 _decode_said = decoding.decoder(tuple[SlotTable, ...])
 
 
+REMEMBERED_MAX = 4  # runs and groups that are saved in turn
+_remembered: OrderedDict[bytes, bytes] = OrderedDict()
+_lock = threading.Lock()
+
+
 def encode(tables: Iterable[SlotTable]) -> EncodedPart:
     """A part from the tables of its ranks; the same ranks with the same fragments give the same declaration."""
     ordered = sorted(tables, key=lambda table: table.rank)
     said = [msgspec.structs.replace(table, fragments=()) for table in ordered]
-    return EncodedPart(declaration.encode({table.rank: table.fragments for table in ordered}), msgspec.json.encode(said))
+    return EncodedPart(_declared(ordered), msgspec.json.encode(said))
+
+
+def _declared(ordered: Sequence[SlotTable]) -> bytes:
+    """The declaration of these tables. It is mostly that of the save before, which takes a fifth of the time to find out."""
+    state = hashlib.sha256()
+    for table in ordered:
+        state.update(hashlib.sha256(msgspec.json.encode([table.rank, table.fragments])).digest())
+    key = state.digest()
+    with _lock:
+        known = _remembered.pop(key, None)
+    made = known or declaration.encode({table.rank: table.fragments for table in ordered})
+    with _lock:
+        _remembered[key] = made
+        while len(_remembered) > REMEMBERED_MAX:
+            _remembered.popitem(last=False)
+    return made
 
 
 def decode(declared: Declaration, said: bytes) -> DecodedPart:

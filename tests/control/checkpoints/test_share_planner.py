@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_formats.errors import ReplicasDiffer, StateMismatch
+from holdfast_formats.errors import LimitExceeded, ReplicasDiffer, StateMismatch
 from holdfast_formats.region import Box, Shape, byte_box, byte_span, byte_view, whole
 from holdfast_formats.staging import blocks, declaration, part
 from holdfast_formats.staging.blocks import SharePlan
@@ -22,6 +22,7 @@ from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
 from holdfast_service.control.checkpoints import planner, share_planner
+from holdfast_service.control.checkpoints import world as worlds_planned
 from tests.formats.strategies import ragged_grids
 
 Parts = list[tuple[str, DecodedPart]]
@@ -284,3 +285,13 @@ def test_the_next_save_is_not_planned_anew() -> None:
     assert again[0].plan.files is first[0].plan.files and again[0].plan.state != first[0].plan.state
     swapped = MadeWorld(tables, [1, 0]).shares()
     assert [origin.rank for one in swapped[:1] for t in one.plan.files[0].tensors for origin in t.origins] in ([1], [0, 1])
+
+
+def test_a_world_that_nobody_can_plan_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its size, with what to do."""
+    monkeypatch.setattr(worlds_planned, "BOXES_MAX", 3)
+    spec = TensorSpec("model", "w", "F32", (4, 6))
+    tables = [table(rank, 4, _rows(rank, rank + 1, spec)) for rank in range(4)]
+    with pytest.raises(LimitExceeded, match="hold 4 parts of tensors in all, more than the 3") as refused:
+        MadeWorld(tables, [0, 0, 1, 1]).shares()
+    assert "HSDP" in (refused.value.hint or "")

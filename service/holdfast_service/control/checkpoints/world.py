@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.region import Box, byte_box, byte_span, byte_view
 from holdfast_formats.staging.declaration import Declaration, HeldTensor, rows
 from holdfast_formats.staging.plan import BoxOrigin
@@ -22,6 +23,7 @@ from holdfast_service.control.checkpoints.replica_claims import Apart, Replicate
 Column = NDArray[np.int32]
 Places = NDArray[np.int64]
 Key = tuple[str, str]  # group, name
+BOXES_MAX = 2**26  # of all ranks; each takes some 110 bytes while a plan is made
 
 
 class World(NamedTuple):
@@ -76,7 +78,15 @@ def _first_rank(part: Declaration, tensor: int) -> int:
 
 
 def gather(parts: Sequence[Declaration]) -> World:
-    """The world of all its nodes' declarations, in whatever order. `StateMismatch` where they disagree on a tensor."""
+    """The world of all its nodes' declarations, in whatever order. `StateMismatch` where they disagree on a tensor,
+    `LimitExceeded` if it is too large.
+    """
+    many = sum(len(part.box) for part in parts)
+    if many > BOXES_MAX:
+        raise LimitExceeded(
+            f"the ranks of this save hold {many} parts of tensors in all, more than the {BOXES_MAX} that a node plans for",
+            hint="cut each tensor over fewer ranks, for example with HSDP, or keep less of the state on every rank",
+        )
     tensors, known = _Tensors(), dict[Box, int]()
     segments: list[_Segment] = []
     for part in parts:

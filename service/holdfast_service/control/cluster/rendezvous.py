@@ -40,11 +40,12 @@ from holdfast_service.control.database.schema import (
 
 CLAIM_S = 60.0
 GOING = ("open", "sealed", "committing")
+BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is not compressed
 DECLARATIONS_KEPT = 64
 SEALED_KEPT = 4  # rounds that go on at once are few
 TOGETHER_MIN = 8  # so many declarations, and more, are kept together too
+TOGETHER_BYTES_MAX = BODY_BYTES_MAX - 2**20
 WINDOW_LOG = 27  # zstd looks back for what is alike so far, 128 MiB
-BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is not compressed
 ABANDONED_S = 120.0  # daemons that are started again come back with their parts
 _KEPT_S = 3600.0
 _SECRET = "exchange"
@@ -234,6 +235,8 @@ class Rendezvous:
             return
         rows = session.execute(select(DeclarationRow.digest, DeclarationRow.body).where(DeclarationRow.digest.in_(digests)))
         bodies = [_unpack(body) for _, body in sorted((digest, body) for digest, body in rows)]
+        if sum(map(len, bodies)) > TOGETHER_BYTES_MAX:
+            return
         values = {"digest": name, "body": _pack(joined.encode_declarations(bodies)), "since": now()}
         session.execute(insert(DeclarationRow).values(values).on_conflict_do_nothing())
 
