@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.region import byte_box, byte_span, byte_view
-from holdfast_formats.staging.plan import PlannedTensor, WritePlan
+from holdfast_formats.staging.plan import WritePlan
 
 BLOCK_BYTES = 2**26
 BLOCK_BYTES_MIN = 2**18  # whole extents of the least length, and pages
@@ -91,39 +90,6 @@ def grid(files: Sequence[int], block_bytes: int = BLOCK_BYTES) -> Grid:
     file = np.repeat(np.arange(len(sizes)), counts)
     begin = (np.arange(len(file)) - firsts[file]) * block_bytes
     return Grid(file, begin, np.minimum(begin + block_bytes, sizes[file]), firsts, block_bytes)
-
-
-def spans_of_plan(plan: WritePlan, node_of_rank: Sequence[int] | Ints) -> HeldSpans:
-    """What each node holds of a plan's files, by the ranks from which the plan reads.
-
-    A plan names one holder of each box, so replicas on other nodes are not found. `node_of_rank[rank]` is the index of the
-    rank's node; `InvalidRequest` unless it has one element for each rank of the plan.
-    """
-    nodes = [int(node) for node in node_of_rank]
-    if len(nodes) != plan.world:
-        raise InvalidRequest(f"got the nodes of {len(nodes)} ranks, but the plan is for {plan.world}")
-    rows = [
-        (index, *row)
-        for index, file in enumerate(plan.files)
-        for tensor in file.tensors
-        for row in _tensor_rows(tensor, nodes)
-    ]
-    return HeldSpans(*np.array(rows, np.int64).reshape(-1, len(HeldSpans._fields)).T)
-
-
-def _tensor_rows(tensor: PlannedTensor, nodes: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Begin and end in the file, bytes and node of each box of a tensor."""
-    spec = tensor.spec
-    if len(tensor.origins) == 1:  # it tiles the tensor alone
-        size = spec.nbytes
-        return [(tensor.start, tensor.start + size, size, nodes[tensor.origins[0].rank])]
-    view = byte_view(spec.dtype, spec.shape, spec.name)
-    rows = []
-    for origin in tensor.origins:
-        box = byte_box(spec.dtype, origin.box, spec.shape, spec.name)
-        begin, end = byte_span(box, view.shape, view.itemsize)
-        rows.append((tensor.start + begin, tensor.start + end, box.volume * view.itemsize, nodes[origin.rank]))
-    return rows
 
 
 def holders(grid: Grid, spans: HeldSpans, nodes: int) -> Holders:
@@ -302,6 +268,21 @@ class Share(NamedTuple):
     file: int
     begin: int
     end: int
+
+
+class SharePlan(NamedTuple):
+    """A plan in which the tensors that a node writes some of have their origins, what of its files that is, and which node
+    writes each block of the grid.
+    """
+
+    plan: WritePlan
+    shares: Sequence[Share]
+    grid: Grid
+    owners: Numbers
+
+    @property
+    def block_bytes(self) -> int:
+        return self.grid.block_bytes
 
 
 def shares(grid: Grid, owned: Numbers, node: int, share_bytes: int = BLOCK_BYTES) -> list[Share]:

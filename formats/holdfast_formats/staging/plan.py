@@ -25,7 +25,9 @@ class BoxOrigin(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor, its first byte in the file, and the boxes that tile it exactly, each read from one of its holders."""
+    """A tensor, its first byte in the file, and the boxes that tile it exactly, each read from one of its holders. In the
+    plan of a node's share, only the boxes that have bytes in the share are there.
+    """
 
     spec: TensorSpec
     start: int

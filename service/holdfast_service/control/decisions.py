@@ -32,7 +32,9 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_formats.staging.blocks import SharePlan
 from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control import root_care
@@ -44,7 +46,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
-from holdfast_service.control.checkpoints import commit, planner, replicas, roots
+from holdfast_service.control.checkpoints import commit, planner, replicas, roots, share_planner
 from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
@@ -350,6 +352,9 @@ class Decisions:
 
     def plan(self, tables: Sequence[SlotTable]) -> WritePlan:
         return planner.plan(tables)
+
+    def plan_share(self, parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
+        return share_planner.plan_share(parts, me)
 
     def admit(self, plan: WritePlan) -> None:
         """Whether what is planned fits; `QuotaExceeded` or `NoSpace` with the numbers, before a byte of it is written."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from contextlib import suppress
 
 import pytest
-from sqlalchemy import event, text, update
+import zstandard
+from sqlalchemy import delete, event, func, select, text, update
 
-from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.errors import GenerationDropped, InvalidRequest, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_formats.naming import Place
+from holdfast_formats.staging import joined
 from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster import rendezvous
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.membership import later
-from holdfast_service.control.database.schema import JointRoundRow
+from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
 from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
@@ -332,6 +335,52 @@ def test_votes(nodes: Nodes) -> None:
     assert b.rendezvous.vote(RUN, 1, 2, {2}) == rendezvous.Votes(frozenset({2}), None)
 
 
+def test_many_declarations_are_read_as_one_body(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by who seals, once for a launch. Who does not find it reads each alone; both are the same."""
+    monkeypatch.setattr(rendezvous, "TOGETHER_MIN", 3)
+    made = [nodes.add(name) for name in "abc"]
+    name = joined.name_of(hashlib.sha256(b"of %d" % rank).hexdigest() for rank in range(3))
+    for step in (1, 2):
+        numbers = {one.rendezvous.arrive(RUN, step, 1, 3, [r], b"of %d" % r, b"said") for r, one in enumerate(made)}
+        (number,) = numbers
+        made[0].rendezvous.seal(number)
+        with made[0].database.read() as session:
+            rows = session.scalar(select(func.count()).select_from(DeclarationRow))
+            assert rows == 4 and session.get(DeclarationRow, name) is not None
+        found = made[1].rendezvous.parts(number)
+        assert [(declared, said) for _, declared, said in found] == [(b"of %d" % rank, b"said") for rank in range(3)]
+    with made[0].database.write() as session:
+        session.execute(delete(DeclarationRow).where(DeclarationRow.digest == name))
+    assert made[2].rendezvous.parts(number) == found
+
+
+def test_a_declaration_that_is_not_what_its_digest_says(nodes: Nodes) -> None:
+    """Another body under its digest is refused."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    with a.database.write() as session:
+        session.execute(update(DeclarationRow).values(body=zstandard.compress(b"another")))
+    with pytest.raises(InvalidRequest, match="another declaration"):
+        a.rendezvous.parts(number)
+
+
+def test_what_is_not_sealed_has_no_parts_yet(nodes: Nodes) -> None:
+    """They may still change."""
+    a = nodes.add("a")
+    with pytest.raises(RoundAborted, match="the round is open"):
+        a.rendezvous.parts(arrive(a, 1, [0]))
+
+
+def test_a_sealed_round_is_what_all_nodes_have_brought(nodes: Nodes) -> None:
+    """The nodes, their ranks, and where each listens."""
+    a, b = nodes.add("a"), nodes.add("b")
+    b.membership.about = lambda: {"exchange": "http://b:1"}
+    b.membership.beat()
+    seen = a.rendezvous.sealed(sealed(a, b))
+    assert [(one.node, one.ranks, one.url) for one in seen.parts] == [("a", (0,), ""), ("b", (1,), "http://b:1")]
+    assert (seen.state, seen.world, seen.absent) == ("sealed", 2, set())
+
+
 def test_all_nodes_have_one_secret(nodes: Nodes) -> None:
     """The first makes it, also when many ask at once; another cluster has another one."""
     made = [nodes.add(name) for name in "abc"]
@@ -352,7 +401,11 @@ def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RoundAborted, match="lost"):
         a.rendezvous.look(ended)
     assert not a.rendezvous.abort(ended, RoundAborted("again").problem())
-    assert a.rendezvous.look(going).state == "open" and len(a.rendezvous.parts(going)) == 1
+    assert a.rendezvous.look(going).state == "open"
+    b = nodes.add("b")
+    assert arrive(b, 2, [1]) == going
+    b.rendezvous.seal(going)
+    assert [declared for _, declared, _ in a.rendezvous.parts(going)] == [b"declared"] * 2
     assert a.rendezvous.vote(RUN, 1, 1, set()).ranks == set()
 
 

@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,13 +20,14 @@ from holdfast_formats.disk import manifest, packing
 from holdfast_formats.errors import AlreadyCommitted, CorruptManifest, RoundAborted, StateMismatch
 from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
-from holdfast_formats.staging import blocks
+from holdfast_formats.staging import blocks, declaration, part
 from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import Receipt, WritePlan
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_formats.staging.slot_table import Blob
+from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.checkpoints import commit, planner
+from holdfast_service.control.checkpoints import commit, planner, share_planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
@@ -44,15 +46,17 @@ class Site:
         self.plan: WritePlan = planner.plan(made.tables())
         self.slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(made.data)}
         self.node_of, self.nodes = node_of, max(node_of) + 1
-        sizes = [file.layout.bytes for file in self.plan.files]
-        self.grid = blocks.grid(sizes, block_bytes)
-        held = blocks.holders(self.grid, blocks.spans_of_plan(self.plan, node_of), self.nodes)
-        self.owned = blocks.owners(self.grid, held, self.nodes)
+        self.parts = parts_of(made.tables(), node_of)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(blocks, "BLOCK_BYTES_MIN", block_bytes)
+            patched.setattr(blocks, "BLOCK_BYTES", block_bytes)
+            share_planner.forget()
+            self.own = [share_planner.plan_share(self.parts, node) for node in range(self.nodes)]
         self.asked: Counter[SlotRange] = Counter()
 
     def write(self, tier: Tier, node: int, staged: Place = STAGED) -> Receipt:
         own = {rank: data for rank, data in self.slots.items() if self.node_of[rank] == node}
-        shares = blocks.shares(self.grid, self.owned, node, 4 * self.grid.block_bytes)
+        plan = self.plan._replace(files=self.own[node].plan.files)
 
         def bring(wanted: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
             for one in wanted:
@@ -60,12 +64,22 @@ class Site:
                 self.asked[one] += 1
                 into[one.rank][one.begin : one.end] = self.slots[one.rank][one.begin : one.end]
 
-        share = NodeShare(shares, self.grid.block_bytes)
-        return write_share(PosixStore(tier).begin(staged), self.plan, SlotSources(own, bring), share, f"n{node}")
+        share = NodeShare(self.own[node].shares, self.own[node].block_bytes)
+        return write_share(PosixStore(tier).begin(staged), plan, SlotSources(own, bring), share, f"n{node}")
 
     def save(self, tier: MemoryTier) -> manifest.Manifest:
         receipts = [self.write(tier, node) for node in reversed(range(self.nodes))]
         return commit.publish_joint(PosixStore(tier), self.plan, JointlyStaged(STAGED, receipts, CREATED))
+
+
+def parts_of(tables: Sequence[SlotTable], node_of: Sequence[int]) -> list[tuple[str, DecodedPart]]:
+    """What each node brings of a world's tables, as the others read it."""
+    found = []
+    for node in range(max(node_of) + 1):
+        encoded = part.encode([table for table in tables if node_of[table.rank] == node])
+        read = part.decode(declaration.decode(encoded.declaration), encoded.said)
+        found.append((hashlib.sha256(encoded.declaration).hexdigest(), read))
+    return found
 
 
 def columns(sizes: Sequence[int], world: int) -> Shards:

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.disk import packing
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.region import byte_box, byte_runs, byte_view
 from holdfast_formats.staging import blocks
 from holdfast_formats.staging.blocks import BLOCK_BYTES, Grid, HeldSpans, Holders
-from holdfast_formats.staging.plan import BoxOrigin, PlannedFile, PlannedTensor, WritePlan
-from holdfast_formats.tensors import TensorSpec
-from tests.formats.strategies import ragged_grids, specs
 
 Triples = list[tuple[int, int, int]]  # block, node, bytes
 SIZES = st.lists(st.integers(0, 60), max_size=8)
@@ -337,38 +332,3 @@ def test_impossible_spans_are_refused(spans: HeldSpans) -> None:
     """Files and nodes that do not exist, spans outside the file, boxes longer than their span, columns that do not fit."""
     with pytest.raises(InvalidRequest):
         blocks.holders(blocks.grid([10]), spans, 2)
-
-
-@given(specs(), st.integers(1, 200), st.data())
-def test_spans_of_a_plan_hold_all_of_it(tensors: list[TensorSpec], file_bytes_max: int, data: st.DataObject) -> None:
-    """Each box's span runs from its first byte to its last, and all boxes together are all of the tensors' bytes."""
-    nodes = [1, 0, 1]
-    files, expected = [], []
-    for index, layout in enumerate(packing.pack(tensors, file_bytes_max)):
-        planned = []
-        for spec, start in layout.tensors:
-            boxes = sorted(box for box in data.draw(ragged_grids(spec.shape)) if box.volume)
-            origins = tuple(BoxOrigin(data.draw(st.integers(0, 2)), box, 0) for box in boxes)
-            planned.append(PlannedTensor(spec, start, origins, ""))
-            view = byte_view(spec.dtype, spec.shape)
-            for origin in origins:
-                runs = list(byte_runs(byte_box(spec.dtype, origin.box, spec.shape), view.shape, view.itemsize))
-                begin, end = start + runs[0][0], start + runs[-1][0] + runs[-1][2]
-                expected.append((index, begin, end, sum(run[2] for run in runs), nodes[origin.rank]))
-        files.append(PlannedFile(layout, tuple(planned)))
-    plan = WritePlan("run", 500, 2, 3, ("model", "optim"), tuple(files), {}, (), {}, {}, b"{}")
-    spans = blocks.spans_of_plan(plan, np.array(nodes))
-    assert list(zip(*(column.tolist() for column in spans), strict=True)) == expected
-    assert spans.bytes.sum() == sum(spec.nbytes for spec in tensors)
-    grid = blocks.grid([file.layout.bytes for file in files], 16)
-    found = blocks.holders(grid, spans, 2)
-    assert set(found.node.tolist()) == {row[4] for row in expected}
-    assert len(blocks.owners(grid, found, 2)) == len(grid.file)
-
-
-def test_a_plan_needs_the_node_of_every_rank() -> None:
-    """A map of another world is refused before it gives wrong owners."""
-    plan = WritePlan("run", 500, 2, 3, ("model",), (), {}, (), {}, {}, b"{}")
-    assert [column.tolist() for column in blocks.spans_of_plan(plan, [0, 0, 1])] == [[]] * 5
-    with pytest.raises(InvalidRequest, match="2 ranks, but the plan is for 3"):
-        blocks.spans_of_plan(plan, [0, 1])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, manifest
-from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import AlreadyCommitted, Damaged, NoSuchResource, RoundAborted, StateMismatch, StorageFailed
 from holdfast_formats.lineage import Lineage
 from holdfast_formats.naming import Place
@@ -152,6 +152,7 @@ def compose(
 ) -> Manifest:
     """The manifest of a plan from what the nodes made durable; `StateMismatch` when the receipts do not cover it."""
     written = {entry.name: entry for receipt in receipts for entry in receipt.files}
+    proven = _extents(receipts)
     tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in plan.groups}
     for file in plan.files:
         entry = written.get(file.layout.name)
@@ -159,8 +160,7 @@ def compose(
             raise StateMismatch(f"no node's receipt covers {file.layout.name} of {file.layout.bytes} bytes")
         for tensor in file.tensors:
             spec = tensor.spec
-            found = [r.extents.get(spec.group, {}).get(spec.name) for r in receipts]
-            extents = sorted((e for part in found if part for e in part), key=lambda e: e.offset)
+            extents = sorted(proven.get((spec.group, spec.name), ()), key=lambda e: e.offset)
             tensors[spec.group][spec.name] = TensorEntry(
                 dtype=spec.dtype,
                 shape=spec.shape,
@@ -188,6 +188,16 @@ def compose(
         turn=lineage.turn,
         rewinds=lineage.rewinds,
     )
+
+
+def _extents(receipts: Sequence[Receipt]) -> dict[tuple[str, str], list[Extent]]:
+    """What all nodes have written of each tensor. Most nodes have nothing of most tensors."""
+    found: dict[tuple[str, str], list[Extent]] = {}
+    for receipt in receipts:
+        for group, names in receipt.extents.items():
+            for name, extents in names.items():
+                found.setdefault((group, name), []).extend(extents)
+    return found
 
 
 def encode_index(plan: WritePlan, group: str) -> bytes:

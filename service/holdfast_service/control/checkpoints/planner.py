@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -46,8 +46,12 @@ def plan(tables: Sequence[SlotTable]) -> WritePlan:
     not one world's, disagree on a tensor, or do not tile one exactly; `ReplicasDiffer` where replicas are none.
     """
     ordered = sorted(tables, key=lambda t: t.rank)
-    _check_world(ordered)
-    files = _placed(ordered)
+    check_world(ordered)
+    return merged(ordered, _placed(ordered))
+
+
+def merged(ordered: Sequence[SlotTable], files: tuple[PlannedFile, ...]) -> WritePlan:
+    """The plan of these files, with what all ranks say besides of this step."""
     first = ordered[0]
     metrics = next((t.metrics for t in ordered if t.metrics), {})
     return WritePlan(
@@ -57,7 +61,7 @@ def plan(tables: Sequence[SlotTable]) -> WritePlan:
         world=first.world,
         groups=first.groups,
         files=files,
-        aliases=_merge_aliases(ordered, {(t.spec.group, t.spec.name) for file in files for t in file.tensors}),
+        aliases=_merge_aliases(ordered, files) if any(t.aliases for t in ordered) else {},
         assets=_collect_assets(ordered),
         metrics=metrics,
         mesh=next((t.mesh for t in ordered if t.mesh), {}),
@@ -89,7 +93,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     with _lock:
         known = _remembered.pop(key, None)
     held = _collect(ordered) if known is None else {}  # which refuses what is not one tensor on all ranks
-    shared = SharedBoxes(ordered) if known is None else known.shared
+    shared = SharedBoxes.of(ordered) if known is None else known.shared
     apart = shared.compare(ordered)
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
@@ -116,7 +120,7 @@ def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple
     )
 
 
-def _check_world(tables: Sequence[SlotTable]) -> None:
+def check_world(tables: Sequence[SlotTable]) -> None:
     first = tables[0]
     if [t.rank for t in tables] != list(range(first.world)):
         raise StateMismatch(f"got tables of ranks {[t.rank for t in tables]}, but the world size is {first.world}")
@@ -144,17 +148,22 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
             spec = fragment.spec
             known = held.setdefault((spec.group, spec.name), _Held(spec, fragment.placement, table.rank))
             if known.spec != spec:
-                raise StateMismatch(
-                    f"tensor {spec.name!r} of group {spec.group!r} is {spec.dtype}{list(spec.shape)} on rank {table.rank} "
-                    f"and {known.spec.dtype}{list(known.spec.shape)} on rank {known.declared_by}",
-                    hint="ranks must declare the same global dtype and shape",
-                )
+                raise disagreed(spec, table.rank, known.spec, known.declared_by)
             offset = fragment.slot_offset
             for box in fragment.boxes:
                 if box.volume:
                     known.boxes.setdefault(box, []).append((table.rank, offset))
                 offset += box_bytes(spec, box)
     return held
+
+
+def disagreed(spec: TensorSpec, rank: int, other: TensorSpec, other_rank: int) -> StateMismatch:
+    """Two ranks declare something else of one name."""
+    return StateMismatch(
+        f"tensor {spec.name!r} of group {spec.group!r} is {spec.dtype}{list(spec.shape)} on rank {rank} "
+        f"and {other.dtype}{list(other.shape)} on rank {other_rank}",
+        hint="ranks must declare the same global dtype and shape",
+    )
 
 
 def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
@@ -178,7 +187,7 @@ def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOr
     for tensor in held:
         key = (tensor.spec.group, tensor.spec.name)
         chosen[key] = []
-        _check_tiling(tensor)
+        check_tiling(tensor.spec, list(tensor.boxes))
         for box, holders in tensor.boxes.items():
             size = box_bytes(tensor.spec, box)
             if len(holders) > 1:
@@ -194,9 +203,8 @@ def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOr
     return {key: tuple(sorted(origins, key=lambda o: o.box)) for key, origins in chosen.items()}
 
 
-def _check_tiling(tensor: _Held) -> None:
-    spec = tensor.spec
-    boxes = list(tensor.boxes)
+def check_tiling(spec: TensorSpec, boxes: Sequence[Box]) -> None:
+    """`StateMismatch` by name unless these boxes, all different, are the whole tensor, each byte once."""
     overlap = first_overlap(boxes) if len(boxes) > 1 else None
     if overlap is not None:
         a, b = overlap
@@ -213,7 +221,8 @@ def _check_tiling(tensor: _Held) -> None:
         )
 
 
-def _merge_aliases(tables: Iterable[SlotTable], held: Collection[_Key]) -> dict[str, dict[str, str]]:
+def _merge_aliases(tables: Iterable[SlotTable], files: Iterable[PlannedFile]) -> dict[str, dict[str, str]]:
+    held = {(tensor.spec.group, tensor.spec.name) for file in files for tensor in file.tensors}
     merged: dict[str, dict[str, str]] = {}
     for table in tables:
         for group, aliases in table.aliases.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -25,7 +25,7 @@ Key = tuple[str, str]  # group, name
 Apart = dict[Key, tuple[int, ...]]  # the ranks that hold something else than the lowest rank that holds the tensor
 
 
-class _Replicated(NamedTuple):
+class ReplicatedBox(NamedTuple):
     """A box, and the ranks that hold it."""
 
     spec: TensorSpec
@@ -34,9 +34,17 @@ class _Replicated(NamedTuple):
 
 
 class SharedBoxes:
-    """Every box that several ranks hold, and where in the digests of all tables theirs stand; of fragments alone."""
+    """Every box that several ranks hold, and where in the digests of all tables theirs stand; of fragments alone.
 
-    def __init__(self, ordered: Sequence[SlotTable]) -> None:
+    `numbers` are those places, box by box, and `begins` where each box's begin among them. `named` says which box it is.
+    """
+
+    def __init__(self, numbers: NDArray[np.int64], begins: NDArray[np.int64], named: Callable[[int], ReplicatedBox]) -> None:
+        self._numbers, self._begins, self._named = numbers, begins, named
+
+    @classmethod
+    def of(cls, ordered: Sequence[SlotTable]) -> SharedBoxes:
+        """Those of all tables of a world, in the order of ranks."""
         found: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}  # box -> (rank, number of the box)
         specs: dict[Key, TensorSpec] = {}
         number = 0
@@ -49,27 +57,28 @@ class SharedBoxes:
                         found.setdefault((*key, box), []).append((table.rank, number))
                     number += 1
         several = {place: holders for place, holders in found.items() if len(holders) > 1}
-        self._boxes = [
-            _Replicated(specs[group, name], box, tuple(rank for rank, _ in holders))
+        boxes = [
+            ReplicatedBox(specs[group, name], box, tuple(rank for rank, _ in holders))
             for (group, name, box), holders in several.items()
         ]
-        self._numbers = np.array([n for holders in several.values() for _, n in holders], np.int64)
+        numbers = np.array([n for holders in several.values() for _, n in holders], np.int64)
         lengths = [len(holders) for holders in several.values()]
-        self._begins = np.cumsum([0, *lengths[:-1]]) if lengths else np.empty(0, np.int64)
+        begins = np.cumsum([0, *lengths[:-1]]) if lengths else np.empty(0, np.int64)
+        return cls(numbers, begins, boxes.__getitem__)
 
     def compare(self, ordered: Sequence[SlotTable]) -> Apart:
         """What ranks do not hold alike, and need not. `ReplicasDiffer` for what they claim to.
 
         Samples are compared with samples and whole digests with whole ones: a rank may be in its first save, others not.
         """
-        if not self._boxes or not all(table.digests for table in ordered):
+        if not len(self._begins) or not all(table.digests for table in ordered):
             return {}
         rows = np.frombuffer(b"".join(table.digests for table in ordered), "<u8").reshape(-1, 2)[self._numbers]
         suspects = np.flatnonzero(self._unequal(rows[:, 0]) | self._unequal(rows[:, 1]))
         apart: Apart = {}
         wrong: dict[str, set[int]] = {}
         for index in suspects.tolist():
-            replicated = self._boxes[index]
+            replicated = self._named(index)
             begin = int(self._begins[index])
             held = rows[begin : begin + len(replicated.ranks)]
             others = _others(replicated.ranks, held)

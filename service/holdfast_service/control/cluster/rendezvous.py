@@ -20,6 +20,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Text,
+    case,
     cast,
     delete,
     exists,
@@ -36,6 +37,8 @@ from sqlalchemy.sql.dml import ReturningInsert
 from holdfast_formats.errors import InvalidRequest, RoundAborted, StaleAttempt, StateMismatch, from_problem
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
+from holdfast_formats.staging import joined
+from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
 from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
@@ -52,8 +55,12 @@ from holdfast_service.control.database.schema import (
 
 CLAIM_S = 60.0
 GOING = ("open", "sealed", "committing")
-DECLARATIONS_KEPT = 64
 BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is not compressed
+DECLARATIONS_KEPT = 64
+SEALED_KEPT = 4  # rounds that go on at once are few
+TOGETHER_MIN = 8  # so many declarations, and more, are kept together too
+TOGETHER_BYTES_MAX = BODY_BYTES_MAX - 2**20
+WINDOW_LOG = 27  # zstd looks back for what is alike so far, 128 MiB
 ABANDONED_S = 120.0  # daemons that are started again come back with their parts
 _KEPT_S = 3600.0
 _SECRET = "exchange"
@@ -86,6 +93,15 @@ class _Key(NamedTuple):
         session.execute(select(func.pg_advisory_xact_lock(number)))
 
 
+class _Brought(NamedTuple):
+    """A sealed round as it stands in one body."""
+
+    state: str
+    created: str
+    world: int
+    parts: tuple[JoinedPart, ...]
+
+
 class Rendezvous:
     """Every call is one transaction, or a few; `CatalogUnavailable` if the database does not answer. Thread-safe."""
 
@@ -93,6 +109,7 @@ class Rendezvous:
         self._membership, self._database = membership, membership.database
         self._lock = threading.Lock()
         self._declarations: OrderedDict[str, bytes] = OrderedDict()
+        self._sealed: OrderedDict[int, _Brought] = OrderedDict()
 
     def arrive(  # noqa: PLR0913 - each is one thing
         self, run: str, step: int, attempt: int, world: int, ranks: Collection[int], declaration: bytes, said: bytes
@@ -224,20 +241,47 @@ class Rendezvous:
         return part is not None and part.said == b""
 
     def seal(self, round_id: int) -> None:
-        """If the parts of all ranks are there, no part changes any more."""
+        """If the parts of all ranks are there, no part changes any more, and all stand in one body besides. While another
+        node seals, or brings its part, nothing happens.
+        """
         with self._database.apart() as session:
-            row = session.get(JointRoundRow, round_id, with_for_update=True)
+            row = session.get(JointRoundRow, round_id, with_for_update={"skip_locked": True})
             if row is None or row.state != "open":
                 return
-            parts = session.scalars(select(PartRow).where(PartRow.round_id == round_id)).all()
-            brought = [rank for part in parts for rank in part.ranks]
+            of_round = select(PartRow, NodeRow.about).outerjoin(NodeRow, NodeRow.name == PartRow.node)
+            parts = session.execute(of_round.where(PartRow.round_id == round_id)).all()
+            brought = [rank for part, _ in parts for rank in part.ranks]
             if len(brought) != len(set(brought)):
                 why = RoundAborted(f"two nodes have brought the same ranks of step {row.step}")
                 row.state, row.problem, row.changed = "aborted", why.problem(), now()
                 _ring(session)
             elif len(brought) == row.world:
-                row.state, row.changed = "sealed", now()
+                found = [
+                    JoinedPart(
+                        part.node,
+                        tuple(part.ranks),
+                        (about or {}).get("exchange") or "",
+                        part.declaration or "",
+                        _unpack(part.said),
+                    )
+                    for part, about in parts
+                    if part.ranks
+                ]
+                self._keep_together(session, {part.declaration for part in found})
+                row.state, row.changed, row.joined = "sealed", now(), _pack(joined.encode_parts(found))
                 _ring(session)
+
+    def _keep_together(self, session: Session, digests: Collection[str]) -> None:
+        """Many declarations are read by all nodes: as one body, which is made once for the nodes of a launch."""
+        name = joined.name_of(digests)
+        if len(digests) < TOGETHER_MIN or session.get(DeclarationRow, name) is not None:
+            return
+        rows = session.execute(select(DeclarationRow.digest, DeclarationRow.body).where(DeclarationRow.digest.in_(digests)))
+        bodies = [_unpack(body) for _, body in sorted((digest, body) for digest, body in rows)]
+        if sum(map(len, bodies)) > TOGETHER_BYTES_MAX:
+            return
+        values = {"digest": name, "body": _pack(joined.encode_declarations(bodies)), "since": now()}
+        session.execute(insert(DeclarationRow).values(values).on_conflict_do_nothing())
 
     def state(self, round_id: int) -> RoundState:
         """How far the round is. If this node has joined the cluster anew since, its part is the new boot's from now on."""
@@ -247,7 +291,8 @@ class Rendezvous:
         boot = select(PartRow.boot).where(of_round, PartRow.node == me.name).scalar_subquery()
         missing = exists().where(of_round, PartRow.receipt.is_(None))
         row = JointRoundRow
-        wanted = select(row.state, row.problem, row.world, brought, ~missing, boot).where(row.id == round_id)
+        counted = case((row.state == "open", brought), else_=row.world)  # nobody counts what is complete
+        wanted = select(row.state, row.problem, row.world, counted, ~missing, boot).where(row.id == round_id)
         with self._database.plain() as connection:
             found = connection.execute(wanted).one_or_none()
             if found is None:
@@ -283,29 +328,62 @@ class Rendezvous:
         )
         return JointRound(round_id, state, created, world, parts, problem)
 
+    def sealed(self, round_id: int) -> JointRound:
+        """A sealed round with its parts, as they were when it was sealed: nobody's share was written yet."""
+        state, created, world, brought = made = self._brought(round_id)
+        with self._lock:
+            self._sealed[round_id] = made
+            while len(self._sealed) > SEALED_KEPT:
+                self._sealed.popitem(last=False)
+        parts = tuple(JointPart(one.node, one.ranks, True, True, one.url, False) for one in brought)
+        return JointRound(round_id, state, created, world, parts, None)
+
     def parts(self, round_id: int) -> list[tuple[str, bytes, bytes]]:
         """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
-        of_round = select(PartRow.ranks, PartRow.declaration, PartRow.said).where(PartRow.round_id == round_id)
-        with self._database.plain() as connection:
-            rows = [row for row in connection.execute(of_round.order_by(PartRow.node)) if row.ranks]
-            wanted = {row.declaration for row in rows}
-            with self._lock:
-                known = {digest: self._declarations[digest] for digest in wanted & self._declarations.keys()}
-            unknown = select(DeclarationRow.digest, DeclarationRow.body)
-            unknown = unknown.where(DeclarationRow.digest.in_(wanted - known.keys()))
-            for digest, body in connection.execute(unknown) if wanted - known.keys() else ():
-                known[digest] = self._unpacked(digest, body)
-        return [(row.declaration, known[row.declaration], _unpack(row.said)) for row in rows]
-
-    def _unpacked(self, digest: str, packed: bytes) -> bytes:
-        body = _unpack(packed)
-        if hashlib.sha256(body).hexdigest() != digest:
-            raise InvalidRequest("the catalog holds another declaration than its digest says")
+        with self._lock:  # taken once: a catalog that was restored may give the number to another round
+            seen = self._sealed.pop(round_id, None)
+        brought = (seen or self._brought(round_id)).parts
+        wanted = {one.declaration for one in brought}
         with self._lock:
-            self._declarations[digest] = body
-            while len(self._declarations) > DECLARATIONS_KEPT:
+            known = {digest: self._declarations[digest] for digest in wanted & self._declarations.keys()}
+        if wanted - known.keys():
+            known |= self._read_declarations(wanted, wanted - known.keys())
+        with self._lock:
+            for digest in wanted:  # those of this round are the newest
+                self._declarations[digest] = known[digest]
+                self._declarations.move_to_end(digest)
+            while len(self._declarations) > max(DECLARATIONS_KEPT, len(wanted)):
                 self._declarations.popitem(last=False)
-        return body
+        return [(one.declaration, known[one.declaration], one.said) for one in brought]
+
+    def _brought(self, round_id: int) -> _Brought:
+        row = JointRoundRow
+        wanted = select(row.state, row.created, row.world, row.joined).where(row.id == round_id)
+        with self._database.plain() as connection:
+            found = connection.execute(wanted).one_or_none()
+        if found is None:
+            raise RoundAborted(LOST)
+        if found.joined is None:
+            raise RoundAborted(f"the round is {found.state}: its parts are not those of a sealed one")
+        return _Brought(found.state, found.created, found.world, joined.decode_parts(_unpack(found.joined)))
+
+    def _read_declarations(self, wanted: Collection[str], unknown: Collection[str]) -> dict[str, bytes]:
+        """Together, where they stand so and many are unknown; else, and what is missing there, each alone."""
+        found: dict[str, bytes] = {}
+        with self._database.plain() as connection:
+            if len(unknown) >= TOGETHER_MIN:
+                together = select(DeclarationRow.body).where(DeclarationRow.digest == joined.name_of(wanted))
+                body = connection.scalar(together)
+                found |= {} if body is None else joined.decode_declarations(_unpack(body))
+            left = set(unknown) - found.keys()
+            alone = select(DeclarationRow.digest, DeclarationRow.body).where(DeclarationRow.digest.in_(left))
+            for digest, body in connection.execute(alone) if left else ():
+                found[digest] = _unpack(body)
+                if hashlib.sha256(found[digest]).hexdigest() != digest:
+                    raise InvalidRequest("the catalog holds another declaration than its digest says")
+        if set(unknown) - found.keys():
+            raise RoundAborted(LOST)
+        return found
 
     def deliver(self, round_id: int, receipt: bytes) -> None:
         """What this node has written and synced. The first receipt of a node stands. Who delivers then tries to `claim`: of
@@ -475,8 +553,15 @@ def _refuse_stale(session: Session, run: str, attempt: int) -> None:
         )
 
 
+def _pack(body: bytes) -> bytes:
+    """What nodes say is alike, however far apart it stands."""
+    ways = zstandard.ZstdCompressionParameters.from_level(3, window_log=WINDOW_LOG, enable_ldm=True, write_checksum=True)
+    return zstandard.ZstdCompressor(compression_params=ways).compress(body)
+
+
 def _unpack(packed: bytes) -> bytes:
     try:
-        return zstandard.decompress(packed, max_output_size=BODY_BYTES_MAX)
+        reader = zstandard.ZstdDecompressor(max_window_size=2**WINDOW_LOG)
+        return reader.decompress(packed, max_output_size=BODY_BYTES_MAX)
     except zstandard.ZstdError as error:
         raise InvalidRequest(f"what the catalog holds of a save cannot be read: {error}") from error

@@ -377,10 +377,13 @@ class JointRoundRow(CatalogTable):
     committer: Mapped[str | None] = mapped_column(String(64))
     claimed_until: Mapped[datetime | None] = mapped_column(_MOMENT)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    joined: Mapped[bytes | None] = mapped_column(LargeBinary)  # all parts in one body, once it is sealed
 
 
 class DeclarationRow(CatalogTable):
-    """What the ranks of a node hold, by the digest of its encoding; compressed."""
+    """What the ranks of a node hold, by the digest of its encoding; compressed. Or those of all nodes of a round together,
+    by a name that follows from their digests.
+    """
 
     __tablename__ = "declarations"
 
@@ -395,7 +398,10 @@ class PartRow(CatalogTable):
     """
 
     __tablename__ = "parts"
-    __table_args__ = (Index("parts_by_declaration", "declaration"),)
+    __table_args__ = (
+        Index("parts_by_declaration", "declaration"),
+        Index("parts_waiting", "round_id", postgresql_where=text("receipt IS NULL"), sqlite_where=text("receipt IS NULL")),
+    )
 
     round_id: Mapped[int] = mapped_column(_COUNTED, ForeignKey("joint_rounds.id"), primary_key=True, autoincrement=False)
     node: Mapped[str] = mapped_column(String(64), primary_key=True)

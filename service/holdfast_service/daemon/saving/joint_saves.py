@@ -316,7 +316,7 @@ class JointSaves:
 
     def _begin(self, joint: _Joint) -> None:
         """All parts are there: nobody gives the round up alone any more."""
-        joint.seen = seen = self._party.rendezvous.look(joint.id)
+        joint.seen = seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
             return
@@ -385,7 +385,9 @@ class JointSaves:
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
             self._decisions.joined(joint.current.id, *joint.current.key, measured)
-        written = joint.writing.result().written if joint.writing is not None and joint.delivered else ()
+        written: Sequence[WrittenSpan] = ()
+        if isinstance(joint.ended.result, Manifest) and joint.writing is not None and joint.seen is not None:
+            written = joint.writing.result().spans([one.node for one in joint.seen.parts])
         self._host.ended(joint.current, joint.ended.result, joint.ended.staged, written)
 
     def _look_for_the_dead(self, joint: _Joint) -> None:

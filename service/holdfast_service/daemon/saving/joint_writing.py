@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeVar
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.naming import Place
-from holdfast_formats.staging import blocks, part
+from holdfast_formats.staging import declaration, part
+from holdfast_formats.staging.blocks import SharePlan
+from holdfast_formats.staging.declaration import Declaration
 from holdfast_formats.staging.joint import JointRound
-from holdfast_formats.staging.part import Fragments
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -38,18 +38,22 @@ _Found = TypeVar("_Found")
 
 
 class ShareWritten(NamedTuple):
-    """What came of it: the plan, what is measured of a save, and which node has written what."""
+    """What came of it: what was planned, and what is measured of a save."""
 
-    plan: WritePlan
+    planned: SharePlan
     measured: dict[str, float]
-    written: Sequence[WrittenSpan]
 
+    @property
+    def plan(self) -> WritePlan:
+        return self.planned.plan
 
-class _Shares(NamedTuple):
-    """This node's share, and what all nodes write."""
-
-    mine: NodeShare
-    all: Sequence[WrittenSpan]
+    def spans(self, nodes: Sequence[str]) -> list[WrittenSpan]:
+        """Which of these nodes, in the order of their numbers, has written what."""
+        columns = (*self.planned.grid[:3], self.planned.owners)
+        return [
+            WrittenSpan(self.plan.files[file].layout.name, begin, end, nodes[owner])
+            for file, begin, end, owner in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
 
 class ShareWriter:
@@ -65,16 +69,17 @@ class ShareWriter:
     ) -> None:
         self._decisions, self._node = decisions, node
         self._rendezvous, self._exchange, self._history = rendezvous, exchange, history
-        self._fragments: dict[str, Fragments] = {}
+        self._declarations: dict[str, Declaration] = {}
 
     def write(self, seen: JointRound, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> ShareWritten:
         """Write this node's share of a sealed round, and tell what was written. `is_over` says whether it has ended."""
         began = time.monotonic()
-        plan = self._plan(self._patiently(lambda: self._rendezvous.parts(seen.id), is_over))
+        parts = self._patiently(lambda: self._rendezvous.parts(seen.id), is_over)
         nodes = [one.node for one in seen.parts]
-        share, written_by = self._share(plan, seen, nodes.index(self._node))
+        planned_share = self._planned(parts, nodes.index(self._node))
+        plan, share = planned_share.plan, NodeShare(planned_share.shares, planned_share.block_bytes)
         if seen.parts[nodes.index(self._node)].delivered:  # before this daemon was started: it may be published by now (I4)
-            return ShareWritten(plan, {}, written_by)
+            return ShareWritten(planned_share, {})
         if nodes[0] == self._node:
             self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()
@@ -103,7 +108,7 @@ class ShareWriter:
             planned - began,
             peers.bytes_brought,
         )
-        return ShareWritten(plan, {"write_s": written - planned, "fsync_s": timed.seconds}, written_by)
+        return ShareWritten(planned_share, {"write_s": written - planned, "fsync_s": timed.seconds})
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
         """Ask the catalog until it answers: what is sealed, and what is written, waits for it."""
@@ -116,28 +121,15 @@ class ShareWriter:
                 log.info("the catalog is asked again: %s", away.detail)
                 time.sleep(AWAY_S)
 
-    def _plan(self, parts: Sequence[tuple[str, bytes, bytes]]) -> WritePlan:
-        tables: list[SlotTable] = []
-        for digest, declaration, said in parts:
-            if digest not in self._fragments:
-                while len(self._fragments) >= DECODED_KEPT:
-                    del self._fragments[next(iter(self._fragments))]
-                self._fragments[digest] = part.decode_declaration(declaration)
-            tables += part.decode(self._fragments[digest], said)
-        return self._decisions.plan(tables)
-
-    def _share(self, plan: WritePlan, seen: JointRound, me: int) -> _Shares:
-        node_of = {rank: number for number, one in enumerate(seen.parts) for rank in one.ranks}
-        sizes = [file.layout.bytes for file in plan.files]
-        block_bytes = blocks.block_bytes(sum(sizes))
-        grid = blocks.grid(sizes, block_bytes)
-        spans = blocks.spans_of_plan(plan, [node_of[rank] for rank in range(plan.world)])
-        owners = blocks.owners(grid, blocks.holders(grid, spans, len(seen.parts)), len(seen.parts))
-        written = [
-            WrittenSpan(plan.files[file].layout.name, begin, end, seen.parts[owner].node)
-            for file, begin, end, owner in zip(*(column.tolist() for column in (*grid[:3], owners)), strict=True)
-        ]
-        return _Shares(NodeShare(blocks.shares(grid, owners, me), block_bytes), written)
+    def _planned(self, parts: Sequence[tuple[str, bytes, bytes]], me: int) -> SharePlan:
+        decoded = []
+        for digest, declared, said in parts:
+            if digest not in self._declarations:
+                while len(self._declarations) >= max(DECODED_KEPT, len(parts)):
+                    del self._declarations[next(iter(self._declarations))]
+                self._declarations[digest] = declaration.decode(declared)
+            decoded.append((digest, part.decode(self._declarations[digest], said)))
+        return self._decisions.plan_share(decoded, me)
 
 
 class Peers:

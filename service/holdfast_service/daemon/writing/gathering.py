@@ -194,7 +194,7 @@ def _header_cuts(header: Bytes, part: FilePart | None) -> Iterator[ExtentSlice]:
 
 def _hold(tensor: PlannedTensor, origin: BoxOrigin, flat: Mapping[int, Bytes]) -> Holding:
     data = flat[origin.rank][origin.slot_offset :]
-    if len(tensor.origins) == 1:  # it tiles the tensor alone
+    if origin.box.shape == tensor.spec.shape:  # it tiles the tensor alone
         return hold_all(tensor.spec, data)
     return hold(tensor.spec, origin.box, data)
 

@@ -1,0 +1,230 @@
+"""A declaration: what the ranks of a node hold, in columns. It is the same from save to save, and known by its digest.
+
+Ranks of one program hold the same tensors, and few different boxes. So each tensor and each box is there once, and what a
+rank holds are numbers, which hardly differ from rank to rank. Compressed, that is a few bytes a tensor, not a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import decoding
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Box, Shape, byte_box, check_box
+from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
+
+Numbers = NDArray[np.int64]
+_NUMBER = np.dtype("<i4")  # of a tensor or a box, and how many there are
+_PLACE = np.dtype("<i8")  # in a slot
+
+
+class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of which a rank holds something, and how its framework described that."""
+
+    spec: TensorSpec
+    placement: str
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """`fragments` counts each rank's; `tensor`, `boxes` and `place` have a number for each fragment: its tensor, how many
+    boxes it has, and where they begin in the slot. `box` has one for each of those. `tensors` are encoded by themselves:
+    they are the same on many nodes.
+    """
+
+    ranks: tuple[int, ...]
+    fragments: tuple[int, ...]
+    tensors: bytes
+    different: tuple[Box, ...]
+    tensor: bytes
+    boxes: bytes
+    place: bytes
+    box: bytes
+
+
+class Declaration(NamedTuple):
+    """What some ranks hold. `tensors` and `different` (boxes) are there once; the columns are as of `_Encoded`, and
+    `first_fragment` and `first_box` say where those of each rank begin, with one more for the end.
+    """
+
+    ranks: tuple[int, ...]
+    tensors: tuple[HeldTensor, ...]
+    different: tuple[Box, ...]
+    tensor: Numbers
+    boxes: Numbers
+    place: Numbers
+    box: Numbers
+    first_fragment: Numbers
+    first_box: Numbers
+
+    def fragments(self, position: int) -> tuple[StagedFragment, ...]:
+        """What the rank at this position holds, as it stands in its slot's table."""
+        first, last = self.first_fragment[position], self.first_fragment[position + 1]
+        at = int(self.first_box[position])
+        found = []
+        for number in range(int(first), int(last)):
+            count = int(self.boxes[number])
+            held = tuple(self.different[box] for box in self.box[at : at + count].tolist())
+            of = self.tensors[int(self.tensor[number])]
+            found.append(StagedFragment(of.spec, held, int(self.place[number]), of.placement))
+            at += count
+        return tuple(found)
+
+
+class RowColumns(NamedTuple):
+    """A row for each box that a rank of a declaration holds: its tensor and itself by number, and its place in the slot."""
+
+    tensor: Numbers
+    box: Numbers
+    place: Numbers
+
+
+TENSORS_KEPT = 1024
+
+decoding.decoder(_Encoded)  # builds now what the decoders need
+decoding.decoder(HeldTensor)
+_decode = msgspec.msgpack.Decoder(_Encoded)
+_decode_tensors = msgspec.msgpack.Decoder(tuple[HeldTensor, ...])
+
+
+def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
+    """What ranks hold, by rank; the same for the same fragments, in whatever order the ranks come."""
+    tensors: dict[tuple[TensorSpec, str], int] = {}
+    different: dict[Box, int] = {}
+    tensor: list[int] = []
+    boxes: list[int] = []
+    place: list[int] = []
+    box: list[int] = []
+    ranks = sorted(held)
+    for rank in ranks:
+        for fragment in held[rank]:
+            tensor.append(tensors.setdefault((fragment.spec, fragment.placement), len(tensors)))
+            boxes.append(len(fragment.boxes))
+            place.append(fragment.slot_offset)
+            box.extend(different.setdefault(one, len(different)) for one in fragment.boxes)
+    columns = (np.array(column, np.int64) for column in (tensor, boxes, place, box))
+    counts = np.array([len(held[rank]) for rank in ranks], np.int64)
+    specs = tuple(HeldTensor(spec, placement) for spec, placement in tensors)
+    return encode_columns(declared(tuple(ranks), specs, tuple(different), FragmentColumns(*columns), counts))
+
+
+class FragmentColumns(NamedTuple):
+    """As of `Declaration`."""
+
+    tensor: Numbers
+    boxes: Numbers
+    place: Numbers
+    box: Numbers
+
+
+def declared(
+    ranks: tuple[int, ...],
+    tensors: tuple[HeldTensor, ...],
+    different: tuple[Box, ...],
+    columns: FragmentColumns,
+    counts: Numbers,
+) -> Declaration:
+    """A declaration from its columns; `counts` are the fragments of each rank."""
+    first_fragment = _ends(counts)
+    return Declaration(ranks, tensors, different, *columns, first_fragment, _ends(columns.boxes)[first_fragment])
+
+
+def encode_columns(made: Declaration) -> bytes:
+    """The bytes of a declaration, by whose digest it is known."""
+    return msgspec.msgpack.encode(
+        _Encoded(
+            made.ranks,
+            tuple(np.diff(made.first_fragment).tolist()),
+            msgspec.msgpack.encode(made.tensors),
+            made.different,
+            made.tensor.astype(_NUMBER).tobytes(),
+            made.boxes.astype(_NUMBER).tobytes(),
+            made.place.astype(_PLACE).tobytes(),
+            made.box.astype(_NUMBER).tobytes(),
+        )
+    )
+
+
+def decode(encoded: bytes) -> Declaration:
+    """What the ranks of a node hold; `InvalidRequest` for what no declaration is, and what no tensor has."""
+    try:
+        read = _decode.decode(encoded)
+        tensors, forms = _tensors(read.tensors)
+        numbers = [np.frombuffer(data, _NUMBER).astype(np.int64) for data in (read.tensor, read.boxes, read.box)]
+        columns = FragmentColumns(
+            tensor=numbers[0],
+            boxes=numbers[1],
+            place=np.frombuffer(read.place, _PLACE).astype(np.int64),
+            box=numbers[2],
+        )
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"what ranks of another node hold cannot be read: {error}") from error
+    counts = np.array(read.fragments, np.int64)
+    if not _fit(read, columns, counts) or not _within(columns.tensor, len(tensors)):
+        raise InvalidRequest("what ranks of another node hold cannot be read: its columns do not belong together")
+    made = declared(read.ranks, tensors, read.different, columns, counts)
+    for of, which in _pairs(forms[np.repeat(columns.tensor, columns.boxes)], columns.box, len(read.different)):
+        spec, held = tensors[of].spec, read.different[which]
+        check_box(held, spec.shape, spec.name)
+        byte_box(spec.dtype, held, spec.shape, spec.name)
+    return made
+
+
+@lru_cache(maxsize=TENSORS_KEPT)
+def _tensors(encoded: bytes) -> tuple[tuple[HeldTensor, ...], Numbers]:
+    """And for each the first one of its form: what boxes it may have depends on that alone."""
+    found = _decode_tensors.decode(encoded)
+    first: dict[tuple[str, Shape], int] = {}
+    for held in found:
+        held.spec.check()
+    forms = [first.setdefault((held.spec.dtype, held.spec.shape), number) for number, held in enumerate(found)]
+    return found, np.array(forms, np.int64)
+
+
+def _ends(counts: Numbers) -> Numbers:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
+
+
+def _fit(read: _Encoded, columns: FragmentColumns, counts: Numbers) -> bool:
+    tensor, boxes, place, box = columns
+    alike = len(read.ranks) == len(counts) == len(set(read.ranks)) and len(tensor) == len(boxes) == len(place)
+    if not alike or any(column.size and column.min() < 0 for column in (*columns, counts)):
+        return False
+    if int(counts.sum()) != len(tensor) or int(boxes.sum()) != len(box):
+        return False
+    return _within(box, len(read.different))
+
+
+def _within(column: Numbers, stop: int) -> bool:
+    return not column.size or int(column.max()) < stop
+
+
+def _pairs(of: Numbers, box: Numbers, boxes: int) -> Iterable[tuple[int, int]]:
+    """Every pair that there is, once."""
+    for pair in np.unique(of * max(boxes, 1) + box).tolist():
+        yield divmod(pair, max(boxes, 1))
+
+
+def rows(made: Declaration) -> RowColumns:
+    """Every box of every rank, rank by rank, in the order of their tables."""
+    tensor = np.repeat(made.tensor, made.boxes)
+    place = np.repeat(made.place, made.boxes)
+    if (made.boxes > 1).any():  # some fragment has several boxes: they follow each other in the slot
+        sizes = _sizes(made, tensor)
+        before = np.cumsum(sizes) - sizes
+        first = (_ends(made.boxes)[:-1])[made.boxes > 0]
+        place = place + before - np.repeat(before[first], made.boxes[made.boxes > 0])
+    return RowColumns(tensor, made.box, place)
+
+
+def _sizes(made: Declaration, tensor: Numbers) -> Numbers:
+    """The bytes of each box."""
+    pairs, which = np.unique(tensor * max(len(made.different), 1) + made.box, return_inverse=True)
+    found = [divmod(pair, max(len(made.different), 1)) for pair in pairs.tolist()]
+    sizes = [box_bytes(made.tensors[of].spec, made.different[box]) for of, box in found]
+    return np.array(sizes, np.int64)[which]

@@ -1,0 +1,156 @@
+"""Plan a save whose ranks are on several nodes: the files, who writes which blocks, and what a node's blocks are read from.
+
+The files, their headers and offsets are those of `planner.plan`. All nodes work out the same owners, of all that every node
+holds; where a node reads from, it chooses by itself: from its own ranks as far as they hold it. What depends only on what
+ranks hold is kept for the next save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats.disk.packing import FILE_BYTES_MAX, FilePlan, pack
+from holdfast_formats.staging import blocks, replica_claims
+from holdfast_formats.staging.blocks import Grid, HeldSpans, Mask, Numbers, Share, SharePlan
+from holdfast_formats.staging.part import DecodedPart
+from holdfast_formats.staging.plan import PlannedFile, PlannedTensor
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.control.checkpoints import world as worlds
+from holdfast_service.control.checkpoints.planner import check_world, merged
+from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes
+from holdfast_service.control.checkpoints.world import Holdings, Stretch, World
+
+REMEMBERED_MAX = 2  # all groups, and some of them
+
+
+class _Placed:
+    """The files of a world, and the owners of their blocks."""
+
+    def __init__(self, world: World, holdings: Holdings, node_of: Numbers, file_bytes_max: int) -> None:
+        self.world, self._holdings, self._node_of = world, holdings, node_of
+        self._nodes = int(node_of.max()) + 1
+        self._numbers = worlds.numbers(world)
+        layouts = pack(world.specs, file_bytes_max)
+        sizes = [layout.bytes for layout in layouts]
+        self.grid: Grid = blocks.grid(sizes, blocks.block_bytes(sum(sizes)))
+        self.owners = blocks.owners(self.grid, blocks.holders(self.grid, self._spans(layouts), self._nodes), self._nodes)
+        self._files = tuple(PlannedFile(layout, self._without_origins(layout)) for layout in layouts)
+        self._own: dict[int, tuple[PlannedFile, ...]] = {}
+        self._lock = threading.Lock()
+
+    def _without_origins(self, layout: FilePlan) -> tuple[PlannedTensor, ...]:
+        placements = self.world.placements
+        return tuple(
+            PlannedTensor(spec, start, (), placements[self._numbers[spec.group, spec.name]])
+            for spec, start in layout.tensors
+        )
+
+    def _spans(self, layouts: Sequence[FilePlan]) -> HeldSpans:
+        """What every node holds of the files: of each family once, and then for each of its tensors."""
+        known: dict[int, worlds.Spans] = {}
+        found: list[worlds.Spans] = []
+        places: list[tuple[int, int, int]] = []  # rows, file, begin
+        for number, layout in enumerate(layouts):
+            for spec, start in layout.tensors:
+                family = self._holdings.family[self._numbers[spec.group, spec.name]]
+                if family not in known:
+                    known[family] = self._holdings.spans(family, self._node_of, self._nodes)
+                found.append(known[family])
+                places.append((len(known[family].begin), number, start))
+        if not found:
+            return HeldSpans(*np.empty((5, 0), np.int64))
+        begin, end, size, node = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        counts, files, starts = np.array(places, np.int64).T
+        shift = np.repeat(starts, counts)
+        return HeldSpans(np.repeat(files, counts), begin + shift, end + shift, size, node)
+
+    def own(self, me: int, shares: Sequence[Share]) -> tuple[PlannedFile, ...]:
+        """The files, in which the tensors that a node writes some of have their origins."""
+        with self._lock:
+            known = self._own.get(me)
+        if known is None:
+            files = list(self._files)
+            near = self._node_of == me
+            for number in sorted({share.file for share in shares}):
+                files[number] = self._with_origins(files[number], [one for one in shares if one.file == number], near, me)
+            known = tuple(files)
+            with self._lock:
+                self._own[me] = known
+        return known
+
+    def _with_origins(self, file: PlannedFile, shares: Sequence[Share], near: Mask, me: int) -> PlannedFile:
+        begins = np.array([tensor.start for tensor in file.tensors], np.int64)
+        ends = begins + np.array([tensor.spec.nbytes for tensor in file.tensors], np.int64)
+        touched = np.zeros(len(begins), np.bool_)
+        for share in shares:
+            touched |= (begins < share.end) & (ends > share.begin)
+        tensors = list(file.tensors)
+        for position in np.flatnonzero(touched).tolist():
+            spec, start = tensors[position].spec, tensors[position].start
+            parts = [Stretch(share.begin - start, share.end - start) for share in shares]
+            origins = self._holdings.origins(self._numbers[spec.group, spec.name], parts, near, me)
+            tensors[position] = tensors[position]._replace(origins=origins)
+        return file._replace(tensors=tuple(tensors))
+
+
+class _Known(NamedTuple):
+    """What follows from what ranks hold: what they share; and the files, for what they had apart the last time."""
+
+    world: World
+    holdings: Holdings
+    shared: SharedBoxes
+    apart: Apart
+    placed: _Placed
+
+
+_remembered: OrderedDict[bytes, _Known] = OrderedDict()
+_lock = threading.Lock()
+
+
+def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
+    """The plan of a save from the parts of all nodes, in the order of their numbers, each with its declaration's digest; and
+    what the node with the number `me` writes. Raises what `planner.plan` does.
+    """
+    said: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
+    check_world(said)
+    file_bytes_max = said[0].file_bytes_max or FILE_BYTES_MAX
+    text = "\n".join([str(file_bytes_max), *(digest for digest, _ in parts)])
+    key = hashlib.sha256(text.encode()).digest()
+    placed = _placed(key, parts, said, file_bytes_max)
+    shares = blocks.shares(placed.grid, placed.owners, me)
+    return SharePlan(merged(said, placed.own(me, shares)), shares, placed.grid, placed.owners)
+
+
+def forget() -> None:
+    """Plan what comes next anew."""
+    with _lock:
+        _remembered.clear()
+
+
+def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence[SlotTable], file_bytes_max: int) -> _Placed:
+    with _lock:  # one at a time: two that find nothing would both work it out
+        known = _remembered.pop(key, None)
+        if known is None:
+            world = worlds.gather([part.declaration for _, part in parts])
+            holdings = Holdings(world)
+            shared = holdings.shared()
+        else:
+            world, holdings, shared = known.world, known.holdings, known.shared
+        apart = shared.compare(said)
+        if known is None or known.apart != apart:
+            node_of = np.empty(len(said), np.int64)
+            for number, (_, part) in enumerate(parts):
+                node_of[list(part.declaration.ranks)] = number
+            there = worlds.set_apart(world, apart, replica_claims.HOME in said[0].groups)
+            held = Holdings(there) if apart else holdings
+            known = _Known(world, holdings, shared, apart, _Placed(there, held, node_of, file_bytes_max))
+        _remembered[key] = known
+        while len(_remembered) > REMEMBERED_MAX:
+            _remembered.popitem(last=False)
+        return known.placed
