@@ -134,7 +134,7 @@ def test_the_plan_is_that_of_one_node(made: MadeWorld) -> None:
         for fragment in one.fragments
         for box, place in _placed(fragment)
     }
-    for node, (plan, shares, _) in enumerate(made.shares()):
+    for node, (plan, shares, *_) in enumerate(made.shares()):
         assert bare(plan) == bare(single)
         for number, (mine, theirs) in enumerate(zip(plan.files, single.files, strict=True)):
             for tensor, reference in zip(mine.tensors, theirs.tensors, strict=True):
