@@ -643,8 +643,8 @@ MUTATIONS = (
     Mutation(
         "files are looked at before the rename",
         _STORE,
-        "            if found != size:",
-        "            if False:",
+        "        if found != size:",
+        "        if False:",
         (_SHARES,),
     ),
     Mutation(

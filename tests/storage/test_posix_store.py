@@ -206,6 +206,17 @@ def test_what_stands_without_commit_keeps_its_step(root: RealDirectory) -> None:
     assert store.files.list(naming.checkpoint_path(RUN, STEP)) == ["theirs"]
 
 
+def test_what_is_there_and_not_seen_yet_is_unknown(root: RealDirectory) -> None:
+    """Another node has published, and this one's client of a network file system does not see the files yet: nobody says
+    that the round has failed.
+    """
+    store = root.open()
+    stage(store, JOINT, FIRST)
+    store.discard(JOINT)
+    PosixTier(root._root).put(f"{naming.checkpoint_path(RUN, STEP)}/theirs", b"x")
+    assert store.commit(JOINT, FIRST.contents()).outcome == "unknown"
+
+
 def test_names_that_are_not_ours_are_no_steps(root: RealDirectory) -> None:
     """Files and directories of others under checkpoints/ are not listed."""
     tier = PosixTier(root._root)

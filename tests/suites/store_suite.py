@@ -384,8 +384,10 @@ class StoreSuite:
             outcome = "raised"
             with storage.failing(fault), suppress(CheckpointError):
                 outcome = save(store, place, FIRST, over).outcome
-            now = standing(restart(storage))
             assert outcome in ("raised", "published", "unknown"), (at, outcome)
+            if outcome != "unknown":
+                assert standing(storage.open()) is (FIRST if outcome == "published" else before), (at, outcome)
+            now = standing(restart(storage))
             assert now is (FIRST if outcome == "published" else before) or outcome == "unknown", (at, outcome)
             again = save(storage.open(), Place(RUN, STEP, 3, 9), FIRST, over or now is not None)
             assert again.outcome == "published" and standing(store) is FIRST

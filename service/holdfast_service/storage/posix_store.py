@@ -145,11 +145,11 @@ class PosixStore:
 
     def _complete_jointly(self, place: Place, contents: CommitContents) -> None:
         """As one of several nodes, of which others may do the same: they put the same bytes there."""
-        self._check_there(place, contents)
+        _check_there(self._tier, place, contents)
         added = {**contents.small, naming.MANIFEST: contents.manifest, naming.COMMIT: contents.commit}
         for name, data in added.items():
             self._put_again(f"{place.path}/{name}", data)
-        self._check_there(place, contents)  # else another node has published it, and the small ones stand there alone
+        _check_there(self._tier, place, contents)  # else another node has published it, and the small ones stand there alone
 
     def _has_replaced(self, place: Place, target: str, commit: bytes) -> bool:
         """Whether these bytes stand there already: then what they have replaced is at `place`, and is not exchanged for them
@@ -162,13 +162,6 @@ class PosixStore:
             if staged is not None and not commit.startswith(staged):
                 raise
             return False
-
-    def _check_there(self, place: Place, contents: CommitContents) -> None:
-        for name, size in contents.staged.items():
-            found = self._tier.size(f"{place.path}/{name}")
-            if found != size:
-                stands = "is not there" if found is None else f"has {found} bytes"
-                raise NoSuchResource(f"{place.path}/{name} {stands}, but the nodes have written {size}")
 
     def _put_again(self, path: str, data: bytes) -> None:
         """A small file that a committer who was lost may have left here, whole or not."""
@@ -194,12 +187,14 @@ class PosixStore:
             return
         aside = naming.replaced_path(place.run, place.step)
         self._tier.remove_tree(aside)  # of an earlier time: `target` stands
-        self._tier.publish(target, aside)
         try:
+            self._tier.publish(target, aside)
             self._tier.publish(place.path, target)
         except CheckpointError as error:
-            if error.members.get("outcome") != "unknown":
+            if not self._tier.list(target):  # it is aside, and nothing has taken its place
                 self._tier.publish(aside, target)
+                if error.members.get("outcome") == "unknown":
+                    raise StorageFailed(error.detail, hint=error.hint) from error
             raise
 
     def _stands(self, target: str) -> bytes | None:
@@ -219,6 +214,9 @@ class PosixStore:
             return Publication("unknown", f"{question.detail}, and {target} cannot be read: {failure.detail}")
         if stands == contents.commit:
             return self._confirmed(place, target)
+        if stands is None and isinstance(question, NoSuchResource) and place.step in self.steps(place.run):
+            # A client of a network file system may remember for a while that a name was not there.
+            return Publication("unknown", f"{question.detail}, and {target} is there, but its {naming.COMMIT} is not seen")
         is_taken = isinstance(question, AlreadyCommitted) or (stands is not None and not over)
         return Publication("taken" if is_taken else "gone", question.detail)
 
@@ -309,6 +307,14 @@ class PosixStaged:
         if not naming.is_file_name(file) or file in _OURS_ALONE:
             raise InvalidRequest(f"{file!r} cannot be a file of a checkpoint", hint="use a plain name, and not the format's")
         return f"{self._path}/{file}"
+
+
+def _check_there(tier: Tier, place: Place, contents: CommitContents) -> None:
+    for name, size in contents.staged.items():
+        found = tier.size(f"{place.path}/{name}")
+        if found != size:
+            stands = "is not there" if found is None else f"has {found} bytes"
+            raise NoSuchResource(f"{place.path}/{name} {stands}, but the nodes have written {size}")
 
 
 def _is_ours(room: str, name: str) -> bool:
