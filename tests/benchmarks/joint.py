@@ -136,7 +136,7 @@ def exchange(mib: int, count: int) -> None:
     serving.secret = SECRET
     serving.offer(1, {0: slot})
     peer = Peer("a", serving.url, SECRET)
-    plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _plain(slot))
+    plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain_handler(slot))
     threading.Thread(target=plain.serve_forever, daemon=True).start()
     rates: dict[str, list[float]] = {"exchange": [], "readinto": []}
     for _ in range(count + 1):
@@ -145,7 +145,7 @@ def exchange(mib: int, count: int) -> None:
             if name == "exchange":
                 peer.fetch(1, [SlotRange(0, 0, len(slot))], {0: into}, lambda seconds: False)
             else:
-                _read(f"http://127.0.0.1:{plain.server_address[1]}", into)
+                read_plainly(f"http://127.0.0.1:{plain.server_address[1]}", into)
             rates[name].append(mib / 1024 / (time.monotonic() - began))
     ratios = [ours / theirs for ours, theirs in list(zip(*rates.values(), strict=True))[1:]]
     ours, theirs = (summary(found[1:]) for found in rates.values())
@@ -156,7 +156,7 @@ def exchange(mib: int, count: int) -> None:
     plain.server_close()
 
 
-def _plain(slot: memoryview) -> type[http.server.BaseHTTPRequestHandler]:
+def plain_handler(slot: memoryview) -> type[http.server.BaseHTTPRequestHandler]:
     class Plain(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -170,7 +170,7 @@ def _plain(slot: memoryview) -> type[http.server.BaseHTTPRequestHandler]:
     return Plain
 
 
-def _read(url: str, into: memoryview) -> None:
+def read_plainly(url: str, into: memoryview) -> None:
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, blocksize=2**20)
     connection.request("GET", "/")

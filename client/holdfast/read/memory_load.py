@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple
@@ -15,6 +16,8 @@ from holdfast.read.requests import Want, runs
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging.slot_ranges import SlotRange
+
+log = logging.getLogger(__name__)
 
 Origin = Literal["slot", "peers", "files"]
 
@@ -81,7 +84,11 @@ class _Memory:
         self._complete = len({slot.table.rank for slot in slots}) == made.world
         self._peers = PeerSlots.none()
         if not self._complete:
-            found = ask(made)
+            try:
+                found = ask(made)
+            except CheckpointError as error:  # what this node holds is read all the same
+                log.info("other nodes' memory is not read: %s", error.detail)
+                found = PeerSlots.none()
             stack.callback(found.close)
             here = {slot.table.rank for slot in slots}
             found.slots = [one for one in found.slots if _fits(one, made) and one.table.rank not in here]

@@ -9,6 +9,7 @@ import bisect
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 from holdfast.read.held_slots import HeldSlot, take
 from holdfast.transport import Transport
@@ -113,14 +114,19 @@ class PeerSlots:
 def take_peers(link: Transport, made: Manifest) -> PeerSlots:
     """The slots that other nodes hold of a checkpoint, as this node's daemon has found them."""
     step, attempt, turn, world = made.step, made.attempt, made.turn, made.world
-    slots: list[HeldSlot] = []
-    while True:
-        after = max((slot.table.rank for slot in slots), default=-1)
-        asked = wire.HeldElsewhere(id=link.next_id(), step=step, attempt=attempt, turn=turn, world=world, after=after)
-        found = take(link, asked, step, LOOK_WAIT_S)
-        slots += found
-        if len(found) < wire.HELD_RANKS_MAX:
-            break
+    with ExitStack() as on_failure:
+        slots: list[HeldSlot] = []
+        more = True
+        while more:
+            after = max((slot.table.rank for slot in slots), default=-1)
+            number = link.next_id()
+            asked = wire.HeldElsewhere(id=number, step=step, attempt=attempt, turn=turn, world=world, after=after)
+            found = take(link, asked, step, LOOK_WAIT_S)
+            for slot in found:
+                on_failure.callback(slot.close)
+            slots += found
+            more = len(found) == wire.HELD_RANKS_MAX
+        on_failure.pop_all()
 
     def fetch(ranges: Sequence[SlotRange]) -> Collection[int]:
         places = tuple((one.rank, one.begin, one.end) for one in ranges)

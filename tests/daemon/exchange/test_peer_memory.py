@@ -127,11 +127,12 @@ def test_a_slot_that_is_used_anew_between_the_answer_and_the_read(two: tuple[Hol
     assert [one.said.rank for one in memory(*two).open(STEP, "r")] == [1]
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_slot_that_is_used_anew_while_it_is_sent(
-    two: tuple[Holding, Holding], monkeypatch: pytest.MonkeyPatch, at: int
+    two: tuple[Holding, Holding], monkeypatch: pytest.MonkeyPatch, at: int, before: bool
 ) -> None:
-    """The answer is cut short at that chunk, even if the chunk was digested just before."""
+    """The answer is cut short at that chunk, whether it was digested just before or is just after."""
     peers = memory(two[0])
     peers.open(STEP, "r")
     right, calls = serving.digest, []
@@ -141,8 +142,9 @@ def test_a_slot_that_is_used_anew_while_it_is_sent(
         found = right(data)
         if len(calls) == at:
             two[0].segment.lease(8, STEP.attempt, 0)
-            two[0].segment.memory[-SIZE:] = bytes(SIZE)
-        return found
+            start = two[0].segment.geometry.data_offset(0)
+            two[0].segment.memory[start : start + SIZE] = bytes(SIZE)
+        return right(data) if before else found
 
     monkeypatch.setattr(serving, "digest", digest)
     monkeypatch.setattr(wanted, "CHUNK_BYTES", 500_000)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from holdfast_formats.digest import digest
+from holdfast_formats.errors import NoSpace
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState, page_aligned
 from holdfast_formats.staging.slot_ranges import SlotRange
@@ -31,8 +32,11 @@ class Mirror:
         self.of, self.said, self.holder = of, said, holder
         self._geometry = Geometry(1, said.table_at, page_aligned(said.table_bytes))
         self.fd = memfd(f"mirror-{of.run}-rank{said.rank}", self._geometry.segment_bytes)
-        self._map = mmap.mmap(self.fd, self._geometry.segment_bytes)
-        memory = memoryview(self._map)
+        try:
+            memory = memoryview(mmap.mmap(self.fd, self._geometry.segment_bytes))
+        except OSError as error:
+            self.close()
+            raise NoSpace(f"cannot map {self._geometry.segment_bytes} bytes: {error.strerror}") from error
         arena.write_superblock(memory, self._geometry)
         self._memory = memory
         self.slot = memory[self._geometry.data_offset(0) :]

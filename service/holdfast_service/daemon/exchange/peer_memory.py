@@ -24,7 +24,7 @@ from holdfast_service.daemon.exchange.mirrors import Mirror
 log = logging.getLogger(__name__)
 
 WORLD_MAX = 256  # of a save whose slots are looked for elsewhere: every node reads the tables of all of them
-ASK_S = 2.0  # how long a node may take to say what it holds
+ASK_S, LOOK_S = 2.0, 6.0  # how long a node may take to say what it holds, and all of them
 GRACE_S, RATE_MIN = 2.0, 2**25  # after so many seconds, a peer that has sent fewer bytes a second is too slow
 PIECE_BYTES = 2**25  # asked of a peer at once
 VAIN_S_MAX = 6.0  # that a restore waits for peers in vain: then all are given up
@@ -113,15 +113,17 @@ class PeerMemory:
             log.info("cannot tell which nodes hold %s@%s in memory: %s", lent.of.run, lent.of.step, away.detail)
             return
         began = time.monotonic()
-        _each([partial(self._open, lent, holder) for holder in holders])
+        _each([partial(self._open, lent, holder, began + LOOK_S) for holder in holders])
         if lent.mirrors:
             told = "%s@%s: slots of %d ranks are in the memory of %d nodes, found in %.3f s"
             nodes = {mirror.holder.node for mirror in lent.mirrors.values()}
             log.info(told, lent.of.run, lent.of.step, len(lent.mirrors), len(nodes), time.monotonic() - began)
 
-    def _open(self, lent: _Lent, holder: HoldingNode) -> None:
-        """Ask a node what it holds, and fetch the tables of its slots."""
+    def _open(self, lent: _Lent, holder: HoldingNode, limit: float) -> None:
+        """Ask a node what it holds, and fetch the tables of its slots; nothing after the `limit`."""
         made: list[Mirror] = []
+        if time.monotonic() > limit:
+            return
         try:
             said = [one for one in holder.slots(lent.of, ASK_S) if one.rank not in lent.mirrors]
             if sum(one.table_bytes for one in said) > self._spare():
