@@ -382,7 +382,10 @@ class JointSaves:
         del self._joints[joint.current.key]
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
-            self._decisions.joined(joint.current.id, *joint.current.key, measured)
+            try:
+                self._decisions.joined(joint.current.id, *joint.current.key, measured)
+            except Exception:  # it stands: whatever cannot be noted of it, its ranks are told
+                log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
         self._host.ended(joint.current, joint.ended.result, joint.ended.staging)
 
     def _look_for_the_dead(self, joint: _Joint) -> None:
