@@ -604,8 +604,8 @@ MUTATIONS = (
     Mutation(
         "numbers of rounds that no backup gives out again",
         _RENDEZVOUS,
-        'values = {"id": key.new_id(), **key._asdict(), "world": world, "state": "open",',
-        'values = {**key._asdict(), "world": world, "state": "open",',
+        "return func.greatest(micros, func.coalesce(last, 0) + 1)",
+        "return func.coalesce(last, 0) + 1",
         (_MEETING,),
     ),
     Mutation(
