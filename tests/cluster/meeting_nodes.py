@@ -210,12 +210,15 @@ class MeetingNode:
         self.joint._pool.shutdown()
         self.joint._pool = cast(Any, self.later)
         self.doom.fate = None
-        for key in self.held:
-            self._take_up(key)
+        for key in list(self.held):
+            try:
+                self._take_up(key, self.decisions.resume(*key, self.world))
+            except CheckpointError as error:
+                self._tell(SaveRound(key, 0, self.world, 0.0), error.code)
         self.up = True
 
-    def _take_up(self, key: RoundKey) -> None:
-        current = SaveRound(key, key.step, self.world, float("inf"))
+    def _take_up(self, key: RoundKey, number: int) -> None:
+        current = SaveRound(key, number, self.world, float("inf"))
         current.sealed[self.rank] = cast(SealedSlot, self.held[key][1])
         self._open[key] = current
 
@@ -224,13 +227,12 @@ class MeetingNode:
         if key in self.held or key in self._lost:
             return False
         try:
-            self.decisions.begin(*key, self.world)
+            current = self.decisions.begin(*key, self.world)
         except CheckpointError:
             return False
         self.tries[key] = number = self.tries.get(key, 0) + 1
         self.held[key] = number, part(key, number, self.rank, self.world)
-        if self.up:
-            self._take_up(key)
+        self._take_up(key, current)
         return True
 
     def die(self) -> None:

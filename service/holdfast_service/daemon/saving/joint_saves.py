@@ -384,7 +384,10 @@ class JointSaves:
         del self._joints[joint.current.key]
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **_measured(joint.writing))
-            self._decisions.joined(joint.current.id, *joint.current.key, measured)
+            try:
+                self._decisions.joined(joint.current.id, *joint.current.key, measured)
+            except Exception:  # it stands: whatever cannot be noted of it, its ranks are told
+                log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
         written: Sequence[WrittenSpan] = ()
         if isinstance(joint.ended.result, Manifest) and joint.writing is not None and joint.seen is not None:
             written = joint.writing.result().spans([one.node for one in joint.seen.parts])
