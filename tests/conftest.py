@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attack-s", metavar="SECONDS", type=float, help="how long attacks by chance go on (make attack)")
     parser.addoption("--kills", type=int, default=20, help="how often the frameworks' runs are killed (make integrations)")
     parser.addoption("--fuzz-s", metavar="SECONDS", type=float, help="look for inputs that no reader handles for this long")
-    parser.addoption("--cluster-s", metavar="SECONDS", type=float, default=60.0, help="kill and cut off nodes for this long")
+    parser.addoption("--cluster-s", metavar="SECONDS", type=float, default=30.0, help="kill and cut off nodes for this long")
     parser.addoption("--cluster-rounds", metavar="N", type=int, default=12, help="how many saves a daemon is killed in")
     parser.addoption("--cluster-away-s", metavar="SECONDS", type=float, default=20.0, help="how long PostgreSQL is away")
     parser.addoption("--cluster-seed", metavar="N", type=int, default=0, help="which nodes are killed, and when")

@@ -21,6 +21,7 @@ ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
 LISTEN = "127.0.0.1:8420"
 NO_LISTENER = NO_SCRUB = "none"
+NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
@@ -41,7 +42,7 @@ class Config(BaseModel):
     root: Path = ROOT
     listen: tuple[str, int] | None = ("127.0.0.1", 8420)
     socket: Path
-    node: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    node: str = Field(pattern=NODE_NAME)
     keep: int | None = Field(default=None, ge=1)
     catalog: str | None = None
     arena_bytes_max: int | None = Field(default=None, ge=0)

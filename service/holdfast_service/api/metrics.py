@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
@@ -109,11 +108,10 @@ class Collected(Collector):
 
     def _nodes(self) -> Samples:
         """The nodes of the cluster; a daemon that is in none is the only one."""
-        members = self._services.members()
-        counts = Counter([member.state for member in members] or ["live"])
+        census = self._services.census()
         return {
-            "holdfast_nodes": [((state,), counts.get(state, 0)) for state in get_args(bodies.NodeState)],
-            "holdfast_node_lost": [((member.name,), 1) for member in members if member.state == "lost"],
+            "holdfast_nodes": [((state,), census.states.get(state, 0)) for state in get_args(bodies.NodeState)],
+            "holdfast_node_lost": [((name,), 1) for name in census.lost],
         }
 
     def _refused(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.cluster.membership import ClusterNode
+from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
@@ -64,6 +64,7 @@ class Services:
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
     members: Callable[[], Sequence[ClusterNode]] = tuple  # the nodes of this daemon's cluster, if it is in one
+    census: Callable[[], Census] = lambda: ONE_ALONE  # the same, as a count
     crews: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
     heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more

@@ -26,6 +26,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.held_elsewhere import HOLDS, held_name
+from holdfast_service.control.cluster.membership import ONE_ALONE
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
@@ -219,6 +220,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
         members=tuple if cluster is None else cluster.membership.members,
+        census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
         crews=dict if cluster is None else cluster.crews.by_node,
         heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
         forget=no_other_node if cluster is None else cluster.membership.forget,

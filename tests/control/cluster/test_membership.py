@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 from sqlalchemy import select
@@ -192,6 +193,20 @@ def test_a_lost_node_is_listed_for_longer_than_a_stopped_one(nodes: Nodes) -> No
     nodes.left(b, -membership.LOST_S - 60)
     nodes.add("d")
     assert states(nodes) == {"c": "live", "d": "live"}
+
+
+def test_a_census_counts_all_and_names_the_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same states as those of the list, whether nodes have joined lately or go on for long."""
+    a, b, c, d = (nodes.add(name) for name in "abcd")
+    nodes.lapse(b)
+    c.close()
+    nodes.lapse(d)
+    nodes.add("d")
+    for returned_s in (membership.RETURNED_S, 0.0):
+        monkeypatch.setattr(membership, "RETURNED_S", returned_s)
+        found = a.membership.census()
+        assert found.lost == ("b",)
+        assert found.states == Counter(states(nodes).values()) and sum(found.states.values()) == 4
 
 
 def test_a_loss_is_told_once(nodes: Nodes) -> None:

@@ -13,6 +13,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import ADMINS, READS
 from holdfast_service.api.services import Viewer, Wired
+from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.cluster.membership import ClusterNode
 
@@ -39,7 +40,7 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
 
 
 @router.delete("/nodes/{name}", dependencies=ADMINS, status_code=204, summary="Forget a node that is gone")
-def forget_node(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
+def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
     """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
     services.forget(name)
     services.events.add("node-forgotten", f"the node {name} is listed no more")

@@ -11,12 +11,13 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Interval, cast, delete, func, literal, select, update
+from sqlalchemy import ColumnElement, Interval, and_, cast, delete, func, literal, not_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -74,6 +75,16 @@ class ClusterNode(NamedTuple):
         return max(-self.lease_s if self.state == "stopped" else LEASE_S - self.lease_s, 0.0)
 
 
+class Census(NamedTuple):
+    """How many nodes are in each state, and the names of those that are lost."""
+
+    states: Mapping[NodeState, int]
+    lost: tuple[str, ...]
+
+
+ONE_ALONE = Census({"live": 1}, ())
+
+
 def this_daemon(name: str) -> Me:
     """This process as a member, with a boot of its own."""
     return Me(name, uuid.uuid4().hex, _machine(), os.getpid())
@@ -109,6 +120,7 @@ class Membership:
         self.heard: list[Callable[[], None]] = []
         self.joined = False
         self._came_back = False  # this node was lost before it joined
+        self._said: dict[str, Any] = {}  # what this node last said of itself
         self._beaten = time.monotonic()  # when its membership was last renewed
         self._lock = threading.Lock()  # one join at a time
         self._wake = threading.Event()
@@ -175,6 +187,16 @@ class Membership:
         with self.database.read() as session:
             return members(session)
 
+    def census(self) -> Census:
+        """How many nodes are in each state, and which are lost: of those that go on for long, no more than the number."""
+        steady = (NodeRow.until > now(), NodeRow.since < later(-RETURNED_S))
+        with self.database.read() as session:
+            others = members(session, not_(and_(*steady)))
+            live = session.scalar(select(func.count()).select_from(NodeRow).where(*steady)) or 0
+        counts = Counter(member.state for member in others)
+        counts["live"] += live
+        return Census(counts, tuple(member.name for member in others if member.state == "lost"))
+
     def forget(self, name: str) -> None:
         """List a node that is gone no more. `NoSuchResource`; `InUse` if it is a member."""
         with self.database.apart() as session:
@@ -189,7 +211,7 @@ class Membership:
         """The nodes that were lost, each told once, whichever node asks."""
         found = []
         with self.database.apart() as session:
-            for member in members(session):
+            for member in members(session, NodeRow.until <= now()):
                 if member.state != "lost" or member.about.get(_NOTED):
                     continue
                 mine = (NodeRow.name == member.name, NodeRow.boot == member.boot, NodeRow.until <= now())
@@ -217,7 +239,7 @@ class Membership:
                     session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
                 session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
                 mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
-                session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._about(), _LEFT: True}))
+                session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._said, _LEFT: True}))
         except CheckpointError as error:
             log.info("cannot say goodbye to the cluster: %s", error.detail)
 
@@ -253,7 +275,7 @@ class Membership:
                 "pid": self.me.pid,
                 "since": now(),
                 "until": later(self.lease_s),
-                "about": {**self.about(), _CAME_BACK: came_back},
+                "about": (said := {**self.about(), _CAME_BACK: came_back}),
             }
             made = insert(NodeRow).values({"name": self.me.name} | values)
             taken = session.scalar(
@@ -263,12 +285,13 @@ class Membership:
                 return _Other(0, {}) if row is None else _Other(row.pid, row.about)
             for table in (DutyRow, CrewRow, HoldRow):  # what an earlier boot left: nobody is there any more
                 session.execute(delete(table).where(table.node == self.me.name))
-            self._came_back = came_back
+            self._came_back, self._said = came_back, said
             _forget_old(session)
         return None
 
     def _about(self) -> dict[str, Any]:
-        return {**self.about(), _CAME_BACK: self._came_back}
+        self._said = {**self.about(), _CAME_BACK: self._came_back}
+        return self._said
 
 
 class _Other(NamedTuple):
@@ -276,21 +299,21 @@ class _Other(NamedTuple):
     about: Mapping[str, Any]
 
 
-def members(session: Session) -> list[ClusterNode]:
-    """All nodes, by name, with the duties that they have now."""
+def members(session: Session, *wanted: ColumnElement[bool]) -> list[ClusterNode]:
+    """All nodes, or those that are `wanted`, by name, with the duties that they have now."""
     duties: dict[tuple[str, str], list[str]] = {}
     for duty in session.scalars(select(DutyRow).where(DutyRow.until > now()).order_by(DutyRow.name)):
         duties.setdefault((duty.node, duty.boot), []).append(duty.name)
     left, age = func.extract("epoch", NodeRow.until - now()), func.extract("epoch", now() - NodeRow.since)
     found = []
-    for row, lease_s, age_s in session.execute(select(NodeRow, left, age).order_by(NodeRow.name)):
+    for row, lease_s, age_s in session.execute(select(NodeRow, left, age).where(*wanted).order_by(NodeRow.name)):
         its = tuple(duties.get((row.name, row.boot), ()))
         found.append(ClusterNode(row.name, row.boot, float(lease_s), row.since, float(age_s), row.about, its))
     return found
 
 
 def _forget_old(session: Session) -> None:
-    for member in members(session):
+    for member in members(session, NodeRow.until < later(-STOPPED_S)):
         if member.lease_s < -(STOPPED_S if member.state == "stopped" else LOST_S):
             session.execute(delete(NodeRow).where(NodeRow.name == member.name, NodeRow.boot == member.boot))
 
