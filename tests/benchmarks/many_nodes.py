@@ -34,7 +34,7 @@ from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database import engines
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DeclarationRow, PartRow
+from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -66,6 +66,7 @@ class Measured(NamedTuple):
     statements: float
     bytes: float  # that a node tells: its part and its receipt
     read: float  # that a node reads of the others' parts
+    cpu_s: float  # of this process, a node: without PostgreSQL's
 
 
 class Counted:
@@ -189,7 +190,7 @@ class ManyNodes:
         """Until all nodes know that it is committed."""
         counted, many = self._shared.counted, len(self.nodes)
         counted.statements = 0
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         with counting(counted):
             for node, (held, _) in zip(self.nodes, self._held, strict=True):
                 node.save(table(node.rank, many, step, held), self._slot)
@@ -206,15 +207,17 @@ class ManyNodes:
             counted.statements / many,
             told / many,
             read,
+            (time.process_time() - cpu) / many,
         )
 
     def _bytes(self) -> tuple[int, int]:
         """What all parts of the newest round and their receipts take, and what of it every node reads."""
         newest = select(func.max(PartRow.round_id)).scalar_subquery()
-        sizes = select(func.sum(func.length(PartRow.said)), func.sum(func.length(PartRow.receipt)))
+        sizes = select(func.sum(func.length(PartRow.said) + func.length(PartRow.receipt)))
+        read = select(func.length(JointRoundRow.joined)).where(JointRoundRow.id == newest)
         with self.database.apart() as session:
-            said, receipts = session.execute(sizes.where(PartRow.round_id == newest)).one()
-        return int(said) + int(receipts), int(said)
+            told = session.scalar(sizes.where(PartRow.round_id == newest))
+            return int(told or 0), int(session.scalar(read) or 0)
 
     @property
     def declared_bytes(self) -> int:
@@ -277,7 +280,7 @@ def line(name: str, nodes: int, one: Measured, limit: float | None) -> str:
     missed = (limit is not None and one.known_s > limit) or one.statements > STATEMENTS_MAX or one.bytes > BYTES_MAX
     return (
         f"{nodes:6} {name:6} {one.sealed_s:8.2f} {one.written_s:8.2f} {one.known_s:8.2f} {one.statements:11.1f} "
-        f"{one.bytes:9.0f} {one.read / 1024:9.0f}{'  MISSED' * missed}"
+        f"{one.bytes:9.0f} {one.read / 1024:9.0f} {one.cpu_s:8.3f}{'  MISSED' * missed}"
     )
 
 
@@ -287,8 +290,7 @@ def main() -> int:
     parser.add_argument("--tensors", type=int, default=5000)
     parser.add_argument("--saves", type=int, default=3, help="after the first, which declares and plans")
     given = parser.parse_args()
-    sys.setswitchinterval(0.001)
-    print(" nodes save    sealed s written s  known s  statements bytes/node  read KiB", flush=True)
+    print(" nodes save    sealed s written s  known s  statements bytes/node  read KiB   CPU s", flush=True)
     for nodes in map(int, given.nodes.split(",")):
         found = measure(nodes, given.tensors, given.saves + 1)
         print(line("first", nodes, found[0], None))
