@@ -13,13 +13,16 @@ faster than there: two cores, one interpreter, one pool of connections (PostgreS
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +30,7 @@ from sqlalchemy import Engine, event, func, select
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import whole
+from holdfast_formats.staging import part
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
@@ -34,7 +38,7 @@ from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database import engines
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DeclarationRow, PartRow
+from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -54,6 +58,8 @@ BARS = {8: 0.5, 100: 1.0, 1000: 4.0}  # seconds from the last receipt
 STATEMENTS_MAX, BYTES_MAX = 12.0, 6000.0  # a node a save
 LEASE_S = 600.0  # nobody beats here
 CONNECTIONS, PLAIN_CONNECTIONS = 24, 64  # of all nodes together, and kept open
+SPEAKERS = 32  # nodes that speak at a time where they have no threads of their own
+RECEIPT = os.urandom(2048)  # as that of a node with some hundred extents
 WAIT_S = 300  # for one of them
 
 
@@ -66,6 +72,7 @@ class Measured(NamedTuple):
     statements: float
     bytes: float  # that a node tells: its part and its receipt
     read: float  # that a node reads of the others' parts
+    cpu_s: float  # of this process, a node: without PostgreSQL's
 
 
 class Counted:
@@ -189,7 +196,7 @@ class ManyNodes:
         """Until all nodes know that it is committed."""
         counted, many = self._shared.counted, len(self.nodes)
         counted.statements = 0
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         with counting(counted):
             for node, (held, _) in zip(self.nodes, self._held, strict=True):
                 node.save(table(node.rank, many, step, held), self._slot)
@@ -206,15 +213,17 @@ class ManyNodes:
             counted.statements / many,
             told / many,
             read,
+            (time.process_time() - cpu) / many,
         )
 
     def _bytes(self) -> tuple[int, int]:
         """What all parts of the newest round and their receipts take, and what of it every node reads."""
         newest = select(func.max(PartRow.round_id)).scalar_subquery()
-        sizes = select(func.sum(func.length(PartRow.said)), func.sum(func.length(PartRow.receipt)))
+        sizes = select(func.sum(func.length(PartRow.said) + func.length(PartRow.receipt)))
+        read = select(func.length(JointRoundRow.joined)).where(JointRoundRow.id == newest)
         with self.database.apart() as session:
-            said, receipts = session.execute(sizes.where(PartRow.round_id == newest)).one()
-        return int(said) + int(receipts), int(said)
+            told = session.scalar(sizes.where(PartRow.round_id == newest))
+            return int(told or 0), int(session.scalar(read) or 0)
 
     @property
     def declared_bytes(self) -> int:
@@ -273,11 +282,69 @@ def measure(nodes: int, tensors: int, saves: int) -> list[Measured]:
             many.close()
 
 
+class Met(NamedTuple):
+    """Seconds of a save that is nothing but what nodes say to PostgreSQL, of all of them together."""
+
+    arrived_s: float
+    read_s: float  # from the seal until all have read all parts
+    delivered_s: float  # all receipts, and who tried to claim
+    known_s: float  # from the claim until all know that it is committed
+    statements: float
+
+
+def meet(nodes: int, saves: int) -> list[Met]:
+    """As `measure`, without plans, writing and threads of nodes: some of them speak at a time."""
+    engines.CONNECTIONS, engines.PLAIN_CONNECTIONS = CONNECTIONS, PLAIN_CONNECTIONS
+    engines.CONNECTIONS_MORE, engines.BUSY_TIMEOUT_S = 0, WAIT_S
+    with running_postgres() as postgres, ThreadPoolExecutor(SPEAKERS) as pool:
+        database = Database.open(postgres.take())
+        clusters = [Cluster(database, f"node{number:05d}", lease_s=LEASE_S) for number in range(nodes)]
+        list(pool.map(lambda one: one.membership.join(0.0), clusters))
+        encoded = [part.encode([table(rank, nodes, 1, holdings(rank, nodes, nodes)[0])]) for rank in range(nodes)]
+        found = []
+        counted = Counted()
+        for step in range(1, saves + 1):
+            counted.statements = 0
+            with counting(counted):
+                found.append(_meet(pool, clusters, encoded, step)._replace(statements=counted.statements / nodes))
+        database.close()
+        return found
+
+
+def _meet(pool: ThreadPoolExecutor, clusters: Sequence[Cluster], encoded: Sequence[part.EncodedPart], step: int) -> Met:
+    many = len(clusters)
+
+    def arrive(rank: int) -> int:
+        mine = encoded[rank]
+        return clusters[rank].rendezvous.arrive(RUN, step, ATTEMPT, many, [rank], mine.declaration, mine.said)
+
+    def read(one: Cluster) -> None:
+        assert len(one.rendezvous.sealed(number).parts) == len(one.rendezvous.parts(number)) == many
+
+    def deliver(one: Cluster) -> bool:
+        one.rendezvous.deliver(number, RECEIPT)
+        return one.rendezvous.claim(number)
+
+    times = [time.monotonic()]
+    (number,) = set(pool.map(arrive, range(many)))
+    times.append(time.monotonic())
+    clusters[0].rendezvous.seal(number)
+    list(pool.map(read, clusters))
+    times.append(time.monotonic())
+    claimed = list(pool.map(deliver, clusters))
+    times.append(time.monotonic())
+    assert claimed.count(True) == 1 and len(clusters[0].rendezvous.receipts(number)) == many
+    clusters[claimed.index(True)].rendezvous.committed(number)
+    assert {seen.state for seen in pool.map(lambda one: one.rendezvous.state(number), clusters)} == {"committed"}
+    times.append(time.monotonic())
+    return Met(*(after - before for before, after in pairwise(times)), 0.0)
+
+
 def line(name: str, nodes: int, one: Measured, limit: float | None) -> str:
     missed = (limit is not None and one.known_s > limit) or one.statements > STATEMENTS_MAX or one.bytes > BYTES_MAX
     return (
         f"{nodes:6} {name:6} {one.sealed_s:8.2f} {one.written_s:8.2f} {one.known_s:8.2f} {one.statements:11.1f} "
-        f"{one.bytes:9.0f} {one.read / 1024:9.0f}{'  MISSED' * missed}"
+        f"{one.bytes:9.0f} {one.read / 1024:9.0f} {one.cpu_s:8.3f}{'  MISSED' * missed}"
     )
 
 
@@ -286,9 +353,19 @@ def main() -> int:
     parser.add_argument("--nodes", default="8,100,1000", help="how many, with commas")
     parser.add_argument("--tensors", type=int, default=5000)
     parser.add_argument("--saves", type=int, default=3, help="after the first, which declares and plans")
+    parser.add_argument("--meet", action="store_true", help="nothing but what nodes say to PostgreSQL")
     given = parser.parse_args()
-    sys.setswitchinterval(0.001)
-    print(" nodes save    sealed s written s  known s  statements bytes/node  read KiB", flush=True)
+    if given.meet:
+        print(" nodes arrived s   read s delivered s  known s  statements")
+        for nodes in map(int, given.nodes.split(",")):
+            for one in meet(nodes, given.saves + 1):
+                print(
+                    f"{nodes:6} {one.arrived_s:9.2f} {one.read_s:8.2f} {one.delivered_s:11.2f} {one.known_s:8.2f} "
+                    f"{one.statements:11.1f}",
+                    flush=True,
+                )
+        return 0
+    print(" nodes save    sealed s written s  known s  statements bytes/node  read KiB   CPU s", flush=True)
     for nodes in map(int, given.nodes.split(",")):
         found = measure(nodes, given.tensors, given.saves + 1)
         print(line("first", nodes, found[0], None))
