@@ -12,8 +12,9 @@ from pathlib import Path
 import psycopg
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from holdfast import Fragment
+from holdfast import Fragment, cli
 from holdfast.rest.api import Api
 from tests.daemons import wait_until
 from tests.regressions.joint_worlds import Ranks, ranks
@@ -94,11 +95,14 @@ def test_a_catalog_that_is_away_while_it_is_checked(site: Site) -> None:
     with ranks(RUN, [a, b], "first") as world:
         with standing_still(c):
             saved(world, 1)
-            wait_until(lambda: left(site) > 0)
+            wait_until(lambda: _proven(a) > 0)
+            shown = printed("show", f"{RUN}@1", "--url", a.url)
+            assert "its nodes have read back" in shown
             site.postgres.stop()
         time.sleep(3)
         site.postgres.start()
         assert verified(a, 1)["nodes"] and verified(b, 1)["nodes"]
+        assert "read back by" in printed("show", f"{RUN}@1", "--url", a.url)
         wait_until(lambda: left(site) == 0)
 
 
@@ -120,6 +124,19 @@ def _begun_by(site: Site) -> str | None:
     with psycopg.connect(_plain(site)) as connection:
         found = connection.execute("SELECT node FROM shared_checks").fetchone()
         return None if found is None else str(found[0])
+
+
+def _proven(daemon: Daemon) -> int:
+    """Bytes that all nodes have proven of the first step, as any of them says."""
+    with Api(daemon.url) as api:
+        checking = api.checkpoint(RUN, 1).checking
+        return 0 if checking is None else checking.done_bytes
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
 
 
 @contextmanager

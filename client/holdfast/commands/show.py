@@ -47,6 +47,9 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
     """The result of the service's restore check."""
     if known is None:
         return "known only to a service; run `holdfast verify` to verify it now"
+    if known.checking is not None:
+        read = f"{console.human_bytes(known.checking.done_bytes)} of {console.human_bytes(known.checking.total_bytes)}"
+        return f"not checked yet since its commit: its nodes have read back {read}"
     if known.unchecked:
         return "not checked yet since its commit"
     age = "" if known.checked is None else f", {console.human_age(known.checked)}"
@@ -54,6 +57,8 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
         return f"damaged: {known.damage.get('detail', 'unknown')}{age}"
     tried = (known.check or {}).get("layouts")
     how = f"; restore tested in {'; '.join(tried)}" if tried else ""
+    nodes = (known.check or {}).get("nodes")
+    how = f"; read back by {nodes} nodes{how}" if nodes else how
     return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 

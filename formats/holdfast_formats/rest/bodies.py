@@ -33,9 +33,17 @@ class Run(BaseModel):
 
 NodeState = Literal["live", "returned", "stopped", "lost"]
 CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
-MARKS = {"pinned", "labels"}  # members of a checkpoint that come from the run's file
+# Members of a checkpoint that are not kept with it: those of the run's file, and how far its check is.
+MARKS = {"pinned", "labels", "checking"}
 # Members of a checkpoint that are in no manifest.
 KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as", "abandoned"} | MARKS
+
+
+class Checking(BaseModel):
+    """How many bytes of a checkpoint its nodes have proven, of how many."""
+
+    done_bytes: int
+    total_bytes: int
 
 
 class CheckpointInfo(BaseModel):
@@ -52,6 +60,9 @@ class CheckpointInfo(BaseModel):
     verified: bool = Field(description="read back after the commit; every byte matched its digest")
     checked: str | None = Field(default=None, description="time of the last check, whatever its result")
     check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tested")
+    checking: Checking | None = Field(
+        default=None, description="how far several nodes are with reading it back together, while they do"
+    )
     damage: dict[str, Any] | None = Field(default=None, description="the problem found by the last check, None if sound")
     nonfinite: int | None = Field(default=None, description="number of NaN and infinite elements; None if not counted")
     healthy: bool | None = Field(default=None, description="no new NaN or infinite values since the previous checkpoint")

@@ -68,6 +68,7 @@ class Services:
     crews: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
     heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
+    checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
 
     @cached_property

@@ -540,6 +540,11 @@ class Decisions:
                     log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
             yield
 
+    def checking_by_all(self, run: str, step: int) -> bodies.Checking | None:
+        """How far all nodes together are with the check of a checkpoint; None if they do not do one."""
+        found = None if self.shared_checks is None else self.shared_checks.progress(run, step)
+        return None if found is None else bodies.Checking(done_bytes=found.done, total_bytes=found.total)
+
     def is_awaited(self, run: str, step: int) -> bool:
         """Whether checks of this checkpoint have to end."""
         return self.readers.is_awaited(run, step)

@@ -219,6 +219,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
+        checking=control.decisions.checking_by_all,
         members=tuple if cluster is None else cluster.membership.members,
         census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
         crews=dict if cluster is None else cluster.crews.by_node,

@@ -69,4 +69,5 @@ def get_checkpoint(
         found = selectors.find(services, run, step, metric, mode)
     else:
         found = open_checkpoints.find(services, run, step)
-    return Marks(services.tier, run).on(found)
+    checking = services.checking(run, found.step) if found.unchecked else None
+    return Marks(services.tier, run).on(found.model_copy(update={"checking": checking}))
