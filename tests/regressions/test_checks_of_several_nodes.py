@@ -71,6 +71,8 @@ def test_a_node_that_stands_still_and_one_that_is_killed(site: Site) -> None:
             saved(world, 2)
             assert verified(a, 2)["nodes"] == 2
             saved(world, 3)
+            with Api(a.url) as api:
+                wait_until(lambda: 3 in [found.step for found in api.checkpoints(RUN)])
             b.kill()
             assert verified(a, 3)["layouts"]
     assert left(site) == 0 and steps(site.root, RUN) == [1, 2, 3]
