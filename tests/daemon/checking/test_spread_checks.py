@@ -252,3 +252,12 @@ def test_a_node_without_replicas_leaves_repairs_to_one_that_has_them(world: Spre
     found = world.ended(1)
     assert found.state == "verified" and set((found.check or {})["repaired"]) == {"replica copy"}
     assert world.events("checkpoint-damaged") == []
+
+
+def test_one_whose_commit_cannot_be_read_is_not_divided(world: SpreadWorld) -> None:
+    """The node that has committed it says what is wrong."""
+    for name in "ab":
+        world.add(name)
+    world.commit(1)
+    (world.path(1) / naming.COMMIT).write_bytes(b"?")
+    assert world.begin(1) is None and not world.all[0].shared.any()

@@ -16,7 +16,15 @@ from contextlib import ExitStack
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, CorruptExtent, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    CorruptExtent,
+    Damaged,
+    InUse,
+    NoSuchCheckpoint,
+    NotFound,
+)
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
 from holdfast_service.daemon.checking import health, portions
@@ -33,7 +41,7 @@ log = logging.getLogger(__name__)
 LOOK_S, IDLE_LOOK_S = 2.0, 30.0  # beside what is heard: while something is checked together, and else
 RENEW_S = 10.0  # how often it is said that a portion is still being read
 NAMES_S = 90.0  # a mount remembers for no longer which names there are
-AGAIN_S = 5.0  # what this node has given back is left to others for so long
+AGAIN_S, FAILED_AGAIN_S = 5.0, 60.0  # what this node has given back is left to others for so long; what it could not read
 AWAY_S = 1.0  # between two tries, while the catalog is away
 FOLLOW_S = (0.1, 1.0)  # how often it is looked whether a check has ended: at first, and later
 
@@ -72,7 +80,10 @@ class SpreadChecks:
         readers = self._shared.readers()
         if len(readers) < 2:
             return None
-        made, sha256 = self._read(run, step)
+        try:
+            made, sha256 = self._read(run, step)
+        except Damaged:  # which who checks it alone records, or has repaired
+            return None
         plans = portions.divide(made, readers, written)
         if len(plans) < 2:
             return None
@@ -128,6 +139,7 @@ class SpreadChecks:
     def _guarded(self, of: Portion | CheckEnding, act: Callable[[], None], leave: Callable[[], None]) -> None:
         """Do it, and whatever stands in the way, leave it to others in the end, if there is anything left to do."""
         run, step = of.of.run, of.of.step
+        again_s = AGAIN_S
         try:
             act()
             return
@@ -143,14 +155,18 @@ class SpreadChecks:
                 return
         except CatalogUnavailable:
             raise  # the claim ends by itself
+        except InUse as awaited:  # a save is about to take its place, or that of the one before
+            log.info("this node leaves its part of the check of %s@%s: %s", run, step, awaited.detail)
         except CheckpointError as error:
             log.warning("cannot verify this node's part of %s@%s: %s", run, step, error.detail)
+            again_s = FAILED_AGAIN_S
         except Exception:
             log.exception("verifying this node's part of %s@%s failed", run, step)
+            again_s = FAILED_AGAIN_S
         if isinstance(of, Portion):
-            self._not_before[run, step, of.number] = time.monotonic() + AGAIN_S
+            self._not_before[run, step, of.number] = time.monotonic() + again_s
         leave()
-        self._closing.wait(AWAY_S)
+        self._closing.wait(AWAY_S if isinstance(of, Portion) else AGAIN_S)
 
     def _prove(self, portion: Portion) -> None:
         of = portion.of
