@@ -3,6 +3,14 @@
 It knows no directory, no rename and no random write, so that an object store can have it too. Every store must pass the
 tests in `tests/suites/store_suite.py`. A failure that is raised (`NoSpace`, `StorageFailed`, `InvalidRequest`) has made
 nothing visible; what may have become visible is said by a value, `Publication`.
+
+What building changed in the design: a commit may also find its round `gone`, which is neither taken nor unknown. A
+place with a round is shared by nodes, and one without has a single writer, who begins with it empty, so that nothing
+needs a flag. Files are written through a `FileWriter`, because threads write them at the same time. Removal has two
+halves, because a reader is waited for under a lock, and bytes are freed without it. The sweep takes the live rounds and
+a time in which nobody has written, because a round may begin between the question and the sweep. `put_back` is there
+for file systems that cannot exchange names. An object store has to say whether several nodes can fill one object; if
+they cannot, the planner gives whole files to nodes.
 """
 
 from __future__ import annotations
