@@ -83,7 +83,8 @@ def test_a_flipped_bit_is_found_by_whoever_reads_it(world: SpreadWorld, place: i
     found = world.ended(1)
     assert found.state == "damaged" and found.damage is not None
     assert found.damage["file"] == file.name and found.damage["node"] in "abc"
-    assert world.events("checkpoint-damaged") == [1] and not world.all[0].shared.any()
+    wait_until(lambda: world.events("checkpoint-damaged") == [1])
+    assert not world.all[0].shared.any()
 
 
 def test_damage_that_can_be_repaired(world: SpreadWorld) -> None:
@@ -128,7 +129,8 @@ def test_a_portion_of_a_node_that_is_lost(world: SpreadWorld, nodes: Nodes) -> N
     go_on.set()
     assert b.spread is not None
     b.spread.close()
-    assert world.events("checkpoint-verified") == [1] and not a.shared.any()
+    wait_until(lambda: world.events("checkpoint-verified") == [1])
+    assert not a.shared.any()
 
 
 def test_a_node_that_closes_leaves_its_portion_to_others(world: SpreadWorld) -> None:
