@@ -14,6 +14,7 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.cluster.cluster import replica_duty
+from holdfast_service.control.findings import shared_checks
 from holdfast_service.daemon.checking import spread_checks
 from holdfast_service.storage import Tier
 from tests.checkpoints import flip
@@ -205,8 +206,9 @@ def test_one_that_is_removed_or_replaced_meanwhile(world: SpreadWorld) -> None:
     assert world.events("checkpoint-damaged") == [] == world.events("checkpoint-verified")
 
 
-def test_retention_waits_for_the_whole(world: SpreadWorld) -> None:
-    """As long as one portion is not proven, the checkpoint before stays (I10)."""
+def test_retention_waits_for_the_whole(world: SpreadWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as one portion is not proven, the checkpoint before stays (I10); and it is said how much is."""
+    monkeypatch.setattr(shared_checks, "GRACE_S", 600.0)
     a = world.add("a")
     world.add("b", ready=False)
     world.commit(1)
@@ -215,6 +217,8 @@ def test_retention_waits_for_the_whole(world: SpreadWorld) -> None:
     world.commit(2)
     world.begin(2)
     wait_until(lambda: (a.shared.progress(RUN, 2) or (0, 0))[0] > 0)
+    going = a.decisions.checking_by_all(RUN, 2)
+    assert going is not None and 0 < going.done_bytes < going.total_bytes
     a.decisions.rotation.apply(RUN)
     assert world.path(1).exists() and not world.known(2).verified
     world.all[1].begun()
