@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,6 @@ SMALL = ("between two small files", "before the joint COMMIT")
 COMMITTING = ("claimed", "before the joint manifest", *SMALL, "before rename", "after rename")
 LAST = ("before the end is told", "the end is told")
 POINTS = (*EARLY, *WRITING, *COMMITTING, *LAST)
-RESTORING = ("a step is chosen", "before voting", "voted")
 WITHOUT_IT_S = 60.0  # the lease of who has claimed lasts 30 s
 
 
@@ -65,7 +63,7 @@ class Marks:
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marks]:
     monkeypatch.setenv("PYTHONPATH", str(STOPS))
-    monkeypatch.setenv("CRASH_POINT", "|".join((*POINTS, *RESTORING)))
+    monkeypatch.setenv("CRASH_POINT", "|".join(POINTS))
     monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path / "marks"))
     yield Marks(tmp_path / "marks")
 
@@ -105,28 +103,6 @@ def _killed(site: Site, world: Ranks, daemons: dict[str, Daemon], marks: Marks, 
     heard = {how_it_ended(ticket) for ticket in tickets}
     assert len(heard) == 1, (point, step, heard)
     return heard.pop()
-
-
-def test_a_daemon_is_killed_while_all_restore(site: Site, marks: Marks) -> None:
-    """At each point of a restore in turn, and started again: all ranks get the same step, and go on saving."""
-    daemons = {name: site.start(name) for name in NODES}
-    with ranks("run", [daemons[name] for name in NODES], "first") as world:
-        for step in (1, 2):
-            for ticket in world.save(step):
-                ticket.result()
-    for number, point in enumerate(RESTORING):
-        with ranks("run", [daemons[name] for name in NODES], f"launch {number}") as world:
-            marks.arm(point)
-            with ThreadPoolExecutor(1) as pool:
-                restoring = pool.submit(world.each, lambda rank, one: one.restore())
-                victim = marks.victim(daemons)
-                daemons[victim].kill()
-                daemons[victim] = site.start(victim)
-                assert set(restoring.result()) == {2 + number}, point
-            world.check(2 + number)
-            for ticket in world.save(3 + number):
-                ticket.result()
-    assert steps(site.root, "run") == [*range(1, 3 + len(RESTORING))]
 
 
 @pytest.mark.parametrize("point", ["claimed", "after rename", "before the end is told"])

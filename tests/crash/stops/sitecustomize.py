@@ -92,10 +92,6 @@ POINTS = {
     "before the joint COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_joint_commit),
     "before the end is told": Point(_RENDEZVOUS, "Rendezvous.committed"),
     "the end is told": Point(_RENDEZVOUS, "Rendezvous.committed", after=True),
-    # in one whose ranks restore with those of other nodes
-    "a step is chosen": Point("holdfast_service.control.decisions", "Decisions.choose", after=True),
-    "before voting": Point(_RENDEZVOUS, "Rendezvous.vote"),
-    "voted": Point(_RENDEZVOUS, "Rendezvous.vote", after=True),
     # in what the daemon does beside saves
     "job claimed": Point("holdfast_service.control.jobs.catalog", "Jobs.claim", after=True),
     "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),
