@@ -53,8 +53,9 @@ class Nodes:
         return self.made.docker("exec", container, *command)
 
     def steps(self) -> dict[int, int]:
-        """The world that saved each checkpoint, by step, as node-1 lists them."""
-        listed = json.loads(self.said("node-1", "holdfast", "ls", "demo", "--json"))
+        """The world that saved each checkpoint, by step, as node-1 lists them; none while there is no run."""
+        ask = 'found=$(holdfast ls demo --json) && echo "$found" || echo "[]"'
+        listed = json.loads(self.said("node-1", "sh", "-c", ask))
         return {found["step"]: found["world"] for found in listed}
 
     def states(self) -> dict[str, str]:

@@ -26,7 +26,6 @@ from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.cluster.membership import ONE_ALONE
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
@@ -159,7 +158,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services, no_other_node
+    from holdfast_service.api.services import Services
 
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
@@ -211,13 +210,23 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
-        members=tuple if cluster is None else cluster.membership.members,
-        census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
-        crews=dict if cluster is None else cluster.crews.by_node,
-        heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
-        forget=no_other_node if cluster is None else cluster.membership.forget,
+        **_shared(cluster),
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
     )
+
+
+def _shared(cluster: Cluster | None) -> dict[str, Any]:
+    """What a service tells of the cluster that its daemon is in; of a daemon alone, what `Services` says by itself."""
+    if cluster is None:
+        return {}
+    membership = cluster.membership
+    return {
+        "members": membership.members,
+        "census": membership.census,
+        "crews": cluster.crews.by_node,
+        "heartbeat_s": lambda: membership.beaten_s,
+        "forget": membership.forget,
+    }
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
