@@ -60,7 +60,7 @@ browser: $(READY) ## the dashboard in a real Chromium, while a training run save
 	$(BIN)/python -m pytest -m browser tests/dashboard
 
 engine: $(READY) ## run what deploy/ has: images and Compose files with a real engine (root, docker.io, docker-compose, debootstrap), Slurm's script
-	$(BIN)/python -m pytest -m engine tests/test_engine.py tests/test_engine_nodes.py tests/cluster/test_slurm.py
+	$(BIN)/python -m pytest -m engine tests/test_engine.py tests/cluster/test_slurm.py
 
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)
