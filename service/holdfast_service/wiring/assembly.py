@@ -162,7 +162,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services
+    from holdfast_service.api.services import Services, no_other_node
 
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
