@@ -8,11 +8,14 @@ import threading
 
 import msgspec
 import pytest
+from sqlalchemy import insert
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import planner
+from holdfast_service.control.cluster.membership import now
+from holdfast_service.control.database.schema import JointRoundRow
 from holdfast_service.daemon.checking.verifier import verify
 from tests.control.cluster.nodes import nodes
 from tests.daemon.writing.test_part_writer import CREATED, columns
@@ -23,6 +26,7 @@ __all__ = ["nodes", "pair"]
 pytestmark = pytest.mark.cluster
 
 RUN, RACES, KEPT = "r", 1000, 3
+_CLAIMED = {"attempt": 1, "world": 2, "state": "committing", "created": CREATED}
 
 
 def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
@@ -36,6 +40,8 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
         plan = shares.plan = planner.plan([msgspec.structs.replace(table, step=step) for table in tables])
         staged = naming.Place(RUN, step, 1, step)
         receipts = [shares.write(a.tier, 0, staged), shares.write(b.tier, 1, staged)]
+        with a.catalog.database.write() as session:
+            session.execute(insert(JointRoundRow).values(id=step, run=RUN, step=step, **_CLAIMED, changed=now()))
         numbers = [node.decisions.begin(RUN, step, 1, 2) for node in pair]
         made: list[Manifest] = []
         start = threading.Barrier(2)

@@ -436,6 +436,8 @@ class Decisions:
             if there is not None:
                 return there
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
+        if staged is not None and self._cluster is not None:
+            lineage = self._cluster.rendezvous.settle(staged.place.round_id, lineage)
         about = About(lineage, over)
         if not over:
             return self._make_visible(plan, about, staged)

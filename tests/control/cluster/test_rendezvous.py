@@ -11,6 +11,7 @@ import zstandard
 from sqlalchemy import delete, event, func, select, text, update
 
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.naming import Place
 from holdfast_formats.staging import joined
 from holdfast_formats.staging.joint import RoundState
@@ -447,3 +448,14 @@ def test_nobody_hears_of_a_round_that_goes_on(nodes: Nodes) -> None:
         node.rendezvous.deliver(number, b"done")
     assert a.rendezvous.claim(number) and not b.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
     assert [said for _, _, said in b.rendezvous.parts(number)] == [b"said", b"said"]
+
+
+def test_all_who_commit_a_round_state_the_same_lineage(nodes: Nodes) -> None:
+    """The first one's, also to one that stood still since it had claimed: two manifests must not meet in one directory."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    found = Lineage(3, 1, (Rewind(2, 1, 3),))
+    assert a.rendezvous.settle(number, found) == found
+    assert b.rendezvous.settle(number, Lineage(3, 1)) == found == a.rendezvous.settle(number, Lineage())
+    with pytest.raises(RoundAborted, match="lost"):
+        a.rendezvous.settle(number + 1, found)

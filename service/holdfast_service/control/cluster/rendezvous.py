@@ -35,6 +35,7 @@ from sqlalchemy.orm import Session, aliased
 from sqlalchemy.sql.dml import ReturningInsert
 
 from holdfast_formats.errors import InvalidRequest, RoundAborted, StaleAttempt, StateMismatch, from_problem
+from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
 from holdfast_formats.staging import joined
@@ -46,6 +47,7 @@ from holdfast_service.control.database.schema import (
     CatalogTable,
     DeclarationRow,
     JointRoundRow,
+    JsonText,
     NodeRow,
     PartRow,
     RunRow,
@@ -409,6 +411,22 @@ class Rendezvous:
         with self._database.plain() as connection:
             claimed = update(JointRoundRow).where(*free).values(values).returning(JointRoundRow.id)
             return connection.scalar(claimed) is not None
+
+    def settle(self, round_id: int, lineage: Lineage) -> Lineage:
+        """Where the checkpoint of the round comes from: what the first node that commits it has found, for all that do.
+
+        Two nodes may see other checkpoints in the directory, and one of them stand still in the middle of its commit. If
+        each wrote a manifest of its own, the manifest of one could stand beside the COMMIT of the other (I12).
+        """
+        mine = literal([lineage.restored, lineage.turn, [list(one) for one in lineage.rewinds]], JsonText())
+        first = update(JointRoundRow).where(JointRoundRow.id == round_id)
+        first = first.values(lineage=func.coalesce(JointRoundRow.lineage, mine))
+        with self._database.plain() as connection:
+            settled = connection.scalar(first.returning(JointRoundRow.lineage))
+        if settled is None:
+            raise RoundAborted(LOST)
+        restored, turn, rewinds = settled
+        return Lineage(restored, turn, tuple(Rewind(*one) for one in rewinds))
 
     def receipts(self, round_id: int) -> list[bytes]:
         """What all nodes have written."""

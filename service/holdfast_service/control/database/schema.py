@@ -378,6 +378,7 @@ class JointRoundRow(CatalogTable):
     claimed_until: Mapped[datetime | None] = mapped_column(_MOMENT)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     joined: Mapped[bytes | None] = mapped_column(LargeBinary)  # all parts in one body, once it is sealed
+    lineage: Mapped[list[Any] | None] = mapped_column(JsonText)  # as the first node that commits it has found
 
 
 class DeclarationRow(CatalogTable):
