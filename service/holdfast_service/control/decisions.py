@@ -163,7 +163,7 @@ class Decisions:
         if not isinstance(self.attempts, SharedAttempts) or self._cluster is None:
             return False
         try:
-            return self.attempts.sealed_elsewhere(run) or self._cluster.rendezvous.is_writing(run)
+            return self.attempts.sealed_elsewhere(run) or self._cluster.rounds.is_writing(run)
         except CatalogUnavailable:
             return False
 
