@@ -291,7 +291,7 @@ class MeetingNode:
         self._pending.pop(current.key, None)
         self._tell(current, result.code if isinstance(result, CheckpointError) else None)
         if isinstance(result, CheckpointError) and staging:
-            self.decisions._clear(staging)
+            self.decisions._records.clear(staging)
 
     def _tell(self, current: SaveRound, error: str | None) -> None:
         number, _ = self.held.pop(current.key)
