@@ -26,8 +26,9 @@ from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.saving import joint_saves
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
+from holdfast_service.daemon.saving.joined_round import Result
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
@@ -172,7 +173,8 @@ CLOCK = Clock()
 def still(patch: Any) -> None:
     """No thread meets by itself, and time is the model's."""
     patch.setattr(JointSaves, "_run", lambda self: None)
-    patch.setattr(joint_saves, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
+    for module in (joint_saves, joined_round, awaited_nodes):
+        patch.setattr(module, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
 
 
 class MeetingNode:

@@ -25,7 +25,8 @@ from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.giving_way import GivingWay
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving.joined_round import Result
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
