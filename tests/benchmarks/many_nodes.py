@@ -42,7 +42,8 @@ from holdfast_service.control.database.schema import DeclarationRow, JointRoundR
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving.joined_round import Result
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory

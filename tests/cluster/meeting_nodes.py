@@ -26,8 +26,9 @@ from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.saving import joint_saves
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
+from holdfast_service.daemon.saving.joined_round import Result
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
@@ -172,7 +173,8 @@ CLOCK = Clock()
 def still(patch: Any) -> None:
     """No thread meets by itself, and time is the model's."""
     patch.setattr(JointSaves, "_run", lambda self: None)
-    patch.setattr(joint_saves, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
+    for module in (joint_saves, joined_round, awaited_nodes):
+        patch.setattr(module, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
 
 
 class MeetingNode:
@@ -195,7 +197,7 @@ class MeetingNode:
         self.cluster: Cluster = self._nodes.add(self.name, joined=False)
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
-        self.exchange.secret = self.cluster.rendezvous.secret()
+        self.exchange.secret = self.cluster.secret()
         tier = cast(Tier, Doomed(self._stored, self.doom, TO_STORAGE))
         self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
@@ -291,7 +293,7 @@ class MeetingNode:
         self._pending.pop(current.key, None)
         self._tell(current, result.code if isinstance(result, CheckpointError) else None)
         if isinstance(result, CheckpointError) and staging:
-            self.decisions._clear(staging)
+            self.decisions._records.clear(staging)
 
     def _tell(self, current: SaveRound, error: str | None) -> None:
         number, _ = self.held.pop(current.key)

@@ -19,7 +19,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.saving import joint_saves, joint_writing
+from holdfast_service.daemon.saving import awaited_nodes, joint_writing
 from holdfast_service.daemon.saving.rounds import RoundKey
 from holdfast_service.storage import MemoryTier
 from tests.cluster import meeting_nodes as meeting
@@ -277,7 +277,7 @@ def _examine(postgres: Postgres, count: int, steps: int) -> None:
     meeting.still(patch)
     patch.setattr(joint_writing, "PEER_PATIENCE_S", 0.0)
     patch.setattr(joint_writing, "AWAY_S", 0.0)
-    patch.setattr(joint_saves, "DEAD_S", 20.0)
+    patch.setattr(awaited_nodes, "DEAD_S", 20.0)
     _postgres[:] = [postgres]
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     chosen = settings(max_examples=count, stateful_step_count=steps, suppress_health_check=quiet, deadline=None)

@@ -8,6 +8,7 @@ _POSIX = "service/holdfast_service/storage/posix.py"
 _CUT = "tests/crash/test_power_cut.py"
 _REPAIRS = "tests/crash/test_repairs.py"
 _RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
+_ARRIVALS = "service/holdfast_service/control/cluster/arrivals.py"
 _MEETING = "tests/control/cluster/test_rendezvous.py"
 _STORE = "service/holdfast_service/storage/posix_store.py"
 _STORES = "tests/storage/test_posix_store.py::TestPosixStoreInMemory"
@@ -628,7 +629,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fence of an older attempt's part",
-        _RENDEZVOUS,
+        _ARRIVALS,
         "return known & ~newer & ~exists()",
         "return known & ~exists()",
         (_MEETING,),
@@ -642,14 +643,14 @@ MUTATIONS = (
     ),
     Mutation(
         "numbers of rounds that no backup gives out again",
-        _RENDEZVOUS,
+        _ARRIVALS,
         "return func.greatest(micros, func.coalesce(last, 0) + 1)",
         "return func.coalesce(last, 0) + 1",
         (_MEETING,),
     ),
     Mutation(
         "who is started again hears how its round ended",
-        _RENDEZVOUS,
+        _ARRIVALS,
         'PartRow.node == self._membership.me.name, PartRow.said == b"")',
         "PartRow.node == self._membership.me.name)",
         (_MEETING,),

@@ -22,7 +22,7 @@ def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = N
     """Put back what was being replaced, and remove what was never committed; in a cluster, what belongs to no round that
     goes on, and to which nobody has written for `idle_s`.
     """
-    live = [] if cluster is None else cluster.rendezvous.places()
+    live = [] if cluster is None else cluster.rounds.places()
     put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
     for path in put_back:
         log.warning("put back %s, which was being replaced", path)
@@ -57,9 +57,9 @@ class RootCare:
         self._note_lost_nodes()
         self._end_saves()
         self._note_lost()
-        for run, step in self._cluster.rendezvous.end_abandoned():
+        for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
-        self._cluster.rendezvous.forget()
+        self._cluster.rounds.forget()
         for run in roots.runs(self._tier):
             self._due(run)
 

@@ -134,7 +134,6 @@ class Rendezvous(Protocol):
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None
     ) -> Votes: ...
-    def secret(self) -> str: ...
 
 
 class SharedChecks(Protocol):

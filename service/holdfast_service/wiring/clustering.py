@@ -65,7 +65,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
 
     def learn_secret() -> None:
         if not exchange.secret:
-            exchange.secret = cluster.rendezvous.secret()
+            exchange.secret = cluster.secret()
 
     with suppress(CatalogUnavailable):
         learn_secret()

@@ -96,3 +96,10 @@ def test_without_the_catalog_a_reader_reads(nodes: Nodes) -> None:
     away = Cluster(nodes.add("a").database.at("postgresql://nobody@127.0.0.1:1/none"), "b")
     away.holds.announce("run", 1, False)
     away.close()
+
+
+def test_all_nodes_have_one_secret(nodes: Nodes) -> None:
+    """The first makes it, also when many ask at once; another cluster has another one."""
+    made = [nodes.add(name) for name in "abc"]
+    found = {node.secret() for node in made}
+    assert len(found) == 1 and len(found.pop()) >= 32

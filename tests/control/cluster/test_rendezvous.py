@@ -16,7 +16,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging import joined
 from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.cluster import rendezvous
+from holdfast_service.control.cluster import joint_rounds, rendezvous, round_bodies
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
@@ -61,9 +61,9 @@ def test_a_round_from_arrival_to_commit(nodes: Nodes) -> None:
     b.rendezvous.deliver(number, b"by b")
     assert b.rendezvous.claim(number) and not a.rendezvous.claim(number)
     assert a.rendezvous.receipts(number) == [b"by a", b"by b"]
-    assert a.rendezvous.is_writing(RUN)
+    assert a.rounds.is_writing(RUN)
     b.rendezvous.committed(number)
-    assert a.rendezvous.look(number).state == "committed" and not a.rendezvous.is_writing(RUN)
+    assert a.rendezvous.look(number).state == "committed" and not a.rounds.is_writing(RUN)
 
 
 def test_many_arrive_at_once_and_none_is_lost(nodes: Nodes) -> None:
@@ -302,15 +302,15 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
 
 def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch waits for it any more, and the care of the root ends it; one that has a node goes on."""
-    monkeypatch.setattr(rendezvous, "ABANDONED_S", 0.0)
+    monkeypatch.setattr(joint_rounds, "ABANDONED_S", 0.0)
     a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
     left, going = sealed(a, b, step=1), sealed(a, c, step=2)
-    assert c.rendezvous.is_writing(RUN) and c.rendezvous.end_abandoned() == []
+    assert c.rounds.is_writing(RUN) and c.rounds.end_abandoned() == []
     nodes.lapse(a), nodes.lapse(b)
-    assert c.rendezvous.end_abandoned() == [(RUN, 1)]
+    assert c.rounds.end_abandoned() == [(RUN, 1)]
     assert (c.rendezvous.look(left).state, c.rendezvous.look(going).state) == ("aborted", "sealed")
     c.rendezvous.abort(going, RoundAborted("over").problem())
-    assert not c.rendezvous.is_writing(RUN)
+    assert not c.rounds.is_writing(RUN)
 
 
 def test_places_are_those_of_rounds_that_go_on(nodes: Nodes) -> None:
@@ -322,7 +322,7 @@ def test_places_are_those_of_rounds_that_go_on(nodes: Nodes) -> None:
     assert a.rendezvous.claim(claimed)
     a.rendezvous.abort(ended, RoundAborted("over").problem())
     going = {Place(RUN, step, 1, number) for step, number in ((1, open_one), (2, sealed_one), (3, claimed))}
-    assert set(b.rendezvous.places()) == going
+    assert set(b.rounds.places()) == going
 
 
 def test_votes(nodes: Nodes) -> None:
@@ -338,7 +338,7 @@ def test_votes(nodes: Nodes) -> None:
 
 def test_many_declarations_are_read_as_one_body(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by who seals, once for a launch. Who does not find it reads each alone; both are the same."""
-    monkeypatch.setattr(rendezvous, "TOGETHER_MIN", 3)
+    monkeypatch.setattr(round_bodies, "TOGETHER_MIN", 3)
     made = [nodes.add(name) for name in "abc"]
     name = joined.name_of(hashlib.sha256(b"of %d" % rank).hexdigest() for rank in range(3))
     for step in (1, 2):
@@ -382,23 +382,16 @@ def test_a_sealed_round_is_what_all_nodes_have_brought(nodes: Nodes) -> None:
     assert (seen.state, seen.world, seen.absent) == ("sealed", 2, set())
 
 
-def test_all_nodes_have_one_secret(nodes: Nodes) -> None:
-    """The first makes it, also when many ask at once; another cluster has another one."""
-    made = [nodes.add(name) for name in "abc"]
-    found = {node.rendezvous.secret() for node in made}
-    assert len(found) == 1 and len(found.pop()) >= 32
-
-
 def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and declarations go after their round; those of rounds that go on stay."""
     a = nodes.add("a")
     ended, going = arrive(a, 1, [0]), arrive(a, 2, [0])
     a.rendezvous.vote(RUN, 1, 1, {0})
     a.rendezvous.abort(ended, RoundAborted("over").problem())
-    a.rendezvous.forget()
+    a.rounds.forget()
     assert a.rendezvous.look(ended).state == "aborted"
-    monkeypatch.setattr(rendezvous, "_KEPT_S", 0.0)
-    a.rendezvous.forget()
+    monkeypatch.setattr(joint_rounds, "_KEPT_S", 0.0)
+    a.rounds.forget()
     with pytest.raises(RoundAborted, match="lost"):
         a.rendezvous.look(ended)
     assert not a.rendezvous.abort(ended, RoundAborted("again").problem())

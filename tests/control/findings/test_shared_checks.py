@@ -31,7 +31,7 @@ class Three:
         self.checks = [_checks(node) for node in self.all]
         self.made: Manifest = a_manifest(RUN, 1)
         put_checkpoint(self.all[0].tier, self.made)
-        self.all[0].decisions._list(self.made)
+        self.all[0].decisions._records.record(self.made)
         self.plans = [PortionPlan(((number * 10, number * 10 + 10),), name) for number, name in enumerate("bca")]
         self.checks[0].begin(OF, self.plans)
 

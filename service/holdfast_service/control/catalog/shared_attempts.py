@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 CLAIMS_MAX = 4  # of a run: older numbers are below those
 ANSWER_BYTES_MAX = 32
 SEEN_S, SEEN_POLL_S = 60.0, 0.5  # how long a name that another node has made may take to be seen on this machine
+SETTLE_POLL_S = 0.2
 BUSY_HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
 )
@@ -249,6 +250,21 @@ class SharedAttempts(Attempts):
         except CheckpointError as error:
             log.info("cannot read who was given attempt %s of %s: %s", attempt, run, error.detail)
             return None
+
+    def settled_elsewhere(self, run: str, wait_s: float) -> bool:
+        """As `Attempts.settled_elsewhere`; what the catalog cannot be asked for is not waited for."""
+        limit = time.monotonic() + wait_s
+        while self._is_writing_elsewhere(run):
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(SETTLE_POLL_S)
+        return True
+
+    def _is_writing_elsewhere(self, run: str) -> bool:
+        try:
+            return self.sealed_elsewhere(run) or self._cluster.rounds.is_writing(run)
+        except CatalogUnavailable:
+            return False
 
     def sealed_elsewhere(self, run: str) -> bool:
         """Whether another node that is a member still writes a save of this run, of which all ranks have sealed."""

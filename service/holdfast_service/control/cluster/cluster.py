@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,15 +15,17 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.cluster.duties import ClusterLocks, Duties
+from holdfast_service.control.cluster.joint_rounds import JointRounds
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DUTY_CHARS_MAX, CrewRow, HoldRow, NodeRow, SpeakerRow
+from holdfast_service.control.database.schema import DUTY_CHARS_MAX, CrewRow, HoldRow, NodeRow, SecretRow, SpeakerRow
 
 log = logging.getLogger(__name__)
 
 HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
 REPLICA = "replica "  # what the names of such duties begin with
+_SECRET = "exchange"
 ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
 
 
@@ -169,10 +172,18 @@ class Cluster:
         self.crews = Crews(self.membership)
         self.holds = SharedHolds(self.membership, self.locks)
         self.rendezvous = Rendezvous(self.membership)
+        self.rounds = JointRounds(database)
 
     @property
     def node(self) -> str:
         return self.membership.me.name
+
+    def secret(self) -> str:
+        """What nodes of this cluster say to each other; the first one makes it up."""
+        made = insert(SecretRow).values(name=_SECRET, value=secrets.token_urlsafe(32)).on_conflict_do_nothing()
+        with self.database.apart(hopeful=True) as session:
+            session.execute(made)
+            return str(session.scalar(select(SecretRow.value).where(SecretRow.name == _SECRET)))
 
     def close(self) -> None:
         self.membership.close()

@@ -36,6 +36,10 @@ class ConnectedRanks:
         """The ranks of a run, of whatever attempt."""
         return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
 
+    def ranks(self, run: str, attempt: int) -> set[int]:
+        """The ranks of an attempt."""
+        return {who.rank for who in self.of(run) if who.attempt == attempt}
+
     def counts(self) -> dict[str, tuple[int, int, int]]:
         """Of each run's newest attempt that has ranks here: its number, its world, and how many they are."""
         found: dict[str, tuple[int, int, int]] = {}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holdfast_formats.disk.manifest import Manifest
@@ -23,22 +23,16 @@ from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.ports import Decisions, Rendezvous
+from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf
+from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 
 log = logging.getLogger(__name__)
 
-POLL_S = (0.5, 2.0)  # beside what it hears (`look_at_all`): after a change, and at most
 AWAY_S = 0.5  # between two tries, while the catalog is away
-DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
-ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
-CREWS_EVERY_S = 5.0
-NODES_EVERY_S = 2.0  # how often it is looked which nodes are gone
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
-
-
-Result = Manifest | CheckpointError | None  # None: another node has committed it
 
 
 class JointParty(NamedTuple):
@@ -48,7 +42,7 @@ class JointParty(NamedTuple):
 
     rendezvous: Rendezvous
     exchange: ExchangeServer
-    crews: Callable[[str, int], tuple[Mapping[str, int], set[int]]]
+    crews: CrewsOf
 
 
 class Host(NamedTuple):
@@ -61,51 +55,6 @@ class Host(NamedTuple):
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
     # With what was staged, if that may go, and who wrote what of it.
     ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
-
-
-class _Joint:
-    """A round in which ranks of this node take part."""
-
-    def __init__(self, current: SaveRound, round_id: int, ranks: tuple[int, ...]) -> None:
-        self.current, self.id, self.ranks = current, round_id, ranks
-        self.writing: Future[ShareWritten] | None = None  # once it is sealed
-        self.over = threading.Event()
-        self.ended: _Ended | None = None  # although it may still be written from its slots
-        self.dead_since: dict[str, float] = {}
-        self.absent_since: float | None = None
-        self.asked = False  # whether it may commit, since it has delivered
-        self.seen: JointRound | None = None  # as it was sealed
-        self.crews_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
-        self.look_at = 0.0
-        self.pause_s = POLL_S[0]
-        self.state = ""
-
-    @property
-    def news(self) -> bool:
-        """Whether its writing has ended, and nothing has been done about it."""
-        return self.writing is not None and self.writing.done() and not self.asked
-
-    @property
-    def delivered(self) -> bool:
-        """Whether this node's share is written, and its receipt is in the catalog."""
-        return self.writing is not None and self.writing.done() and self.writing.exception() is None
-
-    @property
-    def place(self) -> Place:
-        return Place(*self.current.key, self.id)
-
-
-class _Ended(NamedTuple):
-    """`staged` is what may be removed."""
-
-    result: Result
-    staged: Place | None
-
-
-def _measured(writing: Future[ShareWritten] | None) -> dict[str, float]:
-    if writing is None or writing.cancelled() or writing.exception() is not None:
-        return {}
-    return writing.result().measured
 
 
 def _unexpected(error: BaseException, node: str) -> RoundAborted:
@@ -128,7 +77,8 @@ class JointSaves:
     ) -> None:
         self._party, self._decisions, self._node, self._writer = party, decisions, node, writer
         self._host, self._history = host, history
-        self._joints: dict[RoundKey, _Joint] = {}
+        self._awaited = AwaitedNodes(party.rendezvous, party.crews, node)
+        self._joints: dict[RoundKey, JoinedRound] = {}
         self._refusals: list[tuple[RoundKey, int, CheckpointError]] = []
         self._published: list[int] = []
         self._wake = threading.Event()
@@ -185,7 +135,7 @@ class JointSaves:
         for joint in list(self._joints.values()):
             self._finish(joint)
 
-    def _leave(self, joint: _Joint) -> None:
+    def _leave(self, joint: JoinedRound) -> None:
         """The daemon ends. What is staged stays: other nodes may still commit it, if this one's share is among it."""
         error = RoundAborted(
             "the daemon ended before the save of all nodes did", hint="the next launch restores it if it stands"
@@ -253,12 +203,12 @@ class JointSaves:
             self._host.given_up(current, error)
             return
         if joint is None or (joint.id != number and joint.writing is None):
-            self._joints[current.key] = joint = _Joint(current, number, ranks)
+            self._joints[current.key] = joint = JoinedRound(current, number, ranks)
         elif joint.id != number:  # the one that is being written has just ended: this one is not needed
             self._party.rendezvous.abort(number, RoundAborted(f"node {self._node} does not take part").problem())
         joint.ranks = ranks
 
-    def _go_on_or_end(self, joint: _Joint) -> None:
+    def _go_on_or_end(self, joint: JoinedRound) -> None:
         """No round keeps others from going on, whatever is the matter with it."""
         try:
             self._go_on(joint)
@@ -268,7 +218,7 @@ class JointSaves:
             error = failure if isinstance(failure, CheckpointError) else _unexpected(failure, self._node)
             self._give_up(joint, error)
 
-    def _give_up(self, joint: _Joint, error: CheckpointError) -> None:
+    def _give_up(self, joint: JoinedRound, error: CheckpointError) -> None:
         """End the round for all nodes, if nobody commits it just now: then it is looked at again."""
         if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
             joint.look_at = time.monotonic() + POLL_S[1]
@@ -278,7 +228,7 @@ class JointSaves:
             self._joints.pop(joint.current.key, None)
             self._host.given_up(joint.current, error)
 
-    def _is_lost(self, joint: _Joint) -> bool:
+    def _is_lost(self, joint: JoinedRound) -> bool:
         """Whether the catalog knows nothing of the round any more, so nobody can commit it."""
         try:
             self._party.rendezvous.look(joint.id)
@@ -286,7 +236,7 @@ class JointSaves:
             return True
         return False
 
-    def _go_on(self, joint: _Joint) -> None:
+    def _go_on(self, joint: JoinedRound) -> None:
         if joint.delivered and not joint.asked:  # of those that come last, one commits at once
             joint.asked = True
             self._claim(joint)
@@ -314,7 +264,7 @@ class JointSaves:
             return
         self._follow(joint, seen)
 
-    def _begin(self, joint: _Joint) -> None:
+    def _begin(self, joint: JoinedRound) -> None:
         """All parts are there: nobody gives the round up alone any more."""
         joint.seen = seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
@@ -325,7 +275,7 @@ class JointSaves:
         joint.writing = self._pool.submit(self._writer.write, seen, slots, joint.over.is_set)
         joint.writing.add_done_callback(lambda done: self._wake.set())
 
-    def _follow(self, joint: _Joint, seen: RoundState) -> None:
+    def _follow(self, joint: JoinedRound, seen: RoundState) -> None:
         assert joint.writing is not None
         error = joint.writing.exception() if joint.writing.done() else None
         if seen.state in ("aborted", "committed"):
@@ -335,17 +285,19 @@ class JointSaves:
         elif error is not None:
             self._abort(joint, error)
         elif not seen.written:
-            self._look_for_the_dead(joint)
+            lost = self._awaited.lost(joint)
+            if lost is not None:
+                self._abort(joint, lost)
         elif joint.delivered:
             self._claim(joint)
 
-    def _claim(self, joint: _Joint) -> None:
+    def _claim(self, joint: JoinedRound) -> None:
         """Commit the round if nobody is missing, and no other node does."""
         assert joint.writing is not None and joint.seen is not None
         if self._party.rendezvous.claim(joint.id):
             self._commit(joint, joint.writing.result(), joint.seen)
 
-    def _commit(self, joint: _Joint, written: ShareWritten, seen: JointRound) -> None:
+    def _commit(self, joint: JoinedRound, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
         receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
         staged = JointlyStaged(joint.place, receipts, seen.created)
@@ -362,28 +314,28 @@ class JointSaves:
         log.info("%s@%s attempt %s committed with %d nodes: %d bytes", *current.key, len(seen.parts), made.bytes)
         self._tell()
 
-    def _abort(self, joint: _Joint, error: BaseException, claimed: bool = False) -> None:
+    def _abort(self, joint: JoinedRound, error: BaseException, claimed: bool = False) -> None:
         """This node cannot go on: the round ends for all, unless it has just been committed."""
         if not isinstance(error, CheckpointError):
             error = _unexpected(error, self._node)
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 
-    def _end(self, joint: _Joint, result: Result, left: bool = False) -> None:
+    def _end(self, joint: JoinedRound, result: Result, left: bool = False) -> None:
         """The round has ended, or is `left` to others. Its slots are free once nothing is written from them any more."""
         joint.over.set()
-        joint.ended = _Ended(result, None if left else joint.place)
+        joint.ended = JoinedEnd(result, None if left else joint.place)
         self._party.exchange.withdraw(joint.id)
         if joint.writing is not None:
             joint.writing.cancel()
         self._finish(joint)
 
-    def _finish(self, joint: _Joint) -> None:
+    def _finish(self, joint: JoinedRound) -> None:
         if joint.ended is None or (joint.writing is not None and not joint.writing.done()):
             return
         del self._joints[joint.current.key]
         if joint.ended.result is None:
-            measured = self._history.ending(joint.current, **_measured(joint.writing))
+            measured = self._history.ending(joint.current, **joint.measured)
             try:
                 self._decisions.joined(joint.current.id, *joint.current.key, measured)
             except Exception:  # it stands: whatever cannot be noted of it, its ranks are told
@@ -393,41 +345,8 @@ class JointSaves:
             written = joint.writing.result().spans([one.node for one in joint.seen.parts])
         self._host.ended(joint.current, joint.ended.result, joint.ended.staged, written)
 
-    def _look_for_the_dead(self, joint: _Joint) -> None:
-        """End a round that waits for a node which is gone, or which has come back without its part."""
-        now = time.monotonic()
-        if now < joint.nodes_at:
-            return
-        joint.nodes_at = now + NODES_EVERY_S
-        for one in self._party.rendezvous.look(joint.id).missing:
-            if one.live or one.node == self._node:
-                joint.dead_since.pop(one.node, None)
-            elif now - joint.dead_since.setdefault(one.node, now) > DEAD_S:
-                self._abort(joint, RoundAborted(f"node {one.node} was lost while it wrote its share of the save"))
-                return
-
-    def _wait_for_others(self, joint: _Joint) -> None:
-        """End a round of which ranks are missing that were connected to a node and are to none any more. Those that never
-        were may be on their way to their first save.
-        """
-        now, key = time.monotonic(), joint.current.key
-        if now < joint.crews_at:
-            return
-        joint.crews_at = now + CREWS_EVERY_S
-        seen = self._party.rendezvous.look(joint.id)
-        if seen.repeated:
-            self._party.rendezvous.seal(joint.id)  # which ends it
-            return
-        brought = {one.node: len(one.ranks) for one in seen.parts}
-        crews, spoken = self._party.crews(key.run, key.attempt)
-        coming = sum(max(count - brought.get(node, 0), 0) for node, count in crews.items())
-        if coming >= len(seen.absent & spoken):
-            joint.absent_since = None
-        elif joint.absent_since is None:
-            joint.absent_since = now
-        elif now - joint.absent_since > ABSENT_S:
-            gone = ", ".join(map(str, sorted(seen.absent & spoken)[:8]))
-            error = RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are gone from all nodes")
-            if self._party.rendezvous.abort(joint.id, error.problem()):
-                del self._joints[key]
-                self._host.given_up(joint.current, error)
+    def _wait_for_others(self, joint: JoinedRound) -> None:
+        error = self._awaited.absent(joint)
+        if error is not None and self._party.rendezvous.abort(joint.id, error.problem()):
+            del self._joints[joint.current.key]
+            self._host.given_up(joint.current, error)

@@ -23,9 +23,10 @@ from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.giving_way import GivingWay
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving.going_saves import GoingSaves
+from holdfast_service.daemon.saving.joined_round import Result
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
@@ -51,12 +52,11 @@ class Saver:
     ) -> None:
         """With a `party`, ranks of a save may be on other nodes as well."""
         self._decisions = decisions
-        self._lock = threading.Condition()
-        self._connected = ConnectedRanks()
+        self._going = GoingSaves(jointly=party is not None)
+        self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
-        self._open: dict[RoundKey, SaveRound] = {}
+        self._open, self._pending = self._going.open, self._going.pending
         self._given_up = GivenUp()
-        self._pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
         self.history = SaveHistory(decisions)
         self._ends = UnsavedEnds(decisions, self.history)
         checker = checker or Checker(tier, decisions)
@@ -66,7 +66,7 @@ class Saver:
             self.spread = SpreadChecks(tier, decisions, checker, decisions.shared_checks, self.giving_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded, self.spread)
         self.restores = RestoreAgreement(
-            checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._is_elsewhere
+            checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
         self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
@@ -74,7 +74,8 @@ class Saver:
         if party is not None:
             party.exchange.lent = self.holds.lent
             writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
-            host = Host(self._parts, self._is_open, self._joint_sealed, self._renew, self._joint_given_up, self._joint_ended)
+            going = self._going
+            host = Host(going.parts, going.is_open, self._joint_sealed, going.renew, self._joint_given_up, self._joint_ended)
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
 
     @property
@@ -98,7 +99,7 @@ class Saver:
     def sealed(self) -> int:
         """How many saves wait or are written, of which all ranks that are here have sealed."""
         with self._lock:
-            return len(self._pending) + sum(self._is_part(current) for current in self._open.values())
+            return len(self._pending) + sum(self._going.is_part(current) for current in self._open.values())
 
     def entering(self, run: str) -> threading.Lock:
         """A lock: held while checking whether a rank may join a run, until it has joined."""
@@ -150,48 +151,12 @@ class Saver:
         if self.spread is not None:
             self.spread.look()
 
-    def _is_open(self, current: SaveRound) -> bool:
-        with self._lock:
-            return self._open.get(current.key) is current
-
-    def _parts(self) -> list[SaveRound]:
-        """The saves of which all ranks that are here have sealed, and others are on other nodes."""
-        with self._lock:
-            return [current for current in self._open.values() if self._is_part(current)]
-
-    def _is_part(self, current: SaveRound) -> bool:
-        if self._joint is None or not current.sealed or current.leases:
-            return False
-        here = self._here(current)
-        return here <= current.sealed.keys() and not current.complete
-
-    def _is_elsewhere(self, who: Participant) -> bool:
-        """Whether ranks of this rank's launch may be on other nodes."""
-        with self._lock:
-            here = {other.rank for other in self._connected.of(who.run) if other.attempt == who.attempt}
-            return len(here) < who.world
-
-    def _is_told_elsewhere(self, who: Participant) -> bool:
-        """Whether the node of this launch's first rank, which is another one, records how its saves go on."""
-        if self._joint is None or who.rank == 0 or not self._is_elsewhere(who):
-            return False
-        with self._lock:
-            return all(other.rank != 0 for other in self._connected.of(who.run) if other.attempt == who.attempt)
-
-    def _here(self, current: SaveRound) -> set[int]:
-        return {who.rank for who in self._connected.of(current.key.run) if who.attempt == current.key.attempt}
-
-    def _spans(self, current: SaveRound) -> bool:
-        """Whether ranks of this save may be on other nodes."""
-        return self._joint is not None and len(self._here(current) | current.sealed.keys()) < current.world
-
     def _joint_sealed(self, current: SaveRound) -> bool:
         """The parts of all nodes are there. False where this node's has been given up."""
         with self._lock:
             if self._open.get(current.key) is not current:
                 return False
-            self._pending[current.key] = self._open.pop(current.key)
-            current.completed = time.monotonic()
+            self._going.complete(current)
         self._decisions.sealed(current.id, current.world)
         return True
 
@@ -217,11 +182,6 @@ class Saver:
         if result is not None:
             self.checks.add(result, written)
         self._announce(current, None)
-
-    def _renew(self, current: SaveRound) -> None:
-        """The other nodes cannot be met: what is sealed waits."""
-        with self._lock:
-            current.deadline = time.monotonic() + LEASE_DEADLINE_S
 
     def _end_older(self, run: str, newest: int) -> None:
         for current in [r for k, r in self._open.items() if k.run == run and k.attempt < newest]:
@@ -257,9 +217,9 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
-            here = {other.rank for other in self._connected.of(who.run) if other.attempt == who.attempt}
+            here = self._connected.ranks(who.run, who.attempt)
         self.holds.trains(who.owner, here)
-        quiet = self._is_told_elsewhere(who)
+        quiet = self._going.is_told_elsewhere(who)
         round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
         slot = -1
         try:
@@ -347,7 +307,7 @@ class Saver:
                 if (current.key.run, current.key.attempt) != (who.run, who.attempt):
                     continue
                 if who.rank not in current.participants:
-                    if step in unknown and (current.complete or self._is_open(current)):
+                    if step in unknown and (current.complete or self._going.is_open(current)):
                         self._abort(current, RoundAborted(f"rank {who.rank} has lost its part of step {step}"))
                     continue
                 if who.rank in current.leases and step not in unknown:  # granted, but the rank never heard of it
@@ -396,7 +356,9 @@ class Saver:
                     self._take_left_behind(current, who)
                 elif back:
                     continue
-                if not current.complete and ((not present and not self._is_part(current)) or who.rank not in current.sealed):
+                if not current.complete and (
+                    (not present and not self._going.is_part(current)) or who.rank not in current.sealed
+                ):
                     self._abort(
                         current, RoundAborted(f"rank {who.rank} disconnected before step {current.key.step} was complete")
                     )
@@ -458,8 +420,7 @@ class Saver:
         """How many ranks have sealed, now that this one has; the last one sets the round going."""
         current.sealed[rank] = sealed
         if current.complete:
-            current.completed = time.monotonic()
-            self._pending[current.key] = self._open.pop(current.key)
+            self._going.complete(current)
             self._write_queue.add(current)
         return len(current.sealed)
 
@@ -500,7 +461,7 @@ class Saver:
 
     def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = (), heard: bool = False) -> None:
         """End a round that is not being written. `heard`: from another node."""
-        if self._joint is not None and not heard and self._spans(current):
+        if self._joint is not None and not heard and self._going.spans(current):
             self._joint.refuse(current.key, current.world, error)
         if self._open.get(current.key) is current:
             del self._open[current.key]

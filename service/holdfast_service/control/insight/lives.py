@@ -1,0 +1,58 @@
+"""What is known of the ranks of runs: whether they are running, ended or lost, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.operations import Level
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.insight.facts import UNKNOWN, Lived
+
+
+class KnownLives:
+    """The lives of the newest attempts. Thread-safe."""
+
+    def __init__(self, attempts: Attempts, catalog: Catalog, book: Book, tell: Callable[..., None], *, shared: bool) -> None:
+        """`tell` records an event, by and by. `shared`: other nodes serve the same root."""
+        self._attempts, self._catalog, self._book, self._tell, self._shared = attempts, catalog, book, tell, shared
+
+    def by_run(self, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
+        """What is known of the ranks of all runs, with what is known `here` of those that came to this daemon."""
+        found = {run: (known.attempt, Lived(known.life, known.since)) for run, known in self._attempts.known().items()}
+        if self._shared:
+            found |= {run: lived for run, lived in self._noted().items() if lived[0] > found.get(run, (0, UNKNOWN))[0]}
+        for run, (attempt, life) in here.items():
+            if run in found and found[run][0] == attempt and found[run][1].life != life:
+                found[run] = attempt, Lived(life)
+        return {run: lived for run, (_, lived) in found.items()}
+
+    def _noted(self) -> dict[str, tuple[int, Lived]]:
+        """What other nodes have noted of runs."""
+        try:
+            noted = self._catalog.lives()
+        except CatalogUnavailable:
+            return {}
+        return {run: (attempt, Lived(cast(Life, life), since)) for run, (attempt, life, since) in noted.items()}
+
+    def running(self) -> dict[str, int]:
+        """The attempts whose ranks were here when it was last known."""
+        return {run: known.attempt for run, known in self._attempts.known().items() if known.life == "running"}
+
+    def became(self, run: str, attempt: int, life: Life) -> None:
+        """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows it."""
+        at = utc_now()
+        if not self._attempts.became(run, attempt, life, at):
+            return
+        since = None if life == "running" else at
+        if self._shared:  # other nodes show it too
+            self._book.tell("whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since))
+        if life != "running":
+            how = "has ended" if life == "ended" else "is lost: its ranks disappeared without closing their Checkpointer"
+            level: Level = "info" if life == "ended" else "error"
+            self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)

@@ -1,0 +1,61 @@
+"""Which saves may begin: of the newest attempt, and of a step that no other line of training has committed."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError
+from holdfast_formats.lineage import Intent
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.launches.standing import Standing
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
+
+
+class SavePermits:
+    """Refuses saves before they are staged. Thread-safe."""
+
+    def __init__(self, attempts: Attempts, standing: Standing, catalog: Catalog, book: Book) -> None:
+        self._attempts, self._standing, self._catalog, self._book = attempts, standing, catalog, book
+
+    def check_new(self, run: str, step: int, attempt: int, intent: Intent) -> None:
+        """`StaleAttempt` (I6) or `AlreadyCommitted` for a save that may not begin."""
+        naming.check_run(run)
+        naming.check_step(step)
+        self._attempts.refuse_older(run, attempt)
+        self._refuse_committed(run, step, attempt, intent)
+
+    def check_resumed(self, run: str, step: int, attempt: int, intent: Intent | None) -> None:
+        """As `check_new` for a save that an earlier daemon began, as far as its intent is known.
+
+        A save that all ranks had sealed continues although a newer attempt waits for its end (I6).
+        """
+        naming.check_step(step)
+        self._attempts.saw(run, attempt)
+        if attempt == self._attempts.newest(run) or not self._was_complete(run, step, attempt):
+            self._attempts.refuse_older(run, attempt)
+        if intent is not None:
+            self._refuse_committed(run, step, attempt, intent)
+
+    def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
+        """`AlreadyCommitted` where the step may not be saved, as far as can be seen now: to publish it is to look again."""
+        try:
+            self._standing.place(run, step, attempt, intent)
+        except AlreadyCommitted:
+            raise
+        except CheckpointError as error:  # training does not wait for storage, nor fail by it
+            log.warning("cannot tell yet whether %s@%s may be saved: %s", run, step, error.detail)
+
+    def _was_complete(self, run: str, step: int, attempt: int) -> bool:
+        if self._attempts.owes(run, step, attempt):
+            return True
+        try:
+            return self._book.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
+        except CatalogUnavailable as away:
+            log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
+            return False

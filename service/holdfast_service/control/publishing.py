@@ -1,0 +1,112 @@
+"""How a save becomes a checkpoint that all see: in the place of what stands there, where it may replace that."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import AlreadyCommitted, NoSuchResource, NotFound, RoundAborted
+from holdfast_formats.lineage import Lineage
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_formats.staging.plan import WritePlan
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.shared_attempts import SharedAttempts
+from holdfast_service.control.checkpoints import commit, replicas, roots
+from holdfast_service.control.checkpoints.commit import About
+from holdfast_service.control.checkpoints.roots import Absences
+from holdfast_service.control.launches.choosing import stands
+from holdfast_service.control.launches.standing import Standing
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.storage import Store
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # how long the catalog is asked whether a newer attempt has begun
+AGAIN_S = 0.2
+
+
+class Publishing:
+    """Publishes what was written, as the lines of training have it now. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        attempts: Attempts,
+        book: Book,
+        standing: Standing,
+        rotation: Rotation,
+    ) -> None:
+        self._store, self._catalog, self._attempts = store, catalog, attempts
+        self._book, self._standing, self._rotation = book, standing, rotation
+        self.let_go: Callable[[str, int], None] = lambda run, attempt: None  # what ranks of an attempt had restored
+        # Of a root that several nodes serve.
+        self.absences: Absences | None = None
+        self.settle: Callable[[int, Lineage], Lineage] = lambda round_id, lineage: lineage
+
+    def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
+        """Make it a checkpoint, or find that another node has. Where the storage knows better than the names that this node
+        remembers, it is waited for until they agree (I14).
+        """
+        try:
+            return self._publish_as_seen(plan, staged)
+        except (AlreadyCommitted, NoSuchResource, RoundAborted) as error:
+            if self.absences is None or not self._appears(plan.run, plan.step, self.absences.patience_s):
+                raise
+            log.info("%s@%s can be seen now, and is looked at again: %s", plan.run, plan.step, error.detail)
+            return self._publish_as_seen(plan, staged)
+
+    def _appears(self, run: str, step: int, wait_s: float) -> bool:
+        """Whether a checkpoint of this step stands, perhaps one that another node has published a moment ago."""
+        limit = time.monotonic() + wait_s
+        while not (stands(self._store.files, run, step) and step in self._store.steps(run)):
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(AGAIN_S)
+        return True
+
+    def _publish_as_seen(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
+        """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
+        if isinstance(self._attempts, SharedAttempts):
+            self._attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self._book.ask(question, LOOK_S))
+        if staged is not None:
+            there = commit.published_already(self._store, plan, staged)
+            if there is not None:
+                return there
+        lineage, over = self._standing.place(plan.run, plan.step, plan.attempt, plan.intent)
+        if staged is not None:
+            lineage = self.settle(staged.place.round_id, lineage)
+        about = About(lineage, over)
+        if not over:
+            return self._make_visible(plan, about, staged)
+        self.let_go(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
+        try:
+            with self._rotation.replacing(plan.run, plan.step):
+                if not stands(self._store.files, plan.run, plan.step):  # retention let it go in this very moment
+                    about = About(lineage)
+                return self._make_visible(plan, about, staged)
+        finally:
+            self._book.tell(f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
+
+    def _make_visible(self, plan: WritePlan, about: About, staged: JointlyStaged | None) -> Manifest:
+        if staged is not None:
+            return commit.publish_joint(self._store, plan, staged, about)
+        return commit.publish(self._store, plan, utc_now(), about=about)
+
+    def _replaced(self, run: str, step: int) -> None:
+        """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
+        made = bodies.describe(roots.load_manifest(self._store.files, run, step))
+        try:
+            known = bodies.as_committed(self._catalog.checkpoint(run, step))
+        except NotFound:
+            known = None
+        if known != made:
+            self._catalog.record_checkpoint(made, roots.stamp(self._store, run, step))
+            replicas.removed(self._catalog.database, run, step)
+        self._rotation.listed(run, step)

@@ -1,0 +1,65 @@
+"""A round of several nodes, as one of them follows it: what it has written, and when it looks again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.naming import Place
+from holdfast_formats.staging.joint import JointRound
+from holdfast_service.daemon.saving.joint_writing import ShareWritten
+from holdfast_service.daemon.saving.rounds import SaveRound
+
+POLL_S = (0.5, 2.0)  # beside what it hears (`JointSaves.look_at_all`): after a change, and at most
+
+Result = Manifest | CheckpointError | None  # None: another node has committed it
+
+
+class JoinedEnd(NamedTuple):
+    """`staged` is what may be removed."""
+
+    result: Result
+    staged: Place | None
+
+
+class JoinedRound:
+    """A round in which ranks of this node take part."""
+
+    def __init__(self, current: SaveRound, round_id: int, ranks: tuple[int, ...]) -> None:
+        self.current, self.id, self.ranks = current, round_id, ranks
+        self.writing: Future[ShareWritten] | None = None  # once it is sealed
+        self.over = threading.Event()
+        self.ended: JoinedEnd | None = None  # although it may still be written from its slots
+        self.dead_since: dict[str, float] = {}
+        self.absent_since: float | None = None
+        self.asked = False  # whether it may commit, since it has delivered
+        self.seen: JointRound | None = None  # as it was sealed
+        self.crews_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
+        self.look_at = 0.0
+        self.pause_s = POLL_S[0]
+        self.state = ""
+
+    @property
+    def news(self) -> bool:
+        """Whether its writing has ended, and nothing has been done about it."""
+        return self.writing is not None and self.writing.done() and not self.asked
+
+    @property
+    def delivered(self) -> bool:
+        """Whether this node's share is written, and its receipt is in the catalog."""
+        return self.writing is not None and self.writing.done() and self.writing.exception() is None
+
+    @property
+    def place(self) -> Place:
+        return Place(*self.current.key, self.id)
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """What this node's writing took, if it was done."""
+        if self.writing is None or self.writing.cancelled() or self.writing.exception() is not None:
+            return {}
+        return self.writing.result().measured
