@@ -252,7 +252,7 @@ MUTATIONS = (
     Mutation(
         "lengths in the check after a commit",
         "service/holdfast_service/daemon/checking/verifier.py",
-        '            verification.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))\n',
+        '            verification.check_size(made, name, tier.size(f"{directory}/{name}"))\n',
         "            pass\n",
         ("tests/daemon/checking/test_verifier.py",),
     ),
@@ -665,8 +665,8 @@ MUTATIONS = (
     Mutation(
         "slots that are withdrawn get no digest",
         "service/holdfast_service/daemon/exchange/server.py",
-        "if not exchange.still_offers(offered):",
-        "if False:",
+        "lambda rank: exchange.still_offers(offered)",
+        "lambda rank: True",
         ("tests/daemon/exchange/test_server.py",),
     ),
     Mutation(
