@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, cast
 from sqlalchemy import Engine, event, func, select
 
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
 from holdfast_formats.staging import part
 from holdfast_formats.staging.slot_table import SlotTable
@@ -41,6 +42,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
+from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
@@ -124,7 +126,7 @@ class ManyNode:
         rendezvous.deliver = timed  # type: ignore[method-assign]
         party = JointParty(rendezvous, self.exchange, self.cluster.crews.of)
         history = SaveHistory(shared.decisions)
-        writer = ShareWriter(shared.tier, shared.decisions, self.cluster.node, rendezvous, self.exchange, history)
+        writer = ShareWriter(shared.decisions, self.cluster.node, rendezvous, self.exchange, history)
         host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)
         self.joint = JointSaves(party, shared.decisions, self.cluster.node, writer, host=host, history=history)
 
@@ -150,9 +152,9 @@ class ManyNode:
         return True
 
     def _given_up(self, current: SaveRound, error: CheckpointError) -> None:
-        self._ended(current, error, "")
+        self._ended(current, error, None, ())
 
-    def _ended(self, current: SaveRound, result: Result, staging: str) -> None:
+    def _ended(self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan]) -> None:
         self._open = self._pending = None
         self.result = result
         self.ended.set()

@@ -8,7 +8,7 @@ it is asked, and its answer is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
@@ -25,6 +26,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.segment import SealedSlot
+from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
 from holdfast_service.daemon.saving.joined_round import Result
@@ -203,7 +205,7 @@ class MeetingNode:
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
         party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews)
         history = SaveHistory(cast(Any, self.decisions))
-        writer = ShareWriter(tier, cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
+        writer = ShareWriter(cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}
         self._pending: dict[RoundKey, SaveRound] = {}
         host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)
@@ -289,7 +291,7 @@ class MeetingNode:
         if self._is_open(current):
             self._tell(self._open.pop(current.key), error.code)
 
-    def _ended(self, current: SaveRound, result: Result, staging: str) -> None:
+    def _ended(self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan]) -> None:
         self._pending.pop(current.key, None)
         self._tell(current, result.code if isinstance(result, CheckpointError) else None)
         if isinstance(result, CheckpointError) and staging:

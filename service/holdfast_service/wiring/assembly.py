@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -160,10 +161,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
 
 
-def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
-    """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services, no_other_node
-
+def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bodies.Node]:
+    """What this node says of itself."""
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
     socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
@@ -193,6 +192,14 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             exchange=node.exchange,
         )
 
+    return about
+
+
+def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
+    """The services that the HTTP edge uses."""
+    from holdfast_service.api.services import Services, no_other_node
+
+    saver, about = node.saver, _about(config, control, node)
     cluster = control.cluster
     if cluster is not None:
 
