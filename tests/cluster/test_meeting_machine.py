@@ -15,13 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import select, update
 
 from holdfast_formats import naming
-from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving import awaited_nodes, joint_writing
 from holdfast_service.daemon.saving.rounds import RoundKey
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixStore
 from tests.cluster import meeting_nodes as meeting
 from tests.cluster.meeting_nodes import CLOCK, RUN, MeetingNode, content
 from tests.control.cluster.nodes import Nodes
@@ -169,7 +168,7 @@ class Meeting(RuleBasedStateMachine):
     @invariant()
     def a_checkpoint_is_that_of_one_round(self) -> None:
         """At most one a step, whole, and of one try of all ranks; what stands stays as it is (I1, I4, I12, I13)."""
-        steps = roots.steps(self.tier, RUN)
+        steps = PosixStore(self.tier).steps(RUN)
         assert set(self.stood) <= set(steps)
         for step in steps:
             path = naming.checkpoint_path(RUN, step)
