@@ -24,7 +24,7 @@ class Identity(NamedTuple):
     copy_of: str | None = None
 
 
-def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> Identity:
+def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False, *, later: bool = False) -> Identity:
     """Return the root's identity, for the holder of its lock: the existing one, or a new one for a new root and for a copy.
 
     A copied id is in a directory with another inode than the one for which it was made. So a root that came from a backup,
@@ -32,20 +32,21 @@ def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> 
 
     `catalog` is the address of the catalog that the daemons of several nodes share. The root remembers it: a daemon that
     has another one, or its own, cannot see that others serve the root, so it is refused with `WrongRoot`, unless it is to
-    `leave` them.
+    `leave` them. With `later` a root that is not shared yet is not marked: it is not known yet whether it will be.
     """
     at = os.stat(tier.root)
     found = _read(tier)
+    marked = None if later else catalog
     if found is None:
-        made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=catalog)
+        made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
         if tier.size(naming.ROOT_FILE) is None and tier.put_first(naming.ROOT_FILE, encode(made)):
             return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino))
         found = _read(tier)  # what another node has made since, or what cannot be read
     if found is not None and found.inode == at.st_ino:
-        if found.catalog != catalog:
+        if found.catalog != catalog and not (later and found.catalog is None):
             _take_over(tier, found, catalog, leave)
         return Identity(RootMark(id=found.id, device=at.st_dev, inode=at.st_ino))
-    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=catalog)
+    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
     tier.replace(naming.ROOT_FILE, encode(made))
     return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino), found.id if found is not None else None)
 
@@ -59,6 +60,12 @@ def _take_over(tier: PosixTier, found: RootFile, catalog: str | None, leave: boo
             "--root DIR --catalog URL` gives the root another catalog, and without --catalog one of its own",
         )
     tier.replace(naming.ROOT_FILE, encode(found.model_copy(update={"catalog": catalog})))
+
+
+def catalog_of(tier: PosixTier) -> str | None:
+    """The address of the catalog that the root is shared with; None if it is not shared, is new, or is a copy."""
+    found = _read(tier)
+    return found.catalog if found is not None and found.inode == os.stat(tier.root).st_ino else None
 
 
 def known(root: Path) -> str:

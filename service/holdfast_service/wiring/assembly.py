@@ -49,7 +49,7 @@ from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
 from holdfast_service.storage import PosixStore, disk_speed
-from holdfast_service.storage.identity import Identity, settle
+from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
@@ -63,6 +63,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast_service")
 
+FIRST = (
+    "start PostgreSQL, or correct --catalog: the first time it has to answer. It needs a database of its own, and a "
+    "user who may create tables"
+)
 # What the catalog's rows say of a node, and not the node itself.
 _MEMBERS = {"live", "state", "since", "heard_s", "lease_s", "duties", "runs"}
 
@@ -99,16 +103,21 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     shared = is_shared(config.catalog_url)
     pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
     tier = PosixTier(root, pace, config.node if shared else "")
-    identity = settle(tier, address(config.catalog_url) if shared else None)
+    Database.at(config.catalog_url).close()  # a URL that is none is refused by name
+    shared_by = address(config.catalog_url) if shared else None
+    identity = settle(tier, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog = salvage.open_catalog(config.catalog_url).catalog
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
+        if shared and catalog_of(tier) is None:  # with a mistake in the URL, it would be the root's for all who come
+            raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog = Catalog(Database.at(config.catalog_url))
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
+    settle(tier, shared_by)
     cluster = Cluster(catalog.database, config.node) if shared else None
     decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy.engine import URL
 
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RootBusy
 from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster, Crew
 from holdfast_service.control.cluster.held_elsewhere import holders
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 UPKEEP_S = 60.0
 UPKEEP = "upkeep"
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = frozenset({"0.0.0.0", "::", "0"})
 
 
 def take_part(
@@ -54,6 +55,11 @@ def take_part(
 def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> JointParty:
     """What this node needs to save together with others; it listens from now on. `at` is where, if it was told."""
     host, port = at or (_address(cluster.database.engine.url), 0)
+    if host in EVERYWHERE:  # who goes there meets himself
+        raise InvalidRequest(
+            f"--exchange: {host} is no address at which other nodes reach this one",
+            hint="give the address or host name of this machine that other nodes reach: --exchange HOST:PORT",
+        )
     try:
         exchange = ExchangeServer(host, port)
     except OSError as error:

@@ -65,12 +65,18 @@ class Database:
     def at(cls, url: str) -> Database:
         """The database at `url`, which is not contacted before it is `prepare`d. `InvalidRequest`."""
         try:
-            return cls(connect(url), prepared=False)
+            made = cls(connect(url), prepared=False)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise InvalidRequest(
                 f"{without_password(url)!r} is not a valid catalog URL: {_without(url, error)}",
                 hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
             ) from None  # the cause would show the password
+        if made.is_shared and "@" in (made.engine.url.database or ""):
+            raise InvalidRequest(
+                "the catalog URL is not valid: its database has an @ in its name",
+                hint="percent-encode special characters of the password: %40 is @, %2F is /, %23 is #",
+            )
+        return made
 
     @classmethod
     def open(cls, url: str) -> Database:

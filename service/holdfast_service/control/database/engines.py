@@ -9,6 +9,8 @@ from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError
 
+from holdfast_formats.errors import InvalidRequest
+
 BUSY_TIMEOUT_S = 10  # how long a transaction waits for another one's locks
 CONNECT_TIMEOUT_S = 10
 ANSWER_TIMEOUT_S = 12.0  # a server that is stopped or cut off keeps its connections, and says nothing on them
@@ -17,6 +19,7 @@ CONNECTIONS = 8
 PLAIN_CONNECTIONS = 2
 CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
 POSTGRESQL = "postgresql+psycopg"  # also where a URL names no driver
+ENCODING = "UTF8"
 PORT = 5432  # of PostgreSQL, where a URL names none
 READ_ONLY = "holdfast_read_only"
 HASTY = "holdfast_hasty"
@@ -41,8 +44,8 @@ def without_password(url: str) -> str:
         made = make_url(url)
         shown = made.update_query_dict({"password": "***"}) if "password" in made.query else made
         return shown.render_as_string(hide_password=True)
-    except ArgumentError:
-        return re.sub(r"//[^/]*@", "//***@", url)
+    except (ArgumentError, ValueError):  # ValueError: its port is no number
+        return re.sub(r"//.*@", "//***@", url)
 
 
 def address(url: str) -> str:
@@ -108,7 +111,15 @@ def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any)
                     f"the database server has not answered for {ANSWER_TIMEOUT_S:.0f} s"
                 ) from error
 
-    return Answered.connect(*arguments, **options)
+    made = Answered.connect(*arguments, **options)
+    encoding, name = made.info.parameter_status("server_encoding"), made.info.dbname
+    if encoding not in (None, ENCODING):
+        made.close()
+        raise InvalidRequest(
+            f"the database {name!r} has the encoding {encoding}, and the catalog needs {ENCODING}",
+            hint=f"create another database for it: CREATE DATABASE holdfast ENCODING '{ENCODING}' TEMPLATE template0",
+        )
+    return made
 
 
 def _prepare_postgresql(connection: Any, _: Any) -> None:
