@@ -14,10 +14,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -30,6 +31,7 @@ from holdfast_service.daemon.exchange import ranges as wanted
 log = logging.getLogger(__name__)
 
 SILENCE_S = 60.0  # of a node that asks, or takes what it asked for
+STRANGERS_MAX = 256  # connections at once that have not shown the secret; of more, the oldest one is ended
 _PATH = re.compile(re.escape(wanted.PATH).replace(r"\{\}", r"([1-9]\d{0,18})"))
 
 
@@ -64,7 +66,7 @@ class ExchangeServer:
         self.lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()  # what this node holds of a save
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
-        self._server = (_Server6 if ":" in host else _Server)((host, port), _handler(self))
+        self._server = (_Server6 if ":" in host else _Server)(host, port, _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, name="holdfast-exchange", daemon=True)
         self._thread.start()
 
@@ -108,6 +110,32 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._lock = threading.Lock()
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Each has a thread and a descriptor, which must not run out because of who knows no secret."""
+        with self._lock:
+            self._strangers[request] = None
+            oldest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS_MAX else None
+            if oldest is not None:
+                del self._strangers[oldest]
+        if oldest is not None:
+            with suppress(OSError):  # it has ended by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def knows(self, request: Any) -> None:
+        """Who is at the other end has shown the secret, or is gone."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.knows(request)
+        super().shutdown_request(request)
+
     def handle_error(self, request: object, client_address: object) -> None:
         if isinstance(sys.exc_info()[1], _Gone):
             log.info("a node at %s is not answered to the end: %s has been used anew", client_address, sys.exc_info()[1])
@@ -147,6 +175,7 @@ def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
             """What is asked for; else why that is not answered."""
             if not exchange.is_known(self.headers.get("Authorization", "")):
                 return HTTPStatus.UNAUTHORIZED
+            cast(_Server, self.server).knows(self.connection)
             known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
             length = self.headers.get("Content-Length", "")
             if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
