@@ -26,7 +26,9 @@ def main(run: str, steps: int, dies_at: int) -> None:
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(4)])
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Checkpointer(run, {"model": model, "optim": optimizer}, at=os.environ["HOLDFAST_SITE"]) as checkpointer:
+    with Checkpointer(
+        run, {"model": model, "optim": optimizer}, at=os.environ["HOLDFAST_SITE"], policy="wait"
+    ) as checkpointer:
         start = checkpointer.restore() or 0
         if rank == 0:
             print(f"begins after {start}", flush=True)

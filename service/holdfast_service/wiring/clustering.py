@@ -118,6 +118,7 @@ class Upkeep:
         self._thread.join()
 
     def _run(self) -> None:
+        self._cluster.duties.has(UPKEEP)  # from the start it is somebody's
         while not self._closing.wait(self._every_s):
             try:
                 if self._cluster.duties.has(UPKEEP):

@@ -78,7 +78,7 @@ POINTS = {
     "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),
     "before the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal"),
     "the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal", after=True),
-    "before planning": Point("holdfast_service.control.checkpoints.planner", "plan"),
+    "before planning": Point("holdfast_service.control.checkpoints.share_planner", "plan_share"),
     "bytes brought": Point("holdfast_service.daemon.exchange.fetching", "Peer.fetch", after=True),
     "mid share": Point("holdfast_service.daemon.writing.part_writer", "_write_all"),
     "bytes asked for": Point("holdfast_service.daemon.exchange.fetching", "Peer._once"),
