@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from holdfast_formats.digest import DIGITS, digest
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import ranges as wanted
@@ -149,10 +150,11 @@ def test_a_node_that_is_gone(exchange: ExchangeServer) -> None:
 
 
 def test_slots_that_are_withdrawn_are_not_proven_any_more(exchange: ExchangeServer) -> None:
-    """While its bytes are on their way the round ends, and its slot is written over by the next save: what comes then has no
-    digest, so nobody writes it anywhere.
+    """While its bytes are on their way the round ends, and its slot is written over by the next save: what comes then does
+    not match the digest of what was there, or has none, so nobody writes it anywhere.
     """
     data = bytearray(os.urandom(2 * wanted.CHUNK_BYTES))
+    offered = bytes(data)
     exchange.offer(7, {0: memoryview(data)})
     at = urlsplit(exchange.url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
@@ -162,7 +164,8 @@ def test_slots_that_are_withdrawn_are_not_proven_any_more(exchange: ExchangeServ
     exchange.withdraw(7)
     data[:] = os.urandom(len(data))
     exchange.offer(8, {0: memoryview(data)})
-    with pytest.raises(http.client.IncompleteRead) as cut:
+    with closing(connection), pytest.raises(http.client.IncompleteRead) as cut:
         answer.read()
-    assert len(cut.value.partial) <= wanted.CHUNK_BYTES
-    connection.close()
+    came, proof = cut.value.partial[: wanted.CHUNK_BYTES], cut.value.partial[wanted.CHUNK_BYTES :]
+    assert len(proof) <= DIGITS
+    assert came == offered[: wanted.CHUNK_BYTES] or digest(came).encode() != proof
