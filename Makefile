@@ -48,7 +48,7 @@ fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_
 attack: $(READY) ## every route attacked by everybody who may not, and random deaths for ATTACK_S seconds
 	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
 
-# About five minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
+# Some ten minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
 CLUSTER ?=
 cluster: $(READY) ## daemons of several nodes on one root: one lost in a training, killed at named points, cut off; CLUSTER="--cluster-s 600"
 	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py

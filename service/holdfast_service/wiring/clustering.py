@@ -118,12 +118,15 @@ class Upkeep:
         self._thread.join()
 
     def _run(self) -> None:
-        self._cluster.duties.has(UPKEEP)  # from the start it is somebody's
+        self._try(lambda: None)  # from the start the duty is somebody's
         while not self._closing.wait(self._every_s):
-            try:
-                if self._cluster.duties.has(UPKEEP):
-                    self._look()
-            except CheckpointError as error:  # the next time does what this one could not
-                log.warning("the root was not looked after: %s", error.detail)
-            except Exception:
-                log.exception("the root was not looked after")
+            self._try(self._look)
+
+    def _try(self, look: Callable[[], None]) -> None:
+        try:
+            if self._cluster.duties.has(UPKEEP):
+                look()
+        except CheckpointError as error:  # the next time does what this one could not
+            log.warning("the root was not looked after: %s", error.detail)
+        except Exception:
+            log.exception("the root was not looked after")
