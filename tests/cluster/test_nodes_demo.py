@@ -41,7 +41,7 @@ def test_a_training_goes_on_without_a_node_and_the_others_show_it(made: ClusterS
         nodes = {node.name: node for node in api.nodes()}
         assert nodes[lost].state == "lost" and nodes[lost].duties == [] and nodes[lost].heard_s > 30
         assert {nodes[machine.name].state for machine in left} == {"live"}
-        assert {duty for machine in left for duty in nodes[machine.name].duties} >= {"scrub"}
+        assert {duty for machine in left for duty in nodes[machine.name].duties} >= {"upkeep"}
         rounds = [(round.step, round.state) for round in api.rounds(RESUMED)]
         assert rounds[0] == (STEPS, "committed") and all(state in ("committed", "aborted") for _, state in rounds)
         assert sum(state == "aborted" for _, state in rounds) <= 1  # the save that was going on

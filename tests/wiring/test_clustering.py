@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.wiring.clustering import UPKEEP, Upkeep
+from holdfast_service.control.cluster.duties import UPKEEP
+from holdfast_service.wiring.clustering import Upkeep
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
 

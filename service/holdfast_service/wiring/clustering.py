@@ -14,6 +14,7 @@ from sqlalchemy.engine import URL
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RootBusy
 from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.cluster.duties import UPKEEP
 from holdfast_service.control.cluster.held_elsewhere import holders
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.decisions import Decisions
@@ -28,7 +29,6 @@ from holdfast_service.daemon.saving.saver import Saver
 log = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
-UPKEEP = "upkeep"
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = frozenset({"0.0.0.0", "::", "0"})
 

@@ -25,6 +25,9 @@ from tests.serving import served
 __all__ = ["nodes"]
 
 
+ALL_DUTIES = ["replica far", "scrub run@5", "upkeep"]
+
+
 def about(name: str, **more: Any) -> dict[str, Any]:
     """What a node says of itself, as its daemon does."""
     known = {"pid": 7, "version": "9.9", "root": "/shared", "socket": "/run/x.sock", "started": utc_now(), "ranks": 2}
@@ -44,7 +47,8 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
         other.membership.join(0.0)
         other.crews.here = lambda: {"run": Crew(1, 6, 2)}
         other.crews.tell()
-    assert others["node-2"].duties.has("upkeep")
+    for duty in ("upkeep", "scrub run@5", "replica far"):
+        assert others["node-2"].duties.has(duty)
     nodes.lapse(others["node-3"])
     others["node-4"].close()
     changes = {
@@ -71,10 +75,19 @@ def test_members_are_told_of(http: httpx.Client) -> None:
         "node-4": "stopped",
     }
     live, lost = found["node-2"], found["node-3"]
-    assert (live["runs"], live["duties"], live["sealed"], live["catalog_waiting"]) == ({"run": 2}, ["upkeep"], 3, 12)
+    assert (live["runs"], live["duties"], live["sealed"], live["catalog_waiting"]) == ({"run": 2}, ALL_DUTIES, 3, 12)
     assert (live["host"], live["url"], live["since"][-1]) == ("node-2.example", "http://node-2:8420", "Z")
     assert 0 <= live["heard_s"] < 20 and lost["heard_s"] > 30
     assert (lost["live"], lost["runs"], lost["ranks"], lost["arena_bytes"], lost["sealed"]) == (False, {}, 0, 0, 0)
+
+
+def test_a_token_of_other_runs_sees_no_run_in_a_duty(http: httpx.Client) -> None:
+    """A check of a checkpoint is a duty whose name is the checkpoint's."""
+    asked = {"name": "other", "scope": "read", "runs": "other-*", "expires_s": 600}
+    text = http.post("/v1/tokens", json=asked).raise_for_status().json()["token"]
+    seen = http.get("/v1/nodes", headers={"Authorization": f"Bearer {text}"}).raise_for_status().json()["items"]
+    assert {node["name"]: node["duties"] for node in seen}["node-2"] == ["upkeep"]
+    assert listed(http)["node-2"]["duties"] == ALL_DUTIES
 
 
 def test_a_lost_node_is_told_until_it_is_forgotten(http: httpx.Client) -> None:

@@ -15,6 +15,7 @@ from holdfast_service.api.door.needs import ADMINS, READS
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.cluster.duties import UPKEEP
 from holdfast_service.control.cluster.membership import ClusterNode
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
@@ -67,6 +68,7 @@ class _Told(NamedTuple):
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
             "memory": [one for one in node.memory if viewer.sees(one.run)],
             "ranks": sum(self.ranks.values()),
+            "duties": [duty for duty in node.duties if duty == UPKEEP],  # others are named by runs and replicas
             "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
         }
         if not viewer.may("write"):

@@ -21,7 +21,6 @@ ROUNDS_SHOWN = 50
 LATE_S = 20.0  # a node renews its membership every 10 s
 FIRST = ("lost", "returned", "live", "stopped")
 DUTIES = {
-    "scrub": "reads old checkpoints back, of all runs",
     "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
 }
 
