@@ -6,6 +6,7 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from alembic import command
@@ -131,6 +132,24 @@ class TestOpening:
         assert [one.round_counts()["open"] for one in opened] == [0, 0, 0, 0]
         for one in opened:
             one.close()
+
+    def test_many_connect_to_a_new_file_at_once(self, tmp_path: Path) -> None:
+        """SQLite refuses one of two that switch to write-ahead logging together; nobody here is refused for it."""
+        meet = Barrier(8)
+
+        def connected(url: str) -> str:
+            engine = connect(url)
+            meet.wait()
+            try:
+                with engine.connect() as connection:
+                    return str(connection.exec_driver_sql("PRAGMA journal_mode").scalar())
+            finally:
+                engine.dispose()
+
+        with ThreadPoolExecutor(8) as pool:
+            for number in range(80):
+                url = f"sqlite:///{tmp_path}/{number}.sqlite"
+                assert list(pool.map(connected, [url] * 8)) == ["wal"] * 8
 
 
 class TestAttempts:

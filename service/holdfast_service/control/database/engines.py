@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sqlite3
+import time
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, event
@@ -20,6 +22,7 @@ PLAIN_CONNECTIONS = 2
 CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
 POSTGRESQL = "postgresql+psycopg"  # also where a URL names no driver
 ENCODING = "UTF8"
+SWITCH_AGAIN_S = 0.005
 PORT = 5432  # of PostgreSQL, where a URL names none
 READ_ONLY = "holdfast_read_only"
 HASTY = "holdfast_hasty"
@@ -131,13 +134,26 @@ def _prepare_postgresql(connection: Any, _: Any) -> None:
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # the driver would begin transactions at a moment of its own
-    # Timeout first: switching to WAL needs the file to itself for a moment.
-    for pragma in (
-        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
-        "journal_mode = WAL",
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}").close()
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000}").close()
+    _switch_to_wal(connection)
+    connection.execute("PRAGMA foreign_keys = ON").close()
+
+
+def _switch_to_wal(connection: Any) -> None:
+    """Write-ahead logging for a file, which two connections may ask of a new one at once.
+
+    Each holds a lock that the other one waits for: SQLite sees that, and refuses one of them at once,
+    whatever its `busy_timeout`.
+    """
+    give_up = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > give_up:
+                raise
+            time.sleep(SWITCH_AGAIN_S)
 
 
 def _begin_sqlite(connection: Connection) -> None:
