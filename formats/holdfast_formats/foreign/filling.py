@@ -1,0 +1,131 @@
+"""Reads tensors of a foreign checkpoint, box by box, into memory that the caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.moves import MappedTensor, narrowed
+from holdfast_formats.region import Box, flat_boxes, intersect, whole
+
+SPAN_BYTES_MAX = 2**24  # read at once: of a piece whose elements do not follow each other, with the gaps
+SPARSE = 4  # gaps are read too, unless they are so many times as long as what is wanted
+
+
+def elements(
+    files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTensor, start: int, stop: int
+) -> NDArray[Any]:
+    """Elements [start, stop) of a mapped tensor, row-major, flat, in its dtype.
+
+    Raises `CorruptManifest` by file where one became shorter, and errors of `files`.
+    """
+    made = np.zeros(stop - start, dtypes.to_numpy(mapped.spec.dtype))
+    at = 0
+    for box in flat_boxes(start, stop, mapped.spec.shape):
+        target = made[at : at + box.volume].reshape(box.shape)
+        at += box.volume
+        for move in mapped.moves:
+            part = narrowed(move, box)
+            if part is None:
+                continue
+            place = target[part.target.within(box).slices]
+            fill(files, tensors[part.source], part.box, _as_source(place, part.axes, len(part.box.shape)))
+    return made
+
+
+def fetched(files: ForeignFiles, tensor: ForeignTensor, box: Box | None = None) -> NDArray[Any]:
+    """A box of a tensor, or all of it, in its dtype."""
+    wanted = whole(tensor.spec.shape) if box is None else box
+    made = np.empty(wanted.shape, dtypes.to_numpy(tensor.spec.dtype))
+    fill(files, tensor, wanted, made)
+    return made
+
+
+def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> None:
+    """Write a box of a tensor into an array of its shape, of any strides and dtype; errors as of `elements`."""
+    if tensor.decoder is not None:
+        assign(into, tensor.decoder.decode(box, lambda stored, wanted: fetched(files, stored, wanted)), tensor.spec.name)
+        return
+    dtype, filled = dtypes.to_numpy(tensor.spec.dtype), 0
+    for piece in tensor.pieces:
+        common = intersect(piece.box, box)
+        if common is not None and common.volume:
+            filled += common.volume
+            _read(files, piece, dtype, common, into[common.within(box).slices], tensor.spec.name)
+    if filled != box.volume:
+        raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
+
+
+def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
+    """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number."""
+    if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
+        raise StateMismatch(f"tensor {name!r} cannot be converted from {values.dtype} to {into.dtype}", tensor=name)
+    with np.errstate(over="ignore", invalid="ignore"):
+        into[...] = values if into.dtype == values.dtype else values.astype(into.dtype)
+
+
+def _whole_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biu"
+
+
+def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: int) -> NDArray[Any]:
+    """A target's box with its dimensions as the source has them; the same memory."""
+    known = [axis for axis in axes if axis is not None]
+    kept = place[tuple(0 if axis is None else slice(None) for axis in axes)]
+    turned = kept.transpose([known.index(axis) for axis in sorted(known)])
+    return turned[tuple(slice(None) if d in known else None for d in range(dimensions))]
+
+
+def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
+    """Read a box that is inside a piece, in spans of at most `SPAN_BYTES_MAX`."""
+    within = box.within(piece.box).offset
+    first = piece.start + sum(i * step for i, step in zip(within, piece.strides, strict=True)) * dtype.itemsize
+    direct = into.dtype == dtype and into.flags.c_contiguous and _row_major(piece.strides, box.shape)
+    if direct:
+        _whole(files, piece.file, first, into.reshape(-1).view(np.uint8))
+        return
+    for start, part in _spans(box.shape, piece.strides, dtype.itemsize):
+        shape = part.shape
+        begin = first + sum(i * step for i, step in zip(start, piece.strides, strict=True)) * dtype.itemsize
+        reach = sum((n - 1) * step for n, step in zip(shape, piece.strides, strict=True)) + 1
+        buffer = np.empty(reach * dtype.itemsize, np.uint8)
+        _whole(files, piece.file, begin, buffer)
+        steps = [step * dtype.itemsize for step in piece.strides]
+        assign(into[part.slices], as_strided(buffer.view(dtype), shape, steps, writeable=False), name)
+
+
+def _spans(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Boxes that tile `shape`, each of which is read at once, with their first corners."""
+    waiting = [whole(shape)]
+    while waiting:
+        box = waiting.pop()
+        reach = (sum((n - 1) * step for n, step in zip(box.shape, steps, strict=True)) + 1) * width
+        wanted = box.volume * width
+        long = [d for d, n in enumerate(box.shape) if n > 1]
+        if not long or (reach <= SPAN_BYTES_MAX and (reach <= SPARSE * wanted or reach <= 2**16)):
+            yield box.offset, box
+            continue
+        outer = max(long, key=lambda d: (steps[d], box.shape[d]))
+        half = box.shape[outer] // 2
+        for begin, length in ((half, box.shape[outer] - half), (0, half)):
+            offset, size = list(box.offset), list(box.shape)
+            offset[outer] += begin
+            size[outer] = length
+            waiting.append(Box(tuple(offset), tuple(size)))
+
+
+def _row_major(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return all(n == 1 or step == prod(shape[d + 1 :]) for d, (n, step) in enumerate(zip(shape, steps, strict=True)))
+
+
+def _whole(files: ForeignFiles, file: str, start: int, buffer: NDArray[np.uint8]) -> None:
+    if files.read_into(file, start, buffer) != buffer.nbytes:
+        raise CorruptManifest(f"{file} became shorter while it was read", hint="import it when nobody writes it", file=file)

@@ -1,0 +1,57 @@
+"""The kinds of foreign checkpoints, and which of them a directory is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
+
+
+class ReadOptions(NamedTuple):
+    """What a user may ask of an import: names and layouts as they are (`as_is`), Paddle's broken flat directories put
+    together (`assemble_flat`).
+    """
+
+    as_is: bool = False
+    assemble_flat: bool = False
+
+
+class ForeignKind(NamedTuple):
+    """A kind of checkpoint: its name as `--from` takes it, what people call it, how it is recognised (by names of files and
+    headers, never by loading), and how it is read.
+    """
+
+    name: str
+    title: str
+    recognises: Callable[[ForeignFiles], bool]
+    read: Callable[[ForeignFiles, ReadOptions], ForeignListing]
+
+
+KINDS: tuple[ForeignKind, ...] = ()
+
+
+def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ...] = KINDS) -> ForeignKind:
+    """The kind of a directory, or the `wanted` one.
+
+    Raises `InvalidRequest` for a kind that does not exist, `StateMismatch` where none fits, or more than one.
+    """
+    if wanted is not None:
+        found = [kind for kind in kinds if kind.name == wanted]
+        if not found:
+            raise InvalidRequest(f"there is no kind {wanted!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
+        return found[0]
+    fitting = [kind for kind in kinds if kind.recognises(files)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise StateMismatch(
+            f"the directory may be {' or '.join(kind.title for kind in fitting)}",
+            hint=f"say which: --from {fitting[0].name}, or --from {fitting[1].name}",
+        )
+    names = files.list("")
+    raise StateMismatch(
+        f"no known checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
+        hint=f"known are {', '.join(kind.title for kind in kinds)}",
+    )

@@ -1,0 +1,107 @@
+"""What a foreign checkpoint contains: its tensors, where their elements stand in which file, and the use of every file.
+
+An adapter (one module for each kind of checkpoint) turns a directory into a `ForeignListing` and reads no tensor for it.
+Whatever it does not understand it refuses by file and key: nothing is skipped without a reason in `files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from holdfast_formats.region import Box, Shape
+from holdfast_formats.tensors import TensorSpec
+
+
+class ForeignFiles(Protocol):
+    """The directory of a foreign checkpoint. Paths are relative, with `/`; a link out of it counts as missing."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file; fewer than `length` only at its end."""
+
+    def read_into(self, path: str, offset: int, buffer: Any) -> int:
+        """Fill a contiguous `buffer`; the number of bytes read, fewer than it holds only at the file's end."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None if there is no file at `path`."""
+
+    def list(self, path: str) -> list[str]:
+        """The names in a directory, sorted; empty for anything but a directory."""
+
+
+class TensorKey(NamedTuple):
+    """A tensor's group and its name."""
+
+    group: str
+    name: str
+
+
+class ForeignPiece(NamedTuple):
+    """A box of a tensor, and where it stands: the byte of its first element, and the step of each dimension in elements.
+
+    Steps are not negative. `strides` of a row-major piece are `layout.parts.strides(box.shape)`.
+    """
+
+    file: str
+    start: int
+    box: Box
+    strides: Shape
+
+
+FetchBox = Callable[["ForeignTensor", Box], NDArray[Any]]
+
+
+class Decoder(Protocol):
+    """Computes a tensor's values from other stored tensors: those of a quantised optimizer, say."""
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        """The stored tensors that it needs."""
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        """The values of a box, of its shape, in the decoded tensor's dtype; `fetch` reads a box of a stored tensor."""
+
+
+class ForeignTensor(NamedTuple):
+    """A tensor of a foreign checkpoint as a whole, in the layout that it has there.
+
+    The dtype of `spec` is that of its values: bfloat16 that numpy stored as U16 is BF16. `pieces` tile it exactly, or are
+    empty where `decoder` computes it. `copies` are pieces that must hold the same bytes as these.
+    """
+
+    spec: TensorSpec
+    pieces: tuple[ForeignPiece, ...]
+    copies: tuple[ForeignPiece, ...] = ()
+    decoder: Decoder | None = None
+
+    @property
+    def key(self) -> TensorKey:
+        return TensorKey(self.spec.group, self.spec.name)
+
+
+Use = Literal["tensors", "asset", "state", "signal", "unused"]
+
+
+class FileUse(NamedTuple):
+    """What became of a source file. `unused` needs a reason, which people read: why no state of the training is lost."""
+
+    file: str
+    use: Use
+    reason: str = ""
+
+
+class ForeignListing(NamedTuple):
+    """All of a foreign checkpoint. `documents` are JSON values by group and key, for state.json; `assets` are copied.
+
+    `notes` say what was decoded, or taken for granted, in sentences for the report.
+    """
+
+    kind: str
+    tensors: Mapping[TensorKey, ForeignTensor]
+    files: tuple[FileUse, ...]
+    documents: Mapping[str, Mapping[str, Any]] = {}
+    assets: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    step: int | None = None  # of the training, where the checkpoint says it

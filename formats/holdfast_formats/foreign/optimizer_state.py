@@ -1,0 +1,33 @@
+"""How optimizer state of other programs is stored here, so that a torch trainer's `restore()` resumes from it.
+
+Tensors are `NAME/exp_avg`, `NAME/exp_avg_sq` and `NAME/step` (F32, no dimension) in group `optim`, in the weights' names and
+layout; masters are `NAME` in group `master`. The document below belongs to them (key `optimizer`, as trainers name it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GROUP = "optim"
+MASTER_GROUP = "master"
+KEY = "optimizer"
+
+
+def document(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> dict[str, Any]:
+    """The optimizer's document, for `documents["optim"]["optimizer"]`: for each group of parameters, their names and its
+    hyper-parameters, of which a trainer keeps its own where none are given.
+    """
+    made = {names[0]: _ordered({"params": list(names), **hyper}) for names, hyper in groups if names}
+    return {
+        "$keys": ["groups", "state", "masters", "kinds"],
+        "groups": _ordered(made),
+        "state": {},
+        "masters": {},
+        "kinds": {},
+    }
+
+
+def _ordered(held: dict[str, Any]) -> dict[str, Any]:
+    """An object that states its order, where that is not the sorted one."""
+    return held if list(held) == sorted(held) else {"$keys": list(held), **held}

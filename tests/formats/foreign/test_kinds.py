@@ -1,0 +1,37 @@
+"""A directory is of the one kind that fits; none and two are refused, and a user may say which."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
+from tests.formats.foreign.test_filling import InMemory
+
+
+def _kind(name: str, ending: str) -> ForeignKind:
+    def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+        return ForeignListing(name, {}, ())
+
+    return ForeignKind(name, name.upper(), lambda files: any(file.endswith(ending) for file in files.list("")), read)
+
+
+A, B = _kind("a", ".a"), _kind("b", ".b")
+
+
+def test_the_one_that_fits() -> None:
+    """By its files, or by what a user says."""
+    assert choose(InMemory(**{"x.a": b""}), None, (A, B)) is A
+    assert choose(InMemory(**{"x.a": b"", "x.b": b""}), "b", (A, B)) is B
+
+
+def test_none_and_two_are_refused() -> None:
+    """With what was found, and what to do."""
+    with pytest.raises(StateMismatch, match=r"no known checkpoint has these files: x\.c"):
+        choose(InMemory(**{"x.c": b""}), None, (A, B))
+    with pytest.raises(StateMismatch, match="may be A or B") as caught:
+        choose(InMemory(**{"x.a": b"", "x.b": b""}), None, (A, B))
+    assert caught.value.hint == "say which: --from a, or --from b"
+    with pytest.raises(InvalidRequest, match="there is no kind 'c'"):
+        choose(InMemory(), "c", (A, B))
