@@ -165,6 +165,18 @@ def test_spans_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(length for _, _, length in files.reads) <= 2 * values.nbytes
 
 
+def test_a_single_number() -> None:
+    """A tensor without dimensions, such as an optimizer's step: as it is, converted, and as an element of a vector."""
+    files = InMemory(f=np.float32(2.5).tobytes())
+    step = ForeignTensor(TensorSpec("optim", "step", "F32", ()), (ForeignPiece("f", 0, whole(()), ()),))
+    tensors = {step.key: step}
+    assert filling.fetched(files, step) == np.float32(2.5)
+    assert filling.elements(files, tensors, moves.same(step), 0, 1).tolist() == [2.5]
+    assert filling.elements(files, tensors, moves.same(step, dtype="F64"), 0, 1).tolist() == [2.5]
+    one = MappedTensor(TensorSpec("optim", "v", "F32", (1,)), (BoxMove(step.key, whole(()), whole((1,)), (None,)),))
+    assert filling.elements(files, tensors, one, 0, 1).tolist() == [2.5]
+
+
 def test_what_is_missing_is_refused() -> None:
     """A file that became shorter, and a box that no piece has."""
     files, tensor = _stored(_values((4, 4)))
