@@ -9,6 +9,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.exports import weights
+from holdfast_formats.foreign.exports.arranged import arrange
 from holdfast_formats.foreign.exports.plan import (
     FLOATS,
     ExportKind,
@@ -33,7 +34,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     """
     if options.layout is not None:
         raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
-    chosen = weights.choose(source, options)
+    chosen = weights.choose(source, arrange(source, options.program), options)
     files = shard_set(weights.GROUP, chosen.tensors.values(), "pt")
     index = files.index_file(naming.index_file_name(weights.GROUP))
     assets, notes = configured(source, options.dtype, frozenset({_OF_ADAPTERS}))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.listing import ForeignTensor
-from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
+from holdfast_formats.programs.compiled import CompiledProgram
 
 Weights = Literal["model", "ema", "master"]
 WEIGHTS: tuple[str, ...] = get_args(Weights)
@@ -18,18 +17,16 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _SPELLED = {"FP64": "F64", "FP32": "F32", "FP16": "F16", "HALF": "F16", "FLOAT": "F32", "DOUBLE": "F64"}
 _SPELLED |= {name.upper(): dtype for dtype, name in FLOATS.items()}
 
-Renamed = Callable[[Mapping[str, ForeignTensor]], Mapping[str, MappedTensor]]  # what a mapping program makes of tensors
-
 
 class ExportOptions(NamedTuple):
-    """What a user asks of an export: which weights, in which dtype (a safetensors name), in which layout, and what a mapping
-    program makes of the tensors of a group.
+    """What a user asks of an export: which weights, in which dtype (a safetensors name), in which layout, and in the names
+    that a mapping program makes, which was compiled for the checkpoint.
     """
 
     weights: Weights = "model"
     dtype: str | None = None
     layout: str | None = None
-    program: Renamed | None = None
+    program: CompiledProgram | None = None
 
 
 class LeftOut(NamedTuple):
