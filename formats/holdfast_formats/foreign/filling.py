@@ -137,9 +137,8 @@ def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: B
         buffer = np.empty(reach * dtype.itemsize, np.uint8)
         _whole(files, piece.file, begin, buffer)
         steps = [step * dtype.itemsize for step in piece.strides]
-        bits = as_strided(  # numpy refuses it of float8_e5m2
-            buffer.view(f"u{dtype.itemsize}"), shape, steps, writeable=False
-        )
+        width = f"u{dtype.itemsize}"  # numpy makes no strided view of float8_e5m2
+        bits = as_strided(buffer.view(width), shape, steps, writeable=False)
         assign(_part(into, part), bits.view(dtype), name)
 
 

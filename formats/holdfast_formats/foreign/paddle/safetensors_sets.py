@@ -111,7 +111,7 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
         named = tuple((axis, number) for (axis, _), number in zip(first, place, strict=True))
         found = places.get(named, set())
         numbers = range(1, max(found, default=0) + 1) if wanted is None else wanted
-        if not found or (found != {0} or wanted) and found != set(numbers):
+        if not found or ((found != {0} or wanted) and found != set(numbers)):
             suffix = "_".join(f"{axis}{number:02d}" for axis, number in named)
             missing = sorted(set(numbers) - found)
             name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing[0]:04d}" if missing else "")

@@ -168,12 +168,12 @@ class UnifiedReader:
         if not self.options.assemble_flat:
             raise _flat(arrays, shape)
         if not any("are flat slices" in note for note in self.gathering.notes):
-            self.gathering.notes.append("masters and moments are flat slices (sharding stage 1 v2), put together in order of files")
+            self.gathering.notes.append(
+                "masters and moments are flat slices (sharding stage 1 v2), put together in order of files"
+            )
         return flat.assembled(arrays, shape).tensor(*key)
 
-    def _of_ranks(
-        self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None
-    ) -> ForeignTensor:
+    def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
         by_rank: dict[int, list[StoredArray]] = defaultdict(list)
         for array in arrays:
             by_rank[held.ranks[array.file]].append(array)
