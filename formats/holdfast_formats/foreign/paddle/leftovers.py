@@ -16,7 +16,9 @@ from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 
 _SIGNAL = re.compile(r"(saved_signal_|\.(?:model|master|optimizer)_weight\.done\.)(-?\d+)")
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
-_ASSET = re.compile(r".+\.(json|jsonl|txt|model|jinja|md|tiktoken|py|vocab|bpe|spm)|LICENSE.*|NOTICE.*|README.*", re.IGNORECASE)
+_ASSET = re.compile(
+    r".+\.(json|jsonl|txt|model|jinja|md|tiktoken|py|vocab|bpe|spm)|LICENSE.*|NOTICE.*|README.*", re.IGNORECASE
+)
 _TENSORS = re.compile(
     r".+\.(safetensors|pdparams|pdopt|pdema|pdiparams|distcp|metadata|bin|pt|pth|ckpt|npz|npy|h5|gguf|msgpack)(_shard_\d+)?",
     re.IGNORECASE,
