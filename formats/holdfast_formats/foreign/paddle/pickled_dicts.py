@@ -208,4 +208,3 @@ class Latin:
                 f"{self._array.file}: {counts[-1]} bytes at {self._array.offset} instead of {wanted}", file=self._array.file
             )
         self._counts = counts
-

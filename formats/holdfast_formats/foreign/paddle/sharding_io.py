@@ -142,7 +142,9 @@ class RankReader:
             self.gathering.tensors[key] = renamed(held, *key) if same else computed.rounded(held, key, dtype)
             made.add(dtype)
         if made:
-            self.gathering.notes.append(f"weights were not saved: they are their masters, rounded to {', '.join(sorted(made))}")
+            self.gathering.notes.append(
+                f"weights were not saved: they are their masters, rounded to {', '.join(sorted(made))}"
+            )
 
     def _whole(self, name: str, held: Mapping[Place, LocalTensorParts]) -> LocalTensorParts:
         """A tensor from what the ranks have of it: first over sharding, then over tensor parallelism."""

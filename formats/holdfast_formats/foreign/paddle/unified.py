@@ -172,9 +172,7 @@ class UnifiedReader:
             self.gathering.notes.append(note)
         return flat.assembled(arrays, shape).tensor(*key)
 
-    def _of_ranks(
-        self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None
-    ) -> ForeignTensor:
+    def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
         by_rank: dict[int, list[StoredArray]] = defaultdict(list)
         for array in arrays:
             by_rank[held.ranks[array.file]].append(array)
