@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor
 from holdfast_formats.foreign.paddle import leftovers
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
@@ -48,17 +48,18 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     gathering = Gathering(files, options)
     used = {file for held in sets.values() for file in held.used}
     reader = UnifiedReader(gathering, options)
-    if sets[_STEM].arrays:
-        reader.read({"model": _in_paddle(sets[_STEM]), MASTERS: sets[MASTERS], OPTIMIZER: sets[OPTIMIZER]})
-    else:
+    if PICKLE in names:
         saved = read_dict(files, PICKLE)
         refuse_rest(PICKLE, saved.rest)
         used.add(PICKLE)
         for key, tensor in saved.tensors.items():
             gathering.shapes[key] = tensor.shape
             gathering.weight(tensor.tensor("model", key), key)
-        reader.weights(sets[MASTERS], "master")
-        reader.optimizer(sets[OPTIMIZER])
+    if sets[_STEM].numpy_bits:
+        gathering.notes.append("bfloat16 was stored as U16, its bits")
+    reader.weights(_in_paddle(sets[_STEM]), "model")
+    reader.weights(sets[MASTERS], "master")
+    reader.optimizer(sets[OPTIMIZER])
     gathering.tensors = {made.key: made for tensor in gathering.tensors.values() for made in [_of_peft(tensor, options)]}
     listing = gathering.listing(NAME, names, sorted(used))
     made = {} if options.as_is else {PEFT_CONFIG: _peft_config(config)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions

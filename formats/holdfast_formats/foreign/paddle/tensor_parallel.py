@@ -19,9 +19,21 @@ from holdfast_formats.tensors import TensorSpec
 
 # Layers that Paddle cuts along the last dimension and along the first one; a column's bias is cut, a row's is not.
 _COLUMNS = frozenset(
-    "q_proj k_proj v_proj qkv_proj q_b_proj kv_b_proj gate_proj up_proj gate_up_proj gate_up_fused_proj up_gate_proj".split()
+    [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "gate_up_fused_proj",
+        "up_gate_proj",
+    ]
 )
-_ROWS = frozenset("o_proj down_proj embed_tokens lm_head".split())
+_ROWS = frozenset(["o_proj", "down_proj", "embed_tokens", "lm_head"])
 _GATE_UP = frozenset({"gate_up_proj", "gate_up_fused_proj", "up_gate_proj"})
 
 
