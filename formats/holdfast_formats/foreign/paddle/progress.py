@@ -1,7 +1,7 @@
 """How far the training was: Paddle's trainer state and scheduler, and the steps that its beta powers tell.
 
-Paddle keeps β^(t+1) of each parameter, multiplied up in F32, where torch keeps the step t. The number of steps comes from the
-trainer's state; the powers must agree with it, unless they are too small to be told apart.
+Paddle keeps β^(t+1) of each parameter, multiplied up in F32, where torch keeps the step t. The number of steps comes from
+the trainer's state; the powers must agree with it, unless they are too small to be told apart.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_pickle
@@ -85,8 +86,6 @@ def _plain(files: ForeignFiles, value: Any) -> Any:
 def small_values(files: ForeignFiles, array: PickledArray) -> Any:
     """The values of a small array as nested lists."""
     stored = StoredArray(array.file, "", array.dtype, array.shape, array.offset, array.strides)
-    from holdfast_formats.foreign.filling import fetched
-
     return fetched(files, stored.tensor("extra", "value")).tolist()
 
 
@@ -108,10 +107,10 @@ def betas(files: ForeignFiles, powers: Iterable[StoredArray], step: int) -> tupl
             continue
         beta = _beta(value, step)
         if beta is None:
-            raise _odd(power, f"{value!r}, which is β^(t+1) of no usual β after t = {step} steps", power=value)
+            raise _odd(power, f"{value!r}, which is β^(t+1) of no usual β after t = {step} steps")
         other = known.setdefault(kind, (beta, power))
         if other[0] != beta:
-            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is one of {other[0]}", power=value)
+            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is one of {other[0]}")
     return (known[POWERS[0]][0], known[POWERS[1]][0]) if len(known) == len(POWERS) else None
 
 
@@ -126,11 +125,10 @@ def _beta(value: float, step: int) -> float | None:
     return beta if abs(value / beta ** (step + 1) - 1) <= _ROUNDING * (step + 2) else None
 
 
-def _odd(power: StoredArray, why: str, **members: Any) -> CheckpointError:
+def _odd(power: StoredArray, why: str) -> CheckpointError:
     return StateMismatch(
         f"{power.file}: {power.key!r} is {why}",
-        hint="the optimizer's files and the trainer's state are of different steps, perhaps; --as-is imports them as they are",
+        hint="the optimizer's files and the trainer's state may be of different steps; --as-is imports them as they are",
         file=power.file,
         tensor=power.key,
-        **members,
     )

@@ -138,8 +138,8 @@ class UnifiedReader:
                 raise tensor_parallel.of_arrays(next(iter(powers.values()))).odd(f"{owner!r} has no moments")
         if count:
             self.gathering.notes.append(
-                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost stays "
-                "lost"
+                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost "
+                "stays lost"
             )
 
     def _powers(self, held: FileSet, owner: str, powers: Mapping[str, list[StoredArray]]) -> None:
@@ -167,10 +167,9 @@ class UnifiedReader:
             raise tensor_parallel.of_arrays(arrays).odd(f"the model's weight has shape {list(shape)} in Paddle's layout")
         if not self.options.assemble_flat:
             raise _flat(arrays, shape)
-        if not any("are flat slices" in note for note in self.gathering.notes):
-            self.gathering.notes.append(
-                "masters and moments are flat slices (sharding stage 1 v2), put together in order of files"
-            )
+        note = "masters and moments are flat slices (sharding stage 1 v2), put together in the order of the files"
+        if note not in self.gathering.notes:
+            self.gathering.notes.append(note)
         return flat.assembled(arrays, shape).tensor(*key)
 
     def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
