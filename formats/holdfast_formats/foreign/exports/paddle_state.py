@@ -102,7 +102,7 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
     layout = PaddleLayout(config_of(source), options.program is not None)
     masters: dict[str, MappedTensor] = {}
     for name, master in arranged.group(MASTER).items():
-        _check_known(name, model, MASTER)
+        _check_fits(master, name, model, MASTER)
         masters[name] = layout.of(name, full(master, TensorKey("master_weights", name)))
     optimizer = _optimizer(source, arranged, layout, state)
     notes = [*chosen.notes, *(note for note in arranged.notes if note not in chosen.notes)]
@@ -192,17 +192,23 @@ def _optimizer(
     by_parameter: dict[str, dict[str, MappedTensor]] = {}
     for name, tensor in state.items():
         parameter, _, key = name.rpartition("/")
-        _check_known(parameter, arranged.group("model"), optimizer_state.GROUP)
         if key not in MOMENTS and key != STEP:
             raise StateMismatch(f"Paddle's AdamW has no place for {name!r}", hint=_HINT, tensor=name)
+        _check_fits(tensor, parameter, arranged.group("model"), optimizer_state.GROUP)
         by_parameter.setdefault(parameter, {})[key] = tensor
     betas = _betas(source.listing.documents, arranged) if by_parameter else {}
     return {name: _parameter(source, name, held, betas, layout) for name, held in by_parameter.items()}
 
 
-def _check_known(parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
+def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
+    """`StateMismatch`, by name, for what belongs to no weight, or has not its shape; a number of steps has none."""
     if parameter not in model:
         raise StateMismatch(f"{group} has {parameter!r}, which the model does not have", hint=_HINT, tensor=parameter)
+    name, shape = mapped.spec.name, model[parameter].spec.shape
+    if mapped.spec.shape != shape and not name.endswith(f"/{STEP}"):
+        raise StateMismatch(
+            f"{name!r} of group {group} has shape {list(mapped.spec.shape)}, its weight {list(shape)}", hint=_HINT, tensor=name
+        )
 
 
 def _parameter(
