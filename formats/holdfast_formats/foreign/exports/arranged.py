@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -14,8 +15,11 @@ from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte, sa
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, same
+from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
+from holdfast_formats.programs.document import read_program
 
+CONFIG = "config.json"
 _READ_BYTES = 2**24  # at once, of tensors that a program says are zeros
 
 
@@ -52,6 +56,26 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
     notes = [f"names and layouts are those that program {program.program!r} makes", *program.notes]
     notes += [f"program {program.program!r} drops {loss.key.group}/{loss.key.name}: {loss.why}" for loss in program.lost]
     return Arranged(groups, program.names, tuple(notes))
+
+
+def compiled(source: ExportSource, given: str) -> CompiledProgram:
+    """A program for this checkpoint: by its text, or by the name of one that is shipped.
+
+    Raises `InvalidRequest` for a program that cannot be right, `StateMismatch` for one that does not fit the checkpoint.
+    """
+    program = read_program(given)
+    aliases = {TensorKey(group, alias) for group, held in source.made.aliases.items() for alias in held}
+    specs = {key: tensor.spec for key, tensor in source.listing.tensors.items() if key not in aliases}
+    return compile_program(program, specs, config_of(source))
+
+
+def config_of(source: ExportSource) -> Mapping[str, Any]:
+    """The checkpoint's config.json; empty where there is none, or it is no object."""
+    try:
+        found = json.loads(source.read_asset(CONFIG)) if CONFIG in source.listing.assets else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def renamed_documents(source: ExportSource, arranged: Arranged) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,6 @@ multiplied up in F32.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatc
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.exports import weights
-from holdfast_formats.foreign.exports.arranged import Arranged, arrange
+from holdfast_formats.foreign.exports.arranged import Arranged, arrange, config_of
 from holdfast_formats.foreign.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups
 from holdfast_formats.foreign.exports.safetensors_files import KnownTensor
 from holdfast_formats.foreign.filling import elements
@@ -28,7 +27,6 @@ from holdfast_formats.foreign.paddle.transposition import linears
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 
-CONFIG = "config.json"
 MOMENTS = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 STEP = "step"
 POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
@@ -99,7 +97,7 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
     plain = arranged if model_too or options.program is None else arrange(source, None)
     chosen = weights.choose(source, plain, options)
     model, state = arranged.group("model"), arranged.group(optimizer_state.GROUP)
-    layout = PaddleLayout(config_of(source), options.program is not None)
+    layout = PaddleLayout(model_config(source), options.program is not None)
     masters: dict[str, MappedTensor] = {}
     for name, master in arranged.group(MASTER).items():
         _check_fits(master, name, model, MASTER)
@@ -162,13 +160,10 @@ def power(beta: float, step: int) -> float:
     return float(value)
 
 
-def config_of(source: ExportSource) -> Mapping[str, Any]:
+def model_config(source: ExportSource) -> Mapping[str, Any]:
     """config.json; `NoSuchResource` where there is none or it is no object: Paddle's layout follows from it."""
-    try:
-        found = json.loads(source.read_asset(CONFIG)) if CONFIG in source.listing.assets else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = config_of(source)
+    if not found:
         raise NoSuchResource(
             "the checkpoint has no config.json, which says by the model's class which weights Paddle transposes",
             hint="pass it as an asset when you save: Checkpointer(assets=…)",
@@ -207,7 +202,9 @@ def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, Mapped
     name, shape = mapped.spec.name, model[parameter].spec.shape
     if mapped.spec.shape != shape and not name.endswith(f"/{STEP}"):
         raise StateMismatch(
-            f"{name!r} of group {group} has shape {list(mapped.spec.shape)}, its weight {list(shape)}", hint=_HINT, tensor=name
+            f"{name!r} of group {group} has shape {list(mapped.spec.shape)}, its weight {list(shape)}",
+            hint=_HINT,
+            tensor=name,
         )
 
 

@@ -33,12 +33,7 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     Raises `InvalidRequest` for a path that leads out of the tier, `AlreadyCommitted` where something has the name, `Damaged`
     for what is not what was written.
     """
-    parent, leaf = split_leaf(wanted.target)
-    if leaf.startswith("."):
-        raise InvalidRequest(f"{wanted.target!r} is a hidden name", hint="choose a name that does not begin with a dot")
-    staging = "/".join((*parent, f".{leaf}.partial"))
-    if leaf in target.list("/".join(parent)):
-        raise AlreadyCommitted(f"{wanted.target} already exists", hint="choose another name, or remove it")
+    staging = place_for(target, wanted.target)
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made
@@ -52,6 +47,20 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
         target.remove_tree(staging)
         raise
     return staging, made
+
+
+def place_for(target: Tier, wanted: str) -> str:
+    """Where an export stands until it gets the name `wanted`: beside it, so that a rename is enough.
+
+    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `AlreadyCommitted` for a name that is
+    taken.
+    """
+    parent, leaf = split_leaf(wanted)
+    if leaf.startswith("."):
+        raise InvalidRequest(f"{wanted!r} is a hidden name", hint="choose a name that does not begin with a dot")
+    if leaf in target.list("/".join(parent)):
+        raise AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
+    return "/".join((*parent, f".{leaf}.partial"))
 
 
 def only_model(made: Manifest) -> Manifest:
