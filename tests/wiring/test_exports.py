@@ -23,7 +23,7 @@ from holdfast_service.wiring.progress import Quiet
 from holdfast_service.wiring.transfers import Transfers
 from tests.checkpoints import build, flip
 from tests.daemon.copies_world import CopiesWorld, copies_world
-from tests.formats.foreign.exports.sources import LLAMA, llama, trained, values_of
+from tests.formats.exports.sources import LLAMA, llama, trained, values_of
 
 WEIGHTS = llama(hidden=16)
 GROUPS = trained(WEIGHTS)

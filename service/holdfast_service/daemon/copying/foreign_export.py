@@ -1,4 +1,4 @@
-"""Exports a checkpoint for another program: its files are planned by `foreign.exports`, streamed, and read back."""
+"""Exports a checkpoint for another program: its files are planned by `holdfast_formats.exports`, streamed, and read back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import NoSpace
+from holdfast_formats.exports import arranged, kinds, plan
+from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.foreign import committed
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports import arranged, kinds, plan
-from holdfast_formats.foreign.exports.plan import ExportOptions, ExportPlan
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.storage import Readable, Tier

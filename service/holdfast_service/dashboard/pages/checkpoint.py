@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.foreign.exports.kinds import KINDS
-from holdfast_formats.foreign.exports.plan import FLOATS
+from holdfast_formats.exports.kinds import KINDS
+from holdfast_formats.exports.plan import FLOATS
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict

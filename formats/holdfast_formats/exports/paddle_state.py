@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
+from holdfast_formats.exports import weights
+from holdfast_formats.exports.arranged import Arranged, arrange, config_of
+from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups
+from holdfast_formats.exports.safetensors_files import KnownTensor
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports import weights
-from holdfast_formats.foreign.exports.arranged import Arranged, arrange, config_of
-from holdfast_formats.foreign.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups
-from holdfast_formats.foreign.exports.safetensors_files import KnownTensor
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor

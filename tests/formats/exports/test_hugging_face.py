@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.foreign.exports import hugging_face
-from holdfast_formats.foreign.exports.plan import ExportOptions
-from tests.formats.foreign.exports.sources import LLAMA, llama, made, trained, write
+from holdfast_formats.exports import hugging_face
+from holdfast_formats.exports.plan import ExportOptions
+from tests.formats.exports.sources import LLAMA, llama, made, trained, write
 
 ASSETS = {"config.json": json.dumps(LLAMA, indent=2).encode(), "tokenizer.json": b"{}", "empty.txt": b""}
 WEIGHTS = llama()

@@ -7,10 +7,9 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports import weights
-from holdfast_formats.foreign.exports.arranged import arrange
-from holdfast_formats.foreign.exports.plan import (
+from holdfast_formats.exports import weights
+from holdfast_formats.exports.arranged import arrange
+from holdfast_formats.exports.plan import (
     FLOATS,
     ExportKind,
     ExportOptions,
@@ -19,7 +18,8 @@ from holdfast_formats.foreign.exports.plan import (
     other_groups,
     small_file,
 )
-from holdfast_formats.foreign.exports.safetensors_files import shard_set
+from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.target_files import TargetFile
 
 CONFIG = "config.json"

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from holdfast_formats.disk import state_json
+from holdfast_formats.exports.plan import ExportPlan
 from holdfast_formats.foreign import committed, filling, optimizer_state, target_files
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports.plan import ExportPlan
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Arrays, Built, build
 

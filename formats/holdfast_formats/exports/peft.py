@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte
-from holdfast_formats.foreign.exports.plan import (
+from holdfast_formats.exports.plan import (
     FLOATS,
     ExportKind,
     ExportOptions,
@@ -13,7 +12,8 @@ from holdfast_formats.foreign.exports.plan import (
     copied_assets,
     other_groups,
 )
-from holdfast_formats.foreign.exports.safetensors_files import shard_set
+from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import same
 

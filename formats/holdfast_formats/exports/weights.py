@@ -12,9 +12,9 @@ import msgspec
 
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_formats.exports.arranged import Arranged
+from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut
 from holdfast_formats.foreign.committed import ExportSource, same_bytes
-from holdfast_formats.foreign.exports.arranged import Arranged
-from holdfast_formats.foreign.exports.plan import FLOATS, ExportOptions, LeftOut
 from holdfast_formats.foreign.moves import MappedTensor
 
 GROUP = "model"

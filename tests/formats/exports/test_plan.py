@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.exports import plan
+from holdfast_formats.exports import plan
 
 
 @pytest.mark.parametrize(

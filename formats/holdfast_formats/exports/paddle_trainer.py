@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from holdfast_formats.exports.paddle_state import TRAINER_KEYS, PaddleState, parameter_groups
+from holdfast_formats.exports.plan import small_file
 from holdfast_formats.foreign import pickle_writer
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports.paddle_state import TRAINER_KEYS, PaddleState, parameter_groups
-from holdfast_formats.foreign.exports.plan import small_file
 from holdfast_formats.foreign.pickle_writer import MadeObject, NamedGlobal
 from holdfast_formats.foreign.target_files import TargetFile
 

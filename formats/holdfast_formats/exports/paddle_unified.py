@@ -5,13 +5,13 @@ The model is in Hugging Face's layout, as PaddleFormers saves it by default; mas
 
 from __future__ import annotations
 
+from holdfast_formats.exports import paddle_state
+from holdfast_formats.exports.hugging_face import configured
+from holdfast_formats.exports.paddle_state import POWERS, PaddleState
+from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
+from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan
+from holdfast_formats.exports.safetensors_files import KnownTensor, shard_set
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports import paddle_state
-from holdfast_formats.foreign.exports.hugging_face import configured
-from holdfast_formats.foreign.exports.paddle_state import POWERS, PaddleState
-from holdfast_formats.foreign.exports.paddle_trainer import FILES, trainer_files
-from holdfast_formats.foreign.exports.plan import ExportKind, ExportOptions, ExportPlan
-from holdfast_formats.foreign.exports.safetensors_files import KnownTensor, shard_set
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.target_files import TargetFile
 

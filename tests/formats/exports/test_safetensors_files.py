@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.exports.plan import ExportPlan
-from holdfast_formats.foreign.exports.safetensors_files import KnownTensor, shard_set
+from holdfast_formats.exports.plan import ExportPlan
+from holdfast_formats.exports.safetensors_files import KnownTensor, shard_set
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import same
 from holdfast_formats.tensors import TensorSpec
-from tests.formats.foreign.exports.sources import made, write
+from tests.formats.exports.sources import made, write
 
 ARRAYS = {f"layers.{n}.w": np.full((5, n + 1), n, np.float32) for n in range(12)}
 

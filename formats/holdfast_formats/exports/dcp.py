@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.exports import weights
+from holdfast_formats.exports.arranged import arrange, renamed_documents
+from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, LeftOut, copied_assets
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.dcp.export import target_files
 from holdfast_formats.foreign.dcp.export_names import LAYOUTS
-from holdfast_formats.foreign.exports import weights
-from holdfast_formats.foreign.exports.arranged import arrange, renamed_documents
-from holdfast_formats.foreign.exports.plan import ExportKind, ExportOptions, ExportPlan, LeftOut, copied_assets
 
 DEFAULT_LAYOUT = LAYOUTS[0]
 

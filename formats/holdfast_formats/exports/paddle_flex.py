@@ -6,19 +6,19 @@ All of it is in Paddle's layout. The arrays' bytes are streamed; the opcodes aro
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, natural_key
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.exports import paddle_state
+from holdfast_formats.exports.hugging_face import configured
+from holdfast_formats.exports.paddle_state import POWERS, PaddleState
+from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
+from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
+from holdfast_formats.exports.safetensors_files import KnownTensor
 from holdfast_formats.foreign import pickle_writer
 from holdfast_formats.foreign.committed import ExportSource
-from holdfast_formats.foreign.exports import paddle_state
-from holdfast_formats.foreign.exports.hugging_face import configured
-from holdfast_formats.foreign.exports.paddle_state import POWERS, PaddleState
-from holdfast_formats.foreign.exports.paddle_trainer import FILES, trainer_files
-from holdfast_formats.foreign.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
-from holdfast_formats.foreign.exports.safetensors_files import KnownTensor
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
 from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
@@ -42,6 +42,8 @@ _DTYPES = {
     "U8": ("u1", "|", "uint8"),
     "BOOL": ("b1", "|", "bool"),
 }
+
+_NOT_FLAT = {"is_flattened": False, "flattened_range": None}
 
 Held = MappedTensor | KnownTensor
 
@@ -151,16 +153,16 @@ def _metadata(placed: Iterable[_Placed]) -> MadeObject:
     for tensor, file in placed:
         spec = tensor.spec
         shape, origin = tuple(spec.shape), (0,) * len(spec.shape)
-        flat = {"is_flattened": False, "flattened_range": None}
         local = {"global_offset": origin, "local_shape": shape, "dtype": _DTYPES[spec.dtype][2], "global_shape": shape}
-        described[spec.name] = [_object("LocalTensorMetadata", **local, **flat)]
-        index = {"tensor_key": spec.name, "global_offset": origin, **flat, "replica_id": None, "local_shape": shape}
-        stored.append((_object("LocalTensorIndex", **index), file))
+        described[spec.name] = [_object("LocalTensorMetadata", {**local, **_NOT_FLAT})]
+        index = {"tensor_key": spec.name, "global_offset": origin, **_NOT_FLAT, "replica_id": None, "local_shape": shape}
+        stored.append((_object("LocalTensorIndex", index), file))
     names = {name: (name,) for name in described}
-    return _object("Metadata", state_dict_metadata=described, storage_metadata=ObjectKeys(stored), flat_mapping=names)
+    attributes = {"state_dict_metadata": described, "storage_metadata": ObjectKeys(stored), "flat_mapping": names}
+    return _object("Metadata", attributes)
 
 
-def _object(kind: str, **attributes: Any) -> MadeObject:
+def _object(kind: str, attributes: Mapping[str, Any]) -> MadeObject:
     return MadeObject(NamedGlobal(f"{_PACKAGE}.{kind}"), attributes)
 
 

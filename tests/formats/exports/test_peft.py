@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.foreign.exports import peft
-from holdfast_formats.foreign.exports.plan import ExportOptions
-from tests.formats.foreign.exports.sources import llama, made, write
+from holdfast_formats.exports import peft
+from holdfast_formats.exports.plan import ExportOptions
+from tests.formats.exports.sources import llama, made, write
 
 CONFIG = json.dumps({"peft_type": "LORA", "r": 2}).encode()
 ASSETS = {"adapter_config.json": CONFIG, "config.json": b"{}", "README.md": b"an adapter"}

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.exports import paddle_flex
-from holdfast_formats.foreign.exports.plan import ExportOptions, ExportPlan
+from holdfast_formats.exports import paddle_flex
+from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.foreign.moves import same
 from holdfast_formats.foreign.paddle import flex
 from holdfast_service.storage import PosixTier
-from tests.formats.foreign.exports.sources import LLAMA, llama, made, trained, values_of, write
-from tests.formats.foreign.exports.test_paddle_unified import check_equal
+from tests.formats.exports.sources import LLAMA, llama, made, trained, values_of, write
+from tests.formats.exports.test_paddle_unified import check_equal
 
 ASSETS = {"config.json": json.dumps(LLAMA).encode()}
 WEIGHTS = llama()

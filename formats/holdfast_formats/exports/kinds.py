@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.exports import dcp, hugging_face, paddle_flex, paddle_unified, peft
-from holdfast_formats.foreign.exports.plan import ExportKind
+from holdfast_formats.exports import dcp, hugging_face, paddle_flex, paddle_unified, peft
+from holdfast_formats.exports.plan import ExportKind
 
 KINDS: tuple[ExportKind, ...] = (hugging_face.KIND, peft.KIND, dcp.KIND, paddle_unified.KIND, paddle_flex.KIND)
 NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
