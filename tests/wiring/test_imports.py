@@ -35,7 +35,8 @@ from holdfast_service.wiring.imports import Importer, WantedImport
 from holdfast_service.wiring.progress import Quiet
 from tests.crash.calls import steered
 from tests.daemon.copies_world import RUN, CopiesWorld, copies_world
-from tests.wiring.test_transfers import ARRAYS, Told, hugging_face as a_model
+from tests.wiring.test_transfers import ARRAYS, Told
+from tests.wiring.test_transfers import hugging_face as a_model
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
