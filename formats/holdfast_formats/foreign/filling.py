@@ -36,7 +36,7 @@ def elements(
             part = narrowed(move, box)
             if part is None:
                 continue
-            place = target[_slices(part.target.within(box), part.target_step)]
+            place = _part(target, part.target.within(box), part.target_step)
             into = _as_source(place, part.axes, len(part.box.shape))
             if part.step:
                 _fill_steps(files, tensors[part.source], part.box, part.step, into)
@@ -63,7 +63,7 @@ def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any
         common = intersect(piece.box, box)
         if common is not None and common.volume:
             filled += common.volume
-            _read(files, piece, dtype, common, into[common.within(box).slices], tensor.spec.name)
+            _read(files, piece, dtype, common, _part(into, common.within(box)), tensor.spec.name)
     if filled != box.volume:
         raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
 
@@ -84,14 +84,6 @@ def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shap
         assign(place, held[tuple(slice(None, None, by) for by in step)], tensor.spec.name)
 
 
-def _slices(box: Box, step: Shape) -> tuple[slice, ...]:
-    """The index of a box whose elements are `step` apart."""
-    if not step:
-        return box.slices
-    ends = (o + (n - 1) * by + 1 for o, n, by in zip(box.offset, box.shape, step, strict=True))
-    return tuple(slice(o, end, by) for o, end, by in zip(box.offset, ends, step, strict=True))
-
-
 def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
     """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number."""
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
@@ -104,12 +96,25 @@ def _whole_number(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biu"
 
 
+def _part(array: NDArray[Any], box: Box, step: Shape = ()) -> NDArray[Any]:
+    """A box of an array, as a view also where there are no dimensions; its elements may be `step` apart."""
+    index: tuple[Any, ...] = (*box.slices, ...)
+    if step:
+        sides = zip(box.offset, box.shape, step, strict=True)
+        index = (*(slice(o, o + (n - 1) * by + 1, by) for o, n, by in sides), ...)
+    part: NDArray[Any] = array[index]
+    return part
+
+
 def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: int) -> NDArray[Any]:
-    """A target's box with its dimensions as the source has them; the same memory."""
+    """A target's box with its dimensions as the source has them; the same memory.
+
+    `...` ends each index, because an index without dimensions would give a copy of the element.
+    """
     known = [axis for axis in axes if axis is not None]
-    kept = place[tuple(0 if axis is None else slice(None) for axis in axes)]
+    kept = place[(*(0 if axis is None else slice(None) for axis in axes), ...)]
     turned = kept.transpose([known.index(axis) for axis in sorted(known)])
-    return turned[tuple(slice(None) if d in known else None for d in range(dimensions))]
+    return turned[(*(slice(None) if d in known else None for d in range(dimensions)), ...)]
 
 
 def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
@@ -127,7 +132,9 @@ def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: B
         buffer = np.empty(reach * dtype.itemsize, np.uint8)
         _whole(files, piece.file, begin, buffer)
         steps = [step * dtype.itemsize for step in piece.strides]
-        assign(into[part.slices], as_strided(buffer.view(dtype), shape, steps, writeable=False), name)
+        width = f"u{dtype.itemsize}"  # numpy makes no strided view of float8_e5m2
+        bits = as_strided(buffer.view(width), shape, steps, writeable=False)
+        assign(_part(into, part), bits.view(dtype), name)
 
 
 def _spans(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Iterator[tuple[tuple[int, ...], Box]]:
