@@ -84,14 +84,6 @@ def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shap
         assign(place, held[tuple(slice(None, None, by) for by in step)], tensor.spec.name)
 
 
-def _slices(box: Box, step: Shape) -> tuple[slice, ...]:
-    """The index of a box whose elements are `step` apart."""
-    if not step:
-        return box.slices
-    ends = (o + (n - 1) * by + 1 for o, n, by in zip(box.offset, box.shape, step, strict=True))
-    return tuple(slice(o, end, by) for o, end, by in zip(box.offset, ends, step, strict=True))
-
-
 def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
     """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number."""
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
@@ -105,8 +97,11 @@ def _whole_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _part(array: NDArray[Any], box: Box, step: Shape = ()) -> NDArray[Any]:
-    """A box of an array, whose elements are `step` apart, as a view also where there are no dimensions."""
-    index: tuple[Any, ...] = (*_slices(box, step), ...)
+    """A box of an array, as a view also where there are no dimensions; its elements may be `step` apart."""
+    index: tuple[Any, ...] = (*box.slices, ...)
+    if step:
+        sides = zip(box.offset, box.shape, step, strict=True)
+        index = (*(slice(o, o + (n - 1) * by + 1, by) for o, n, by in sides), ...)
     part: NDArray[Any] = array[index]
     return part
 

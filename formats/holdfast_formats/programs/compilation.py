@@ -17,7 +17,7 @@ from holdfast_formats.foreign.optimizer_state import MASTER_GROUP
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
 from holdfast_formats.programs.environment import SHOWN_MAX, Environment
-from holdfast_formats.programs.following import Following, Plane, Planes
+from holdfast_formats.programs.following import FollowingTensors, Plane, Planes
 from holdfast_formats.programs.operations import Ranks
 from holdfast_formats.programs.sizes import sizes_for
 from holdfast_formats.region import Shape
@@ -60,7 +60,7 @@ def _compiled(
     for statement in program.statements:
         around.run(statement, wanted)
     _finish(around, wanted)
-    made = Following(around, parameters).planes(planes)
+    made = FollowingTensors(around, parameters).planes(planes)
     kept = {key: _as_it_is(specs[key]) for key in others}
     doubled = sorted(made.tensors.keys() & kept.keys())
     if doubled:

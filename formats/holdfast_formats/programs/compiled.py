@@ -19,7 +19,7 @@ class Cast(NamedTuple):
     lossless: bool
 
 
-class Loss(NamedTuple):
+class LostElements(NamedTuple):
     """Elements that nothing is made of, and the statement that says so."""
 
     key: TensorKey
@@ -47,7 +47,7 @@ class CompiledProgram(NamedTuple):
 
     program: str
     tensors: Mapping[TensorKey, MappedTensor]
-    lost: tuple[Loss, ...]
+    lost: tuple[LostElements, ...]
     added: tuple[TensorKey, ...]
     casts: tuple[Cast, ...]
     equal: tuple[tuple[TensorKey, ...], ...]

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
-from holdfast_formats.programs.statements import Statement, parse_statements
+from holdfast_formats.programs.statements import ProgramStatement, parse_statements
 
 TEXT_BYTES_MAX = 2**20
 
@@ -46,10 +46,10 @@ class Program(NamedTuple):
     name: str
     source: str
     target: str
-    statements: tuple[Statement, ...]
+    statements: tuple[ProgramStatement, ...]
     sizes: Mapping[str, Expression] = {}
     model_types: tuple[str, ...] = ()
-    back: tuple[Statement, ...] | None = None
+    back: tuple[ProgramStatement, ...] | None = None
     about: str = ""
 
 
@@ -92,7 +92,7 @@ def _compiled(written: ProgramText) -> Program:
         raise InvalidRequest(f"program {written.name!r}: {problem.detail}", hint=problem.hint, **problem.members) from None
 
 
-def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[Statement, ...]:
+def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[ProgramStatement, ...]:
     try:
         found = parse_statements(text, tuple(sizes))
     except InvalidRequest as problem:

@@ -12,7 +12,7 @@ from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.programs.matching import STEPS_MAX, Surroundings, steps
 from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.operations import Ranks, Step, operate
-from holdfast_formats.programs.statements import Statement
+from holdfast_formats.programs.statements import ProgramStatement
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -45,7 +45,7 @@ class Environment:
         self.asserted: list[Asserted] = []
         self.copied: list[str] = []
 
-    def run(self, statement: Statement, targets: Mapping[str, TensorSpec] | None) -> None:
+    def run(self, statement: ProgramStatement, targets: Mapping[str, TensorSpec] | None) -> None:
         """Do one statement for every choice of its variables: first all are read, then all are made."""
         if statement.left[0].rest:
             self.passing = True
@@ -111,7 +111,7 @@ class Environment:
         if not step.outputs:
             self.dropped.update((source, step.where) for one in inputs for source in one.sources)
 
-    def _take(self, taken: Mapping[str, None], made: set[str], becoming: bool, statement: Statement) -> None:
+    def _take(self, taken: Mapping[str, None], made: set[str], becoming: bool, statement: ProgramStatement) -> None:
         for name in taken:
             self._untouched.discard(name)
             if name not in self.held:
@@ -123,7 +123,7 @@ class Environment:
             self._spent[name] = self.held.pop(name)
             self._index.remove(name)
 
-    def _put(self, made: Sequence[tuple[str, Arrangement]], statement: Statement) -> None:
+    def _put(self, made: Sequence[tuple[str, Arrangement]], statement: ProgramStatement) -> None:
         for name, one in made:
             if name in self.held:
                 raise StateMismatch(

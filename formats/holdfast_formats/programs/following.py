@@ -14,7 +14,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.programs.arrangement import Arrangement
-from holdfast_formats.programs.compiled import Cast, CompiledProgram, Loss
+from holdfast_formats.programs.compiled import Cast, CompiledProgram, LostElements
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.region import Shape, whole
 from holdfast_formats.tensors import TensorSpec
@@ -30,7 +30,7 @@ class Plane(NamedTuple):
 Planes = Mapping[Plane, Mapping[str, TensorSpec]]
 
 
-class Following:
+class FollowingTensors:
     """Makes the tensors of each plane as the program arranged the parameters."""
 
     def __init__(self, around: Environment, parameters: Mapping[str, Shape]) -> None:
@@ -148,16 +148,16 @@ class Following:
             self._casts.append(Cast(TensorKey(plane.group, name), before, one.dtype, lossless(before, one.dtype, name)))
         return one.dtype
 
-    def _dropped(self, planes: Planes) -> list[Loss]:
+    def _dropped(self, planes: Planes) -> list[LostElements]:
         used = {source for one in self._around.held.values() for source in one.sources}
         return [
-            Loss(TensorKey(plane.group, spec.name), prod(spec.shape), why)
+            LostElements(TensorKey(plane.group, spec.name), prod(spec.shape), why)
             for plane, held in planes.items()
             for name, why in self._around.dropped.items()
             if name not in used and (spec := held.get(name)) is not None
         ]
 
-    def _cut_away(self, planes: Planes) -> list[Loss]:
+    def _cut_away(self, planes: Planes) -> list[LostElements]:
         """What a slice leaves away; all else is used to the last element."""
         used: dict[str, int] = {}
         for one in self._around.held.values():
@@ -175,7 +175,7 @@ class Following:
                 raise StateMismatch(f"{left} elements of {name!r} would be lost", tensor=name)
             for plane, held in planes.items():
                 if name in held and held[name].shape == shape:
-                    found.append(Loss(TensorKey(plane.group, name + plane.end), left, why))
+                    found.append(LostElements(TensorKey(plane.group, name + plane.end), left, why))
         return found
 
     def _asserted(self, planes: Planes) -> list[TensorKey]:

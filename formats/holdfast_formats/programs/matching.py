@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.programs.names import NameIndex, NamePattern
 from holdfast_formats.programs.operations import Ranks, Step
-from holdfast_formats.programs.statements import RANGE_MAX, Operand, Statement
+from holdfast_formats.programs.statements import RANGE_MAX, Operand, ProgramStatement
 from holdfast_formats.region import Shape
 
 STEPS_MAX = 2_000_000  # of a program
@@ -27,7 +27,7 @@ class Surroundings(NamedTuple):
     ranks: Ranks
 
 
-def steps(statement: Statement, around: Surroundings) -> Iterator[Step]:
+def steps(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
     """The steps of a statement, in the order of their numbers. `StateMismatch` with the name of what is missing."""
     left, right = statement.left, statement.right
     if left[0].regex is not None:
@@ -68,7 +68,7 @@ def _variables(operands: Iterable[Operand]) -> frozenset[str]:
     return frozenset().union(*(operand.pattern.variables for operand in operands if operand.pattern is not None))
 
 
-def _gathered(statement: Statement, dropping: bool, wanted: frozenset[str]) -> str | None:
+def _gathered(statement: ProgramStatement, dropping: bool, wanted: frozenset[str]) -> str | None:
     """The variable whose tensors all become one; None if there is none."""
     lacking = sorted(_variables(statement.left) - wanted)
     if dropping or not lacking:
@@ -105,7 +105,7 @@ def _choices(held: list[_Found], gathered: str | None) -> list[_Choice]:
     return sorted(found)
 
 
-def _at(operand: Operand, found: _Found, choice: _Choice, statement: Statement) -> list[str]:
+def _at(operand: Operand, found: _Found, choice: _Choice, statement: ProgramStatement) -> list[str]:
     """The tensors of an operand for a choice."""
     own = tuple(item for item in choice if item[0] in found.pattern.variables)
     if found.pattern.variables <= {name for name, _ in choice}:
@@ -123,15 +123,18 @@ def _at(operand: Operand, found: _Found, choice: _Choice, statement: Statement) 
         if after != before + 1:
             missing = found.pattern.name({**dict(choice), variable: before + 1})
             raise StateMismatch(f"{statement.where}: {missing!r} is missing; the next is {name!r}", tensor=missing)
-    expected = statement.numbers.get("count")
-    if rows and rows[0][0] and "stack" in statement.words and expected is None:
+    if rows and rows[0][0] and ("stack" in statement.words or "count" in statement.numbers):
         missing = found.pattern.name({**dict(choice), variable: 0})
         raise StateMismatch(f"{statement.where}: {missing!r} is missing; the first is {rows[0][1]!r}", tensor=missing)
     return [name for _, name in rows]
 
 
 def _outputs(
-    statement: Statement, values: Mapping[str, int], opened: frozenset[str], inputs: tuple[str, ...], around: Surroundings
+    statement: ProgramStatement,
+    values: Mapping[str, int],
+    opened: frozenset[str],
+    inputs: tuple[str, ...],
+    around: Surroundings,
 ) -> Iterator[str]:
     """The names on the right; a variable that is only there runs over the parts of the tensor on the left."""
     step = Step(statement, inputs, (), around.sizes, around.ranks)
@@ -161,7 +164,7 @@ def _outputs(
         yield made.name({**values, variable: value})
 
 
-def _by_regex(statement: Statement, around: Surroundings) -> Iterator[Step]:
+def _by_regex(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
     regex = statement.left[0].regex
     assert regex is not None  # asked for so
     found = False
@@ -180,7 +183,7 @@ def _by_regex(statement: Statement, around: Surroundings) -> Iterator[Step]:
         )
 
 
-def _expanded(statement: Statement, match: re.Match[str], operand: Operand) -> str:
+def _expanded(statement: ProgramStatement, match: re.Match[str], operand: Operand) -> str:
     if operand.pattern is not None:
         if operand.pattern.variables:
             raise InvalidRequest(f"{statement.where}: variables and expressions exclude each other", hint=r"write /…\1…/")

@@ -10,7 +10,7 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.programs import arrangement
 from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.programs.sizes import number
-from holdfast_formats.programs.statements import Statement
+from holdfast_formats.programs.statements import ProgramStatement
 
 _FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float": "F32", "half": "F16"}
 _FLOATS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -36,7 +36,7 @@ class Ranks(NamedTuple):
 class Step(NamedTuple):
     """One statement for one choice of its variables: the names that it reads and makes."""
 
-    statement: Statement
+    statement: ProgramStatement
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -252,11 +252,9 @@ def _rotated(step: Step, one: Arrangement) -> Arrangement:
         if kind == "interleaved":
             halves = [arrangement.picked(one, axis, start + half * head // 2, head // 2) for half in (0, 1)]
             made.append(arrangement.interleaved(halves, axis, name))
-        elif kind == "halves":
+        else:
             pairs = [arrangement.picked(one, axis, start + i, head // 2, 2) for i in (0, 1)]
             made.append(arrangement.joined(pairs, axis, name))
-        else:
-            raise InvalidRequest(f'{step.where}: rotary={kind!r} is not "interleaved" or "halves"')
     return arrangement.joined(made, axis, name)
 
 

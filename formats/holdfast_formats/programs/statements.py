@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
-from holdfast_formats.programs.expressions import SafeExpression
 from holdfast_formats.programs.names import NamePattern, pattern
+from holdfast_formats.programs.regexes import SafeExpression
 
 TEXT_BYTES_MAX = 2**20
 STATEMENTS_MAX = 20_000
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
         return self.pattern is None and self.regex is None and not self.template and not self.rest
 
 
-class Statement(NamedTuple):
+class ProgramStatement(NamedTuple):
     """Tensors on the left become those on the right; `line` and `text` are for people."""
 
     left: tuple[Operand, ...]
@@ -82,7 +82,7 @@ class _Token(NamedTuple):
     column: int
 
 
-def parse_statements(text: str, sizes: Sequence[str]) -> tuple[Statement, ...]:
+def parse_statements(text: str, sizes: Sequence[str]) -> tuple[ProgramStatement, ...]:
     """All statements of a text, which may use these sizes in braces; `InvalidRequest` with line, column and a hint."""
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the statements have more than {TEXT_BYTES_MAX} bytes")
@@ -120,12 +120,12 @@ class _Reader:
         self._line, self._text, self._sizes, self._at = line, text, sizes, 0
         self._tokens = list(self._split())
 
-    def statement(self) -> Statement:
+    def statement(self) -> ProgramStatement:
         left = self._operands(right=False)
         self._expect("arrow", "-> and what the tensors become")
         right = self._operands(right=True)
         words: set[str] = set()
-        made = Statement(left, right, frozenset(), {}, {}, {}, None, None, self._line, " ".join(self._text.split()))
+        made = ProgramStatement(left, right, frozenset(), {}, {}, {}, None, None, self._line, " ".join(self._text.split()))
         while self._at < len(self._tokens):
             self._expect("comma", "a comma before the next attribute")
             made = self._attribute(made, words)
@@ -194,7 +194,7 @@ class _Reader:
         self._at += 1
         return [f"{token.text}_{number}" for number in range(int(match[1]), int(match[2]))]
 
-    def _attribute(self, made: Statement, words: set[str]) -> Statement:
+    def _attribute(self, made: ProgramStatement, words: set[str]) -> ProgramStatement:
         token = self._next("an attribute")
         if token.kind == "text":
             return self._with_text(made, "dtype", token)
@@ -222,7 +222,7 @@ class _Reader:
         self._once(made.lists, token)
         return made._replace(lists={**made.lists, token.text: tuple(self._value(value, item) for item in items)})
 
-    def _with_text(self, made: Statement, name: str, token: _Token) -> Statement:
+    def _with_text(self, made: ProgramStatement, name: str, token: _Token) -> ProgramStatement:
         if token.kind not in ("text", "name"):
             raise self._error(token.column, f"{name} cannot be {token.text!r}")
         if name in made.texts:
@@ -263,7 +263,7 @@ class _Reader:
         begin, end = (self._value(token, text.strip()) if text.strip() else None for text in (low, high))
         return begin, end
 
-    def _check(self, made: Statement, words: set[str]) -> None:
+    def _check(self, made: ProgramStatement, words: set[str]) -> None:
         """What can be told without tensors: that the sides fit together."""
         left, right = made.left, made.right
         if any(operand.rest for operand in (*left, *right)):
@@ -283,9 +283,34 @@ class _Reader:
         kinds = words & {"fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same"}
         if len(kinds) > 1:
             raise self._error(0, f"{' and '.join(sorted(kinds))} exclude each other")
-        many = len(left) > 1 and len(right) > 1
-        if many:
-            raise self._error(0, "many tensors become one, or one becomes many; not many many")
+        if len(left) > 1 and len(right) > 1:
+            raise self._error(0, "many tensors become one, or one becomes many, but not many become many")
+        self._check_attributes(made, words)
+
+    def _check_attributes(self, made: ProgramStatement, words: set[str]) -> None:
+        """Refuse what would do nothing: whoever wrote it believed something else."""
+        fused, fits = words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}, dict[str, bool]()
+        one_to_one = len(made.left) == len(made.right) == 1
+        outside = made.left[0].nothing or made.right[0].nothing
+        fits["num_heads"] = bool(fused - {"fused_ffn"}) or "rotary" in made.texts
+        fits["num_key_value_groups"] = bool(fused - {"fused_ffn"})
+        fits["ranks"] = bool(fused - {"fused_qkv"}) and not one_to_one
+        fits["src_ranks"] = fits["dst_ranks"] = bool(fused - {"fused_qkv"}) and one_to_one
+        fits["size"] = "pad_to" in made.numbers
+        fits["shape"] = outside
+        fits["sizes"] = not fused and not outside and not words & {"stack", "unstack", "same"}
+        fits["permute"] = fits["slice"] = fits["rotary"] = fits["pad_to"] = fits["dst_dtype"] = not outside
+        given = {*made.numbers, *made.lists, *made.texts}
+        given |= {name for name, held in (("permute", made.permute), ("slice", made.slices)) if held is not None}
+        wrong = sorted(name for name in given if not fits.get(name, True))
+        if "zeros" in words and not outside:
+            wrong.append("zeros")
+        if wrong:
+            raise self._error(0, f"{wrong[0]} does nothing in this statement")
+        if made.texts.get("rotary", "halves") not in ("halves", "interleaved"):
+            raise self._error(0, f"rotary={made.texts['rotary']}: it is halves or interleaved")
+        if made.texts.get("sizes", "equal") != "equal":
+            raise self._error(0, f"sizes={made.texts['sizes']}: it is a list, or equal")
 
     def _expect(self, kind: str, what: str) -> None:
         token = self._next(what)

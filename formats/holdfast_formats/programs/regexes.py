@@ -1,8 +1,8 @@
-"""A part of regular expressions that cannot take long: each repeat ends where its text ends, but for two.
+r"""A part of regular expressions that cannot take long: each repeat ends where its text ends, but for two.
 
-Allowed are characters, `\\.`, `\\d`, `\\w`, `.`, `[…]`, the repeats `* + ? {m,n}` of one of these, and groups: one of
-several texts, `(q|k|v)`, or any of the above, `(.*)`. What the engine of Python could try in many ways is refused: a repeat before
-something that it could take as well. Two such repeats may stand in an expression, because `.*` is what people write.
+Allowed are characters, `\.`, `\d`, `\w`, `.`, `[…]`, the repeats `* + ? {m,n}` of one of these, and groups: one of several
+texts, `(q|k|v)`, or any of the above, `(.*)`. What the engine of Python could try in many ways is refused: a repeat before
+what it could take as well. Two such repeats may stand in an expression, because `.*` is what people write.
 """
 
 from __future__ import annotations
