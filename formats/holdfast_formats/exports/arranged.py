@@ -15,6 +15,7 @@ from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte, sa
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, same
+from holdfast_formats.programs import choice
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import read_program
@@ -63,7 +64,7 @@ def compiled(source: ExportSource, given: str) -> CompiledProgram:
 
     Raises `InvalidRequest` for a program that cannot be right, `StateMismatch` for one that does not fit the checkpoint.
     """
-    program = read_program(given)
+    program = read_program(given) if "\n" in given or "=" in given else choice.load(given)
     aliases = {TensorKey(group, alias) for group, held in source.made.aliases.items() for alias in held}
     specs = {key: tensor.spec for key, tensor in source.listing.tensors.items() if key not in aliases}
     return compile_program(program, specs, config_of(source))

@@ -43,7 +43,8 @@ class Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _load(path: Path) -> Any:
+def load_pickle(path: Path) -> Any:
+    """The value of a pickle that the tests made themselves."""
     with path.open("rb") as file:
         return Unpickler(file).load()
 
@@ -68,8 +69,8 @@ def test_numpy_reads_the_arrays_and_the_metadata_says_where_they_are(tmp_path: P
     out = _exported(tmp_path)
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"model_state", "optimizer_state", "master_weight"}
     for directory in ("model_state", "optimizer_state", "master_weight"):
-        arrays = _load(out / directory / "0_0.distcp")
-        metadata = _load(out / directory / "0.metadata")
+        arrays = load_pickle(out / directory / "0_0.distcp")
+        metadata = load_pickle(out / directory / "0.metadata")
         assert arrays.keys() == metadata.state_dict_metadata.keys() == metadata.flat_mapping.keys()
         for index, file in metadata.storage_metadata.items():
             (local,) = metadata.state_dict_metadata[index.tensor_key]
@@ -77,14 +78,14 @@ def test_numpy_reads_the_arrays_and_the_metadata_says_where_they_are(tmp_path: P
             assert file == "0_0.distcp" and array.shape == index.local_shape == local.local_shape == local.global_shape
             assert index.global_offset == local.global_offset == (0,) * array.ndim and not local.is_flattened
             assert {"bfloat16": "uint16"}.get(local.dtype, local.dtype) == array.dtype.name
-    model = _load(out / "model_state" / "0_0.distcp")
+    model = load_pickle(out / "model_state" / "0_0.distcp")
     assert model[Q].view(ml_dtypes.bfloat16).tobytes() == np.ascontiguousarray(WEIGHTS[Q].T).tobytes()
-    moments = _load(out / "optimizer_state" / "0_0.distcp")
+    moments = load_pickle(out / "optimizer_state" / "0_0.distcp")
     assert np.array_equal(moments[f"{Q}.moment2_0"], GROUPS["optim"][f"{Q}/exp_avg_sq"].T)
     assert moments[f"{Q}.beta2_pow_acc_0"].shape == (1,)
-    assert np.array_equal(_load(out / "master_weight" / "0_0.distcp")[f"{Q}.w_0"], GROUPS["master"][Q].T)
-    state = _load(out / "trainer_state.bin")
-    assert vars(state)["global_step"] == 2 and _load(out / "scheduler.pdparams") == {"last_epoch": 2, "last_lr": 1e-3}
+    assert np.array_equal(load_pickle(out / "master_weight" / "0_0.distcp")[f"{Q}.w_0"], GROUPS["master"][Q].T)
+    state = load_pickle(out / "trainer_state.bin")
+    assert vars(state)["global_step"] == 2 and load_pickle(out / "scheduler.pdparams") == {"last_epoch": 2, "last_lr": 1e-3}
     assert (out / "saved_signal_0").read_bytes() == b"1"
 
 
@@ -97,13 +98,13 @@ def test_arrays_in_several_files(tmp_path: Path) -> None:
     source = made(tmp_path / "step", {"model": arrays}).source
     files = paddle_flex.array_files("a", [same(tensor) for tensor in source.group("model").values()], 700)
     out = write(source, ExportPlan(tuple(files)), tmp_path / "out")
-    found = {path.name: _load(path) for path in sorted((out / "a").glob("*.distcp"))}
+    found = {path.name: load_pickle(path) for path in sorted((out / "a").glob("*.distcp"))}
     assert len(found) > 1 and all(found.values())
     joined = {name: array for held in found.values() for name, array in held.items()}
     assert joined.keys() == arrays.keys()
     for name, array in arrays.items():
         assert joined[name].dtype == array.dtype and np.array_equal(joined[name], array)
-    stored = _load(out / "a" / "0.metadata").storage_metadata
+    stored = load_pickle(out / "a" / "0.metadata").storage_metadata
     assert all(index.tensor_key in found[file] for index, file in stored.items()) and len(stored) == len(arrays)
 
 
@@ -111,7 +112,7 @@ def test_a_set_without_arrays(tmp_path: Path) -> None:
     """Paddle asks for the metadata of all three sets, masters of an FP32 run included."""
     source = made(tmp_path / "step", {"model": {}}).source
     out = write(source, ExportPlan(tuple(paddle_flex.array_files("a", []))), tmp_path / "out")
-    assert _load(out / "a" / "0_0.distcp") == {} and _load(out / "a" / "0.metadata").storage_metadata == {}
+    assert load_pickle(out / "a" / "0_0.distcp") == {} and load_pickle(out / "a" / "0.metadata").storage_metadata == {}
 
 
 def test_a_dtype_that_paddle_lacks(tmp_path: Path) -> None:
