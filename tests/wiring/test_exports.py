@@ -174,6 +174,7 @@ def test_a_disk_without_room_is_said_first(transfers: Transfers, place: Path, mo
         ({"as": "hf", "dtype": 16}, "'dtype'"),
         ({"as": "hf", "layout": ""}, "'layout'"),
         ({"as": 5}, "'as'"),
+        ({"weights": "ema"}, "'weights' of an export needs `as`"),
         ({"as": "hf", "to": "../out"}, "'../out'"),
     ],
 )

@@ -6,9 +6,9 @@ multiplied up in F32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,12 +37,21 @@ _HINT = "`--as hf` exports the model alone, which PaddleFormers loads as well"
 # What an import from Paddle keeps of its trainer, which goes back as it came.
 TRAINER_KEYS = ("paddle_trainer_state", "paddle_scheduler")
 
+Known = TypeVar("Known")
+
+
+class Betas(NamedTuple):
+    """AdamW's β1 and β2, or powers of them."""
+
+    first: float
+    second: float
+
 
 class ParameterState(NamedTuple):
     """A parameter's moments by Paddle's names, β1^(t+1) and β2^(t+1), and the number of steps t."""
 
     moments: Mapping[str, MappedTensor]
-    powers: tuple[float, float]
+    powers: Betas
     step: int
 
 
@@ -191,8 +200,21 @@ def _optimizer(
             raise StateMismatch(f"Paddle's AdamW has no place for {name!r}", hint=_HINT, tensor=name)
         _check_fits(tensor, parameter, arranged.group("model"), optimizer_state.GROUP)
         by_parameter.setdefault(parameter, {})[key] = tensor
-    betas = _betas(source.listing.documents, arranged) if by_parameter else {}
-    return {name: _parameter(source, name, held, betas, layout) for name, held in by_parameter.items()}
+    documents = source.listing.documents if by_parameter else {}
+    betas = _of_groups(documents, arranged, lambda group: _pair(group.get("betas")))
+    counts = _of_groups(documents, arranged, lambda group: _count(group.get("step")))
+    made = {}
+    for name, held in by_parameter.items():
+        missing = [key for key in MOMENTS if key not in held]
+        if missing:
+            raise StateMismatch(f"the optimizer state of {name!r} lacks {missing[0]!r}", hint=_HINT, tensor=name)
+        if name not in betas:
+            raise StateMismatch(f"no parameter group of the optimizer has betas for {name!r}", hint=_HINT, tensor=name)
+        step = _step(source, held[STEP]) if STEP in held else counts.get(name)
+        if step is None:
+            raise StateMismatch(f"the optimizer state of {name!r} lacks {STEP!r}", hint=_HINT, tensor=name)
+        made[name] = _parameter(name, held, betas[name], step, layout)
+    return made
 
 
 def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
@@ -208,25 +230,12 @@ def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, Mapped
         )
 
 
-def _parameter(
-    source: ExportSource,
-    name: str,
-    held: Mapping[str, MappedTensor],
-    betas: Mapping[str, tuple[float, float]],
-    layout: PaddleLayout,
-) -> ParameterState:
-    missing = [key for key in (*MOMENTS, STEP) if key not in held]
-    if missing:
-        raise StateMismatch(f"the optimizer state of {name!r} lacks {missing[0]!r}", hint=_HINT, tensor=name)
-    if name not in betas:
-        raise StateMismatch(f"no parameter group of the optimizer has betas for {name!r}", hint=_HINT, tensor=name)
+def _parameter(name: str, held: Mapping[str, MappedTensor], betas: Betas, step: int, layout: PaddleLayout) -> ParameterState:
     moments = {
         theirs: layout.of(name, full(held[key], TensorKey("optimizer", f"{name}/{theirs}")))
         for key, theirs in MOMENTS.items()
     }
-    step = _step(source, held[STEP])
-    first, second = betas[name]
-    return ParameterState(moments, (power(first, step), power(second, step)), step)
+    return ParameterState(moments, Betas(power(betas.first, step), power(betas.second, step)), step)
 
 
 def _tied_state(state: ParameterState, alias: str) -> ParameterState:
@@ -242,16 +251,20 @@ def _step(source: ExportSource, mapped: MappedTensor) -> int:
     raise StateMismatch(f"{mapped.spec.name!r} is not a number of steps", hint=_HINT, tensor=mapped.spec.name)
 
 
-def _betas(documents: Mapping[str, Mapping[str, Any]], arranged: Arranged) -> dict[str, tuple[float, float]]:
-    """The betas of every parameter by its name now; `StateMismatch` for one made of parameters with different ones."""
-    found: dict[str, tuple[float, float]] = {}
+def _of_groups(
+    documents: Mapping[str, Mapping[str, Any]], arranged: Arranged, of: Callable[[Mapping[str, Any]], Known | None]
+) -> dict[str, Known]:
+    """A hyper-parameter of every parameter that has it, by its name now; `StateMismatch` for one made of parameters with
+    different ones.
+    """
+    found: dict[str, Known] = {}
     for group in parameter_groups(documents):
-        betas, params = _pair(group.get("betas")), group.get("params")
-        if betas is None or not isinstance(params, list):
+        value, params = of(group), group.get("params")
+        if value is None or not isinstance(params, list):
             continue
         for name in (new for old in params if isinstance(old, str) for new in arranged.became(old)):
-            if found.setdefault(name, betas) != betas:
-                raise StateMismatch(f"{name!r} is made of parameters with different betas", tensor=name)
+            if found.setdefault(name, value) != value:
+                raise StateMismatch(f"{name!r} is made of parameters with different betas or steps", tensor=name)
     return found
 
 
@@ -264,14 +277,19 @@ def parameter_groups(documents: Mapping[str, Mapping[str, Any]]) -> list[Mapping
     return found
 
 
-def _pair(value: Any) -> tuple[float, float] | None:
+def _pair(value: Any) -> Betas | None:
     """Two numbers below 1, as JSON documents of optimizers have them: a list, or a tuple."""
     listed = value.get("$tuple") if isinstance(value, dict) else value
     if not isinstance(listed, list) or len(listed) != 2:
         return None
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < 1 for one in listed):
         return None
-    return float(listed[0]), float(listed[1])
+    return Betas(float(listed[0]), float(listed[1]))
+
+
+def _count(value: Any) -> int | None:
+    """The steps of a group, as fused optimizers count them."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= STEP_MAX else None
 
 
 def _left_out(source: ExportSource) -> list[LeftOut]:

@@ -134,9 +134,12 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
 def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
     """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
     target, given = _text(job, "to"), dict(job.arguments)
-    if given.get("as") is None:
-        return Export(*_named(job), target, bool(given.get("model_only", False)))
     texts = ("as", "weights", "dtype", "layout", "program")
+    if given.get("as") is None:
+        alone = next((name for name in texts[1:] if given.get(name) is not None), None)
+        if alone is not None:
+            raise InvalidRequest(f"the argument {alone!r} of an export needs `as`", hint="say for which program")
+        return Export(*_named(job), target, bool(given.get("model_only", False)))
     for name, value in given.items():
         if name not in (*texts, "to"):
             raise InvalidRequest(f"an export with `as` has no argument {name!r}", hint=f"to, {', '.join(texts)}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.exports import paddle_state, paddle_trainer
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.foreign import optimizer_state
@@ -88,6 +89,21 @@ def test_parameters_of_different_steps(tmp_path: Path) -> None:
     """Each has its own powers; the trainer's step is that of the checkpoint, and this is said."""
     out, notes = _trainer(tmp_path, {}, steps=(2, 3))
     assert vars(load_pickle(out / "trainer_state.bin"))["global_step"] == 9 and "differ in their steps" in notes
+
+
+def test_a_fused_optimizer_counts_steps_in_its_groups(tmp_path: Path) -> None:
+    """Its parameters have no tensors of their own for that."""
+    groups = trained(WEIGHTS)
+    optim = {name: array for name, array in groups["optim"].items() if not name.endswith("/step")}
+    for count, step in ((5, 5), ("5", None)):
+        document = optimizer_state.document([(list(WEIGHTS), {"betas": [0.5, 0.25], "step": count})])
+        ranks = {0: {"optim": {"optimizer": json.dumps(document)}}}
+        source = made(tmp_path / str(step), {**groups, "optim": optim}, assets=ASSETS, ranks=ranks).source
+        if step is None:
+            with pytest.raises(StateMismatch, match="lacks 'step'"):
+                paddle_state.collect(source, ExportOptions(), model_too=True)
+        else:
+            assert paddle_state.collect(source, ExportOptions(), model_too=True).step == step
 
 
 def test_betas_are_those_of_the_optimizer(tmp_path: Path) -> None:

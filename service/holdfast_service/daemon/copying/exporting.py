@@ -11,6 +11,7 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
+from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_pair
 from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf
@@ -37,7 +38,7 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made
-    target.remove_tree(staging)
+    streaming.discard(target, staging)
     try:
         carry(source, directory, target, staging, made, going)
         if not wanted.model_only:
