@@ -66,11 +66,15 @@ class PlannedImport(NamedTuple):
     files: tuple[TargetFile, ...]
     plan: WritePlan
     job: str
+    node: str = ""
 
     @property
     def place(self) -> Place:
-        """Where it is staged: the same whenever the same is imported of the same files."""
-        return naming.job_place(self.plan.run, self.plan.step, self.job)
+        """Where it is staged: the same whenever the same is imported of the same files, by the same one of several nodes.
+
+        A node that has lost its lease may still write, and must not meet the one that has taken its job.
+        """
+        return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
 
     @property
     def bytes(self) -> int:
