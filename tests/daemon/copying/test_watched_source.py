@@ -64,6 +64,15 @@ def test_changes_are_noticed_from_the_first_touch(source: WatchedSource, tmp_pat
     (tmp_path / "new").write_bytes(b"")
     with pytest.raises(StateMismatch, match="new changed"):
         source.check_unchanged(["file", "new"])
+    assert source.list("") == ["file", "new"]
+    source.check_names()
+    (tmp_path / "later").write_bytes(b"")
+    with pytest.raises(StateMismatch, match="later has come"):
+        source.check_names()
+    (tmp_path / "later").unlink()
+    (tmp_path / "new").unlink()
+    with pytest.raises(StateMismatch, match="new is gone"):
+        source.check_names()
     os.utime(tmp_path / "file", ns=(1, 1))
     with pytest.raises(StateMismatch, match="file changed"):
         source.check_unchanged(["file"])

@@ -7,7 +7,7 @@ from typing import Any
 from holdfast_formats.disk.packing import natural_key
 from holdfast_service.daemon.copying.importing import PlannedImport
 
-FILES_TOLD = 500  # in a job's result; state.json has all
+FILES_TOLD = 200  # in a job's result; state.json has all
 NAMED = 3  # tensors of a group, as examples
 
 

@@ -138,7 +138,8 @@ def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
         entries.append(_put_asset(planned, target, asset.blob, going))
-    planned.source.check_unchanged([use.file for use in planned.listing.files])
+    planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
+    planned.source.check_names()
     extents: dict[str, dict[str, Any]] = {}
     for file in finished:
         for one in file.tensors:
