@@ -115,10 +115,10 @@ def betas(files: ForeignFiles, powers: Iterable[StoredArray], step: int) -> tupl
 
 
 def _beta(value: float, step: int) -> float | None:
-    """The β of three digits after its nines whose power this is, to the rounding of F32."""
+    """The β of at most two digits after its nines whose power this is, to the rounding of F32."""
     if not 0 < value < 1:
         return None
-    rest = float(f"{1 - value ** (1 / (step + 1)):.3g}")
+    rest = float(f"{1 - value ** (1 / (step + 1)):.2g}")
     beta = round(1 - rest, 12)
     if not 0 < beta < 1:
         return None

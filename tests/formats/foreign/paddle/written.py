@@ -96,7 +96,7 @@ def config(folder: Path, **members: Any) -> None:
 
 def file_of_set(folder: Path, name: str, held: Mapping[str, NDArray[Any]], form: str | None = "np") -> None:
     """A safetensors file as Paddle writes it."""
-    arrays = {key: np.ascontiguousarray(value) for key, value in held.items()}
+    arrays = {key: np.array(value, order="C") for key, value in held.items()}
     save_file(arrays, str(folder / name), metadata=None if form is None else {"format": form})
 
 
