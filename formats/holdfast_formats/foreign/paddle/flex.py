@@ -19,7 +19,7 @@ from holdfast_formats.foreign.paddle import leftovers, progress
 from holdfast_formats.foreign.paddle.gathering import Gathering, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import RECORDS, read_dict, refuse_rest
 from holdfast_formats.foreign.paddle.stored import StoredArray
-from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from holdfast_formats.foreign.pickles import PickledRecord, read_pickle
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
 from holdfast_formats.tensors import TensorSpec
@@ -85,8 +85,9 @@ def _optimizer(gathering: Gathering, tensors: Mapping[str, ForeignTensor]) -> No
             gathering.moments(owner, held)
 
 
-def _array(piece: ForeignPiece, tensor: ForeignTensor) -> StoredArray:
-    return StoredArray(piece.file, tensor.spec.name, tensor.spec.dtype, piece.box.shape, piece.start, piece.strides)
+def _array(piece: ForeignPiece, tensor: ForeignTensor) -> LocalTensorParts:
+    spec = tensor.spec
+    return of_arrays([StoredArray(piece.file, spec.name, spec.dtype, piece.box.shape, piece.start, piece.strides)])
 
 
 class Shard(NamedTuple):

@@ -17,6 +17,7 @@ from holdfast_formats.errors import CheckpointError, StateMismatch
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_pickle
 
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
@@ -89,20 +90,17 @@ def small_values(files: ForeignFiles, array: PickledArray) -> Any:
     return fetched(files, stored.tensor("extra", "value")).tolist()
 
 
-def betas(files: ForeignFiles, powers: Iterable[StoredArray], step: int) -> tuple[float, float] | None:
+def betas(files: ForeignFiles, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:
     """β1 and β2, as the beta powers after `step` steps tell them; None where they are too small to tell.
 
     Raises `StateMismatch` by key and file for a power of no β after so many steps, or of another β than the others.
     """
-    known: dict[str, tuple[float, StoredArray]] = {}
-    read: dict[tuple[str, int], float] = {}
+    known: dict[str, tuple[float, LocalTensorParts]] = {}
     for power in powers:
         kind = next(kind for kind in POWERS if power.key.endswith(kind))
         if power.dtype != "F32" or math.prod(power.shape) != 1:
             raise _odd(power, f"{power.dtype} of shape {list(power.shape)} instead of one F32")
-        data = files.read(power.file, power.start, 4)
-        value = float(np.frombuffer(data, "<f4")[0]) if len(data) == 4 else math.nan
-        read[power.file, power.start] = value
+        value = float(fetched(files, power.tensor("optim", power.key)).reshape(-1)[0])
         if value == 0 or abs(value) < _TINY:
             continue
         beta = _beta(value, step)
@@ -125,7 +123,7 @@ def _beta(value: float, step: int) -> float | None:
     return beta if abs(value / beta ** (step + 1) - 1) <= _ROUNDING * (step + 2) else None
 
 
-def _odd(power: StoredArray, why: str) -> CheckpointError:
+def _odd(power: LocalTensorParts, why: str) -> CheckpointError:
     return StateMismatch(
         f"{power.file}: {power.key!r} is {why}",
         hint="the optimizer's files and the trainer's state may be of different steps; --as-is imports them as they are",

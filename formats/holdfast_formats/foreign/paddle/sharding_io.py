@@ -112,7 +112,7 @@ class RankReader:
             if group != "optim":
                 gathering.weight(self._whole(name, held).tensor(group, name), name)
             elif state in progress.POWERS and not gathering.options.as_is:
-                gathering.powers(_stored(part) for part in held.values())
+                gathering.powers(held.values())
             else:
                 shaped = {place: held[place] for place in held} if state not in progress.POWERS else {}
                 found = self._whole(name, shaped) if shaped else _all_equal(list(held.values()))

@@ -11,6 +11,7 @@ import pytest
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.paddle import progress
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from tests.formats.foreign.directories import OnDisk
 from tests.formats.foreign.paddle import written
 from tests.formats.foreign.test_filling import InMemory
@@ -35,9 +36,10 @@ def test_documents(tmp_path: Path) -> None:
         progress.read(OnDisk(tmp_path))
 
 
-def _powers(*values: tuple[str, float]) -> tuple[InMemory, list[StoredArray]]:
+def _powers(*values: tuple[str, float]) -> tuple[InMemory, list[LocalTensorParts]]:
     files = InMemory(f=np.array([value for _, value in values], "<f4").tobytes())
-    return files, [StoredArray("f", f"w/{kind}", "F32", (1,), 4 * n, (1,)) for n, (kind, _) in enumerate(values)]
+    arrays = [StoredArray("f", f"w/{kind}", "F32", (1,), 4 * n, (1,)) for n, (kind, _) in enumerate(values)]
+    return files, [of_arrays([array]) for array in arrays]
 
 
 def _power(beta: float, step: int) -> float:
@@ -63,7 +65,9 @@ def test_the_betas_of_powers(betas: tuple[float, float], step: int) -> None:
 
 def test_powers_that_underflowed() -> None:
     """They tell nothing, and are no error; others still have to agree."""
-    files, powers = _powers((progress.POWERS[0], 0.0), (progress.POWERS[0], 1e-40), (progress.POWERS[1], _power(0.999, 2000)))
+    files, powers = _powers(
+        (progress.POWERS[0], 0.0), (progress.POWERS[0], 1e-40), (progress.POWERS[1], _power(0.999, 2000))
+    )
     assert progress.betas(files, powers, 2000) is None
     files, powers = _powers((progress.POWERS[0], _power(0.9, 2)), (progress.POWERS[0], _power(0.95, 2)))
     with pytest.raises(StateMismatch, match=r"a power of 0\.95, but 'w/beta1_pow_acc_0' is one of 0\.9"):

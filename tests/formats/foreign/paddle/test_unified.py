@@ -208,9 +208,10 @@ def test_broken_flat_directories(tmp_path: Path) -> None:
     """Refused by key and both files; put together on request."""
     folder = written.unified(tmp_path)
     _broken(folder)
-    with pytest.raises(StateMismatch, match=r"flat in master_weights-00001-of-00002.* and master_weights-00002") as caught:
+    with pytest.raises(StateMismatch, match=r"is flat, with 32 .* master_weights-00001-of-00002.* and 32 .*-00002") as caught:
         read(KIND, folder)
     assert caught.value.members["tensor"] == EMBED
+    assert caught.value.members["files"] == [f"master_weights-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert "--assemble-flat" in caught.value.hint
     listing = read(KIND, folder, assemble_flat=True)
     check_state(folder, listing)

@@ -100,9 +100,7 @@ def file_of_set(folder: Path, name: str, held: Mapping[str, NDArray[Any]], form:
     save_file(arrays, str(folder / name), metadata=None if form is None else {"format": form})
 
 
-def write_set(
-    folder: Path, stem: str, parts: list[dict[str, NDArray[Any]]], form: str = "np", **stated: Any
-) -> None:
+def write_set(folder: Path, stem: str, parts: list[dict[str, NDArray[Any]]], form: str = "np", **stated: Any) -> None:
     """A set with its index; a part that is empty has no file."""
     placed: dict[str, str] = {}
     for number, held in enumerate(parts):
