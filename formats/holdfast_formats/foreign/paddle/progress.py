@@ -29,7 +29,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # below this a power has lost digits
 _ROUNDING = 1.2e-7  # of a product in F32, and of β itself
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The training's step (None: no file says it), its documents by key, and the files that they came from."""
 
     step: int | None
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
     learning_rate: float | None = None
 
 
-def read(files: ForeignFiles) -> Progress:
+def read(files: ForeignFiles) -> TrainingProgress:
     """What the directory says of the training; `StateMismatch` by file where a number is not one."""
     documents: dict[str, Any] = {}
     used, step = [], None
@@ -57,7 +57,7 @@ def read(files: ForeignFiles) -> Progress:
             used.append(path)
     scheduler = documents.get("paddle_scheduler")
     rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    return Progress(step, documents, tuple(used), rate if isinstance(rate, float) else None)
+    return TrainingProgress(step, documents, tuple(used), rate if isinstance(rate, float) else None)
 
 
 def _trainer_state(files: ForeignFiles, path: str) -> Any:

@@ -114,7 +114,7 @@ def test_half_bytes(tmp_path: Path) -> None:
 
 
 def test_what_paddle_quantised() -> None:
-    """A directory that Paddle wrote: as near to the values before as a byte allows, and its codes are those of the decoded."""
+    """A directory that Paddle wrote: the first moments are as near to those before as a byte allows."""
     folder = written.GOLDEN / "uc_tp2_quant_O1" / "checkpoint-2"
     listing = read(unified.KIND, folder)
     assert len(listing.tensors) == 21 * 3

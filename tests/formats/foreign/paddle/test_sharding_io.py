@@ -108,7 +108,7 @@ def _tp(values: NDArray[Any], name: str, rank: int) -> NDArray[Any]:
 
 
 def test_second_version_with_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
-    """Slices of every rank, padded; tensor-parallel ranks have parts; a stage has some parameters, and one that both have."""
+    """Padded slices of every rank; parts of tensor-parallel ranks; a stage has some parameters, and one that both have."""
     folder = _begin(tmp_path)
     local = {name: _tp(written.master(name), name, 0).shape for name in SHAPES}
     places = [f"tp{tp:02d}_pp{pp:02d}" for tp in range(2) for pp in range(2)]
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         read(KIND, folder)
     _meta(folder, SHAPES, ["tp00_pp00"])
     _weights(folder, "", {"odd": np.zeros(2, "f4")})
-    state = pickle.loads((folder / "model_state.pdparams").read_bytes()) | {"note": "text"}  # noqa: S301 - our own file
+    state = pickle.loads((folder / "model_state.pdparams").read_bytes()) | {"note": "text"}
     (folder / "model_state.pdparams").write_bytes(pickle.dumps(state, 4))
     with pytest.raises(StateMismatch, match=r"model_state\.pdparams: 'note' is neither a tensor"):
         read(KIND, folder)
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_whole_weights_beside_masters(tmp_path: Path) -> None:
-    """Weights that were saved are taken as they are; every sharding rank has a copy, and a plain optimizer has no masters."""
+    """Weights that were saved are taken as they are; every sharding rank has a copy of them."""
     folder = _begin(tmp_path)
     _meta(folder, SHAPES, ["tp00_pp00"], sharding_strategy="ShardingV1")
     held = {name: written.weight(name).view("u2") for name in SHAPES}

@@ -42,5 +42,5 @@ def test_without_config() -> None:
     dense = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"]
     assert linears(None, dense).has(dense[1])
     for name in ("model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.kv_b_proj.weight"):
-        with pytest.raises(StateMismatch, match="a model without config.json"):
+        with pytest.raises(StateMismatch, match=r"a model without config\.json"):
             linears(None, [*dense, name]).has(dense[1])

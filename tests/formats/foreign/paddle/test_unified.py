@@ -208,7 +208,9 @@ def test_broken_flat_directories(tmp_path: Path) -> None:
     """Refused by key and both files; put together on request."""
     folder = written.unified(tmp_path)
     _broken(folder)
-    with pytest.raises(StateMismatch, match=r"is flat, with 32 .* master_weights-00001-of-00002.* and 32 .*-00002") as caught:
+    with pytest.raises(
+        StateMismatch, match=r"is flat, with 32 .* master_weights-00001-of-00002.* and 32 .*-00002"
+    ) as caught:
         read(KIND, folder)
     assert caught.value.members["tensor"] == EMBED
     assert caught.value.members["files"] == [f"master_weights-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -219,7 +221,7 @@ def test_broken_flat_directories(tmp_path: Path) -> None:
     held = _slices(written.moment(DOWN, 1), None)[0][:-8]
     (folder / "optimizer-00002-of-00002.safetensors").unlink()
     write_set(folder, "optimizer", [{f"{DOWN}/moment1_0": held[:32], f"{DOWN}/moment2_0": held}, {}])
-    with pytest.raises(StateMismatch, match="has 32 elements in 1 slices, and .* needs 60"):
+    with pytest.raises(StateMismatch, match=r"has 32 elements in 1 slices, and .* needs 60"):
         read(KIND, folder, assemble_flat=True)
 
 
@@ -230,7 +232,7 @@ def test_flat_without_a_model_is_refused(tmp_path: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     for assemble in (False, True):
-        with pytest.raises(StateMismatch, match="nothing here says what shape it had|of shape"):
+        with pytest.raises(StateMismatch, match=r"nothing here says what shape it had|of shape"):
             read(KIND, folder, assemble_flat=assemble)
 
 
@@ -293,7 +295,7 @@ def test_indexes_that_do_not_fit(tmp_path: Path) -> None:
         (folder / "master_weights.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
 
     stated(other="master_weights-00003-of-00003.safetensors")
-    with pytest.raises(CorruptManifest, match="master_weights-00003-of-00003.safetensors is missing"):
+    with pytest.raises(CorruptManifest, match=r"master_weights-00003-of-00003.safetensors is missing"):
         read(KIND, folder)
     stated(other="master_weights-00001-of-00002.safetensors")
     with pytest.raises(CorruptManifest, match="has no 'other'"):
@@ -315,7 +317,7 @@ def test_optimizers_that_are_not_understood(tmp_path: Path) -> None:
     """No step, another step, a state of another optimizer, a moment that is missing: each by key and file."""
     folder = written.unified(tmp_path)
     (folder / "trainer_state.bin").rename(tmp_path / "kept")
-    with pytest.raises(StateMismatch, match="has optimizer state, but trainer_state.bin"):
+    with pytest.raises(StateMismatch, match=r"has optimizer state, but trainer_state.bin"):
         read(KIND, folder)
     written.trainer_state(folder, 3)
     with pytest.raises(StateMismatch, match=r"which is β\^\(t\+1\) of no usual β after t = 3 steps"):
