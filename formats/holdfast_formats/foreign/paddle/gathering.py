@@ -134,7 +134,7 @@ class Gathering:
         hyper: dict[str, Any] = {}
         if self._powers and not self.options.as_is:
             known = progress.betas(self.files, self._powers, self.progress.step or 0)
-            hyper = {} if known is None else {"betas": list(known)}
+            hyper = {} if known is None else {"betas": progress.document(known)}
             self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step}, and are not stored")
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate

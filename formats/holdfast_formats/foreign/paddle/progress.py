@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.stored import StoredArray
@@ -41,7 +42,7 @@ class TrainingProgress(NamedTuple):
 def read(files: ForeignFiles) -> TrainingProgress:
     """What the directory says of the training; `StateMismatch` by file where a number is not one."""
     documents: dict[str, Any] = {}
-    used, step = [], None
+    used, step, rate = [], None, None
     for path in TRAINER_STATES:
         if files.size(path) is None:
             continue
@@ -49,15 +50,22 @@ def read(files: ForeignFiles) -> TrainingProgress:
         told = found.get("global_step") if isinstance(found, dict) else None
         if not isinstance(told, int) or isinstance(told, bool) or told < 0 or step not in (None, told):
             raise StateMismatch(f"{path} says that global_step is {told!r}", file=path)
-        step, documents["paddle_trainer_state"] = told, found
+        step, documents["paddle_trainer_state"] = told, document(found)
         used.append(path)
     for path, key in _DOCUMENTS.items():
         if files.size(path) is not None:
-            documents[key] = _plain(files, read_pickle(files, path, _RECORDS))
+            found = _plain(files, read_pickle(files, path, _RECORDS))
+            documents[key] = document(found)
             used.append(path)
-    scheduler = documents.get("paddle_scheduler")
-    rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    return TrainingProgress(step, documents, tuple(used), rate if isinstance(rate, float) else None)
+            if key == "paddle_scheduler" and isinstance(found, dict):
+                rate = found.get("last_lr")
+    known = isinstance(rate, float) and math.isfinite(rate)
+    return TrainingProgress(step, documents, tuple(used), rate if known else None)
+
+
+def document(value: Any) -> Any:
+    """A value as documents have it."""
+    return json_values.encode(value, lambda _, other: repr(other))
 
 
 def _trainer_state(files: ForeignFiles, path: str) -> Any:
@@ -70,18 +78,16 @@ def _trainer_state(files: ForeignFiles, path: str) -> Any:
 
 
 def _plain(files: ForeignFiles, value: Any) -> Any:
-    """The value as JSON has it. Numbers that JSON lacks become texts, and so does what is neither data nor a container."""
+    """The value without records and small arrays: these become dicts and lists."""
     if isinstance(value, PickledRecord):
         return _plain(files, value.state if value.state is not None else value.items)
     if isinstance(value, dict):
-        return {str(key): _plain(files, inner) for key, inner in value.items()}
+        return {key: _plain(files, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(files, inner) for inner in value]
+        return type(value)(_plain(files, inner) for inner in value)
     if isinstance(value, PickledArray) and math.prod(value.shape) <= SMALL_VALUES_MAX:
-        return _plain(files, small_values(files, value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        return small_values(files, value)
+    return value
 
 
 def small_values(files: ForeignFiles, array: PickledArray) -> Any:

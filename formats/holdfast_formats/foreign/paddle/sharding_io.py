@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
@@ -59,17 +61,17 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
         found[match[1]][place] = name
     for kind, files in found.items():
         sizes = [max(place[axis] for place in files) + 1 for axis in range(len(RankPlace._fields))]
-        for place in files:
-            for axis, size in enumerate(sizes):
-                for number in range(size):
-                    other = place._replace(**{RankPlace._fields[axis]: number})
-                    if other not in files:
-                        example = files[place]
-                        raise CorruptManifest(
-                            f"of {kind} there is {example}, but no file of {RankPlace._fields[axis]} rank {number}",
-                            hint="copy the files of all nodes",
-                            file=example,
-                        )
+        if len(files) == prod(sizes):
+            continue
+        missing = next(RankPlace(*numbers) for numbers in product(*map(range, sizes)) if RankPlace(*numbers) not in files)
+        rank = ", ".join(
+            f"{axis} {number}" for axis, number, size in zip(missing._fields, missing, sizes, strict=True) if size > 1
+        )
+        raise CorruptManifest(
+            f"there is no file of rank {rank}, as {max(files.values())} is of another one",
+            hint="copy the files of all nodes",
+            file=f"{kind} of rank {rank}",
+        )
     return found
 
 
@@ -88,7 +90,7 @@ class RankReader:
         if kind == "optimizer":
             scheduler = saved.rest.get(SCHEDULER)
             if scheduler is not None:
-                self.gathering.progress.documents.setdefault("paddle_scheduler", scheduler)
+                self.gathering.progress.documents.setdefault("paddle_scheduler", progress.document(scheduler))
             for key, tensor in saved.tensors.items():
                 name, state = self.naming.split(place, key, path)
                 self._parts["optim", name, state][place] = tensor
@@ -129,6 +131,11 @@ class RankReader:
         for place, parameter in self.naming.parameters():
             key, master = TensorKey("model", parameter.name), TensorKey("master", parameter.name)
             if key in self.gathering.tensors:
+                continue
+            canonical = self.naming.canonical(place, parameter.name)
+            saved = self.gathering.tensors.get(TensorKey("model", canonical))
+            if saved is not None:  # tied: the weight of another name
+                self.gathering.tensors[key] = renamed(saved, *key)
                 continue
             dtype, held = parameter.dtype or self.gathering.half, self.gathering.tensors.get(master)
             if held is None or dtype is None:

@@ -49,6 +49,7 @@ class StaticNames:
         self.known = meta is not None
         self.flat = False
         self._static: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._canonical: dict[tuple[int, int, int], dict[str, str]] = {}
         self._parameters: dict[tuple[int, int, int], dict[str, NamedParameter]] = {}
         for key, stated in ((meta or {}).get("sharding_metas") or {}).items():
             numbers = {_AXES[axis]: int(number) for axis, number in re.findall(r"([a-z]+)(\d+)", key) if axis in _AXES}
@@ -56,20 +57,29 @@ class StaticNames:
             where = (at.tp, at.pp, at.moe)
             if not isinstance(stated, dict) or not isinstance(stated.get("structure_name_mapping"), dict):
                 raise CorruptManifest(f"{META}: {key} has no structure_name_mapping", file=META)
-            self._static[where] = {str(static): name for name, static in stated["structure_name_mapping"].items()}
             described = stated.get("param_meta") or {}
-            self._parameters[where] = {name: _parameter(name, described.get(name)) for name in self._static[where].values()}
+            for name, static in stated["structure_name_mapping"].items():
+                self._name(where, name, str(static))
+                self._parameters.setdefault(where, {})[name] = _parameter(name, described.get(name))
             self.flat |= str(stated.get("sharding_strategy")).lower().endswith("v2")
 
     def add(self, place: RankPlace, saved: SavedDict) -> None:
         """Names that a rank's weights were saved with."""
-        names = self._static.setdefault((place.tp, place.pp, place.moe), {})
         for name, static in saved.static.items():
-            names.setdefault(static, name)
+            self._name((place.tp, place.pp, place.moe), name, static)
         if not self.known:
             for name, tensor in saved.tensors.items():
                 held = self._parameters.setdefault((place.tp, place.pp, place.moe), {})
                 held[name] = NamedParameter(name, tensor.shape, tensor.dtype, None)
+
+    def _name(self, where: tuple[int, int, int], name: str, static: str) -> None:
+        """Tied parameters have one static name; the first of their names stands for them."""
+        first = self._static.setdefault(where, {}).setdefault(static, name)
+        self._canonical.setdefault(where, {}).setdefault(name, first)
+
+    def canonical(self, place: RankPlace, name: str) -> str:
+        """The name under which tied parameters are saved; of others their own."""
+        return self._canonical.get((place.tp, place.pp, place.moe), {}).get(name, name)
 
     def statics(self, place: RankPlace) -> Mapping[str, str]:
         at = (place.tp, place.pp, place.moe)

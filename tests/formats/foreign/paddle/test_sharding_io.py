@@ -135,7 +135,7 @@ def test_second_version_with_tensor_and_pipeline_parallelism(tmp_path: Path) -> 
     (folder / "model_meta.json").write_text(json.dumps(document))
     _check_zero_cost(folder)
     (folder / "optimizer.tp01_pp00_shard01.pdopt").unlink()
-    with pytest.raises(CorruptManifest, match=r"of optimizer there is .* but no file of \w+ rank"):
+    with pytest.raises(CorruptManifest, match=r"no file of rank tp 1, pp 0, shard 1, as optimizer\.tp01"):
         read(KIND, folder)
 
 
@@ -201,6 +201,23 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (folder / "model_meta.json").write_text('{"sharding_metas": {"tp00_pp00": {}}}')
     with pytest.raises(CorruptManifest, match="tp00_pp00 has no structure_name_mapping"):
         read(KIND, folder)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    """Two names of one static one: the weight, the master and the optimizer state stand under both."""
+    folder = _begin(tmp_path)
+    written.config(folder, tie_word_embeddings=True)
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    _meta(folder, SHAPES, ["tp00_pp00"])
+    text = (folder / "model_meta.json").read_text()
+    (folder / "model_meta.json").write_text(text.replace(f'"{STATIC[head]}"', f'"{STATIC[embed]}"'))
+    _weights(folder, "", {})
+    _optimizer(folder, "", {name: _states(name) for name in SHAPES if name != head})
+    listing = read(KIND, folder)
+    for name in (embed, head):
+        np.testing.assert_array_equal(written.values(folder, listing, "model", name), written.weight(embed))
+        np.testing.assert_array_equal(written.values(folder, listing, "master", name), written.master(embed))
+        np.testing.assert_array_equal(written.values(folder, listing, "optim", f"{name}/exp_avg"), written.moment(embed, 1))
 
 
 def test_whole_weights_beside_masters(tmp_path: Path) -> None:
