@@ -19,7 +19,7 @@ from holdfast_formats.foreign.paddle import leftovers, progress
 from holdfast_formats.foreign.paddle.gathering import Gathering, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import RECORDS, read_dict, refuse_rest
 from holdfast_formats.foreign.paddle.stored import StoredArray
-from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from holdfast_formats.foreign.pickles import PickledRecord, read_pickle
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
 from holdfast_formats.tensors import TensorSpec
@@ -85,11 +85,12 @@ def _optimizer(gathering: Gathering, tensors: Mapping[str, ForeignTensor]) -> No
             gathering.moments(owner, held)
 
 
-def _array(piece: ForeignPiece, tensor: ForeignTensor) -> StoredArray:
-    return StoredArray(piece.file, tensor.spec.name, tensor.spec.dtype, piece.box.shape, piece.start, piece.strides)
+def _array(piece: ForeignPiece, tensor: ForeignTensor) -> LocalTensorParts:
+    spec = tensor.spec
+    return of_arrays([StoredArray(piece.file, spec.name, spec.dtype, piece.box.shape, piece.start, piece.strides)])
 
 
-class Shard(NamedTuple):
+class DescribedShard(NamedTuple):
     """What the metadata say of a part: its box of the whole, or a flat range of that box."""
 
     dtype: str
@@ -141,7 +142,7 @@ class StateReader:
                 raise self._odd(metadata[0], key, f"does not tile {list(spec.shape)} with its shards")
         return {key: ForeignTensor(spec, tuple(pieces[key]), tuple(copies[key])) for key, spec in specs.items()}
 
-    def _placed(self, path: str) -> Iterator[tuple[str, Shard, str]]:
+    def _placed(self, path: str) -> Iterator[tuple[str, DescribedShard, str]]:
         """Each shard with its key and file."""
         whole = f"{self._state}/{path}"
         value = read_pickle(self._files, whole, RECORDS)
@@ -160,7 +161,7 @@ class StateReader:
             if key not in listed:
                 raise self._odd(path, key, "is in no file")
 
-    def _described(self, path: str, key: str, index: PickledRecord, shards: Sequence[Shard]) -> Shard:
+    def _described(self, path: str, key: str, index: PickledRecord, shards: Sequence[DescribedShard]) -> DescribedShard:
         offset, flat = _numbers(index.get("global_offset")), _numbers(index.get("flattened_range"))
         fitting = [one for one in shards if one.box.offset == offset and (flat is None or one.flat == flat)]
         shape = _numbers(index.get("local_shape"))
@@ -170,14 +171,14 @@ class StateReader:
             raise self._odd(path, key, f"at {offset} {flat or ''} is described {len(fitting)} times")
         return fitting[0]
 
-    def _shards(self, path: str, key: str, records: Sequence[Any]) -> list[Shard]:
+    def _shards(self, path: str, key: str, records: Sequence[Any]) -> list[DescribedShard]:
         """A tensor's shards. Old metadata lack the whole shape: it ends where the last shard does."""
         shards = [self._shard(path, key, record) for record in records]
         stops = zip(*(one.box.stop for one in shards), strict=True)
         reached = tuple(max(stop) for stop in stops)
         return [one if one.shape is not None else one._replace(shape=reached) for one in shards]
 
-    def _shard(self, path: str, key: str, record: Any) -> Shard:
+    def _shard(self, path: str, key: str, record: Any) -> DescribedShard:
         if not isinstance(record, PickledRecord):
             raise self._odd(path, key, "is not described by LocalTensorMetadata")
         offset, local = _numbers(record.get("global_offset")), _numbers(record.get("local_shape"))
@@ -188,9 +189,9 @@ class StateReader:
         flat = _numbers(record.get("flattened_range")) if record.get("is_flattened") else None
         if flat is not None and (len(flat) != 2 or not 0 <= flat[0] <= flat[1] <= prod(local)):
             raise self._odd(path, key, f"has the flat range {flat} of {list(local)}")
-        return Shard(dtype, Box(offset, local), shape, None if flat is None else (flat[0], flat[1]))
+        return DescribedShard(dtype, Box(offset, local), shape, None if flat is None else (flat[0], flat[1]))
 
-    def _pieces(self, path: str, key: str, shard: Shard, name: str) -> list[ForeignPiece]:
+    def _pieces(self, path: str, key: str, shard: DescribedShard, name: str) -> list[ForeignPiece]:
         if name not in self.arrays:
             file = f"{self._state}/{name}"
             raise CorruptManifest(f"{file} is missing, which has {key!r} by {self._state}/{path}", file=file, tensor=key)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
@@ -17,7 +19,7 @@ from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, Tenso
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, tensor_parallel
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
-from holdfast_formats.foreign.paddle.static_names import META, Naming, Place, place_of
+from holdfast_formats.foreign.paddle.static_names import META, RankPlace, StaticNames, place_of
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.region import Shape
@@ -41,7 +43,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     gathering = Gathering(files, options)
     meta = read_json(files, META) if META in names else None
     ranks = _ranks(held)
-    reader = RankReader(gathering, Naming(meta))
+    reader = RankReader(gathering, StaticNames(meta))
     for kind in ("model_state", "optimizer", "ema"):
         for place, name in sorted(ranks.get(kind, {}).items()):
             reader.read(kind, place, name)
@@ -49,46 +51,46 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     return gathering.listing(NAME, names, sorted((*held, *((META,) if meta is not None else ()))))
 
 
-def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[Place, str]]:
+def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]:
     """Each kind's files by rank. `CorruptManifest` by file if a rank has none."""
-    found: dict[str, dict[Place, str]] = defaultdict(dict)
+    found: dict[str, dict[RankPlace, str]] = defaultdict(dict)
     for name, match in held.items():
         place = place_of(match[2])
         if place in found[match[1]]:
             raise StateMismatch(f"{name} and {found[match[1]][place]} are of the same rank", file=name)
         found[match[1]][place] = name
     for kind, files in found.items():
-        sizes = [max(place[axis] for place in files) + 1 for axis in range(len(Place._fields))]
-        for place in files:
-            for axis, size in enumerate(sizes):
-                for number in range(size):
-                    other = place._replace(**{Place._fields[axis]: number})
-                    if other not in files:
-                        example = files[place]
-                        raise CorruptManifest(
-                            f"of {kind} there is {example}, but no file of {Place._fields[axis]} rank {number}",
-                            hint="copy the files of all nodes",
-                            file=example,
-                        )
+        sizes = [max(place[axis] for place in files) + 1 for axis in range(len(RankPlace._fields))]
+        if len(files) == prod(sizes):
+            continue
+        missing = next(RankPlace(*numbers) for numbers in product(*map(range, sizes)) if RankPlace(*numbers) not in files)
+        rank = ", ".join(
+            f"{axis} {number}" for axis, number, size in zip(missing._fields, missing, sizes, strict=True) if size > 1
+        )
+        raise CorruptManifest(
+            f"there is no file of rank {rank}, as {max(files.values())} is of another one",
+            hint="copy the files of all nodes",
+            file=f"{kind} of rank {rank}",
+        )
     return found
 
 
 class RankReader:
     """Reads the ranks' files, and lists what they hold together: by group, parameter and type, then by rank."""
 
-    def __init__(self, gathering: Gathering, naming: Naming) -> None:
+    def __init__(self, gathering: Gathering, naming: StaticNames) -> None:
         self.gathering, self.naming = gathering, naming
-        self._parts: dict[tuple[str, str, str], dict[Place, LocalTensorParts]] = defaultdict(dict)
+        self._parts: dict[tuple[str, str, str], dict[RankPlace, LocalTensorParts]] = defaultdict(dict)
         self._degree = 1
 
-    def read(self, kind: str, place: Place, path: str) -> None:
+    def read(self, kind: str, place: RankPlace, path: str) -> None:
         """The tensors of one file. Weights come first: they may name the parameters."""
         saved = read_dict(self.gathering.files, path, (MASTERS,))
         self._degree = max(self._degree, place.tp + 1)
         if kind == "optimizer":
             scheduler = saved.rest.get(SCHEDULER)
             if scheduler is not None:
-                self.gathering.progress.documents.setdefault("paddle_scheduler", scheduler)
+                self.gathering.progress.documents.setdefault("paddle_scheduler", progress.document(scheduler))
             for key, tensor in saved.tensors.items():
                 name, state = self.naming.split(place, key, path)
                 self._parts["optim", name, state][place] = tensor
@@ -112,7 +114,7 @@ class RankReader:
             if group != "optim":
                 gathering.weight(self._whole(name, held).tensor(group, name), name)
             elif state in progress.POWERS and not gathering.options.as_is:
-                gathering.powers(_stored(part) for part in held.values())
+                gathering.powers(held.values())
             else:
                 shaped = {place: held[place] for place in held} if state not in progress.POWERS else {}
                 found = self._whole(name, shaped) if shaped else _all_equal(list(held.values()))
@@ -130,6 +132,11 @@ class RankReader:
             key, master = TensorKey("model", parameter.name), TensorKey("master", parameter.name)
             if key in self.gathering.tensors:
                 continue
+            canonical = self.naming.canonical(place, parameter.name)
+            saved = self.gathering.tensors.get(TensorKey("model", canonical))
+            if saved is not None:  # tied: the weight of another name
+                self.gathering.tensors[key] = renamed(saved, *key)
+                continue
             dtype, held = parameter.dtype or self.gathering.half, self.gathering.tensors.get(master)
             if held is None or dtype is None:
                 raise StateMismatch(
@@ -146,7 +153,7 @@ class RankReader:
                 f"weights were not saved: they are their masters, rounded to {', '.join(sorted(made))}"
             )
 
-    def _whole(self, name: str, held: Mapping[Place, LocalTensorParts]) -> LocalTensorParts:
+    def _whole(self, name: str, held: Mapping[RankPlace, LocalTensorParts]) -> LocalTensorParts:
         """A tensor from what the ranks have of it: first over sharding, then over tensor parallelism."""
         sharded: dict[tuple[int, int, int], list[LocalTensorParts]] = defaultdict(list)
         for place in sorted(held, key=lambda place: (place.tp, place.pp, place.moe, place.shard)):
@@ -154,7 +161,7 @@ class RankReader:
         by_rank: dict[int, list[LocalTensorParts]] = defaultdict(list)
         distributed: bool | None = None
         for (tp, pp, moe), slices in sharded.items():
-            parameter = self.naming.parameter(Place(tp, pp, 0, moe), name)
+            parameter = self.naming.parameter(RankPlace(tp, pp, 0, moe), name)
             distributed = parameter.distributed if distributed is None else distributed
             by_rank[tp].append(self._local(slices, parameter.shape))
         ranks = {tp: _all_equal(found) for tp, found in by_rank.items()}
