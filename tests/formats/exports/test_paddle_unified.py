@@ -56,7 +56,7 @@ def test_imported_again_it_is_the_checkpoint(tmp_path: Path) -> None:
     check_equal(out, listing, {group: GROUPS[group] for group in ("model", "master", "optim")})
     assert listing.step == 2 and {use.use for use in listing.files} == {"tensors", "state", "asset"}
     (group,) = (g for g in listing.documents["optim"]["optimizer"]["groups"].values() if isinstance(g, dict))
-    assert (group["betas"], group["lr"]) == (list(BETAS), 1e-3)
+    assert (group["betas"], group["lr"]) == ({"$tuple": list(BETAS)}, 1e-3)
 
 
 def test_it_is_as_paddles_own_are(tmp_path: Path) -> None:
