@@ -17,10 +17,9 @@ from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
-
-from .programs import program_text
 
 LEFT_OUT_SHOWN = 20
 

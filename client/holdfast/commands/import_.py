@@ -12,11 +12,11 @@ from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
-from .programs import program_text
 
 FILES_SHOWN = 40
 
