@@ -1,16 +1,18 @@
 """Pickles of some megabytes that stand for very much: memory, work, depth. Each must be refused, or read, in little of all.
 
-    python -m tests.fuzz.pickle_bombs NAME
+    python -m tests.fuzz.pickle_bombs PATH
 
-prints what became of one, and the memory and time that it took.
+prints what became of the one in a file, and the memory and time that it took.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from .pickle_worker import peak_bytes, read_one
 
@@ -80,10 +82,30 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def main(name: str) -> None:
-    data = BOMBS[name]()
+class OnDisk:
+    """One file of a directory of the machine."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def read_into(self, path: str, offset: int, buffer: Any) -> int:
+        raise AssertionError("values are not read")
+
+    def size(self, path: str) -> int | None:
+        return os.path.getsize(self.path)
+
+    def list(self, path: str) -> list[str]:
+        return ["f"]
+
+
+def main(path: str) -> None:
     start = time.monotonic()
-    print(read_one(data, False), peak_bytes(), round(time.monotonic() - start, 2))
+    print(read_one(OnDisk(path), False), peak_bytes(), round(time.monotonic() - start, 2))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 
 from holdfast_formats.errors import LEAVES, CheckpointError
 from holdfast_formats.foreign import pickles
+from holdfast_formats.foreign.listing import ForeignFiles
 
 from . import pickle_seeds
 
@@ -50,11 +51,11 @@ class InMemory:
         return ["f"]
 
 
-def read_one(data: bytes, torch_file: bool) -> str:
+def read_one(files: ForeignFiles, torch_file: bool) -> str:
     """What became of it; any error but one of ours goes on."""
     read = pickles.read_torch if torch_file else pickles.read_pickle
     try:
-        read(InMemory(data), "f", pickle_seeds.RECORDS)
+        read(files, "f", pickle_seeds.RECORDS)
     except CheckpointError as error:
         assert type(error) in LEAVES and str(error).startswith("f") and len(str(error)) < 1000, str(error)
         return type(error).__name__
@@ -72,8 +73,8 @@ def main(seed: int, count: int, directory: Path) -> None:
     seeds = [(path.read_bytes(), path.suffix == ".pt") for path in sorted(directory.iterdir())]
     found: Counter[str] = Counter()
     for data, torch_file in seeds:  # what is imported late is imported now
-        assert read_one(data, torch_file) == "read"
-        read_one(pickle_seeds.mutated(chance, data), torch_file)
+        assert read_one(InMemory(data), torch_file) == "read"
+        read_one(InMemory(pickle_seeds.mutated(chance, data)), torch_file)
     watched = [False]
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -90,7 +91,7 @@ def main(seed: int, count: int, directory: Path) -> None:
         hostile = pickle_seeds.mutated(chance, data)
         signal.alarm(READ_S)
         watched[0] = True
-        found[read_one(hostile, torch_file)] += 1
+        found[read_one(InMemory(hostile), torch_file)] += 1
         watched[0] = False
     signal.alarm(0)
     print(json.dumps({**found, "peak": peak_bytes()}))
