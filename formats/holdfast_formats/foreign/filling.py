@@ -36,7 +36,7 @@ def elements(
             part = narrowed(move, box)
             if part is None:
                 continue
-            place = target[part.target.within(box).slices]
+            place = _part(target, part.target.within(box))
             fill(files, tensors[part.source], part.box, _as_source(place, part.axes, len(part.box.shape)))
     return made
 
@@ -59,7 +59,7 @@ def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any
         common = intersect(piece.box, box)
         if common is not None and common.volume:
             filled += common.volume
-            _read(files, piece, dtype, common, into[common.within(box).slices], tensor.spec.name)
+            _read(files, piece, dtype, common, _part(into, common.within(box)), tensor.spec.name)
     if filled != box.volume:
         raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
 
@@ -76,12 +76,22 @@ def _whole_number(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biu"
 
 
+def _part(array: NDArray[Any], box: Box) -> NDArray[Any]:
+    """A box of an array, as a view also where there are no dimensions."""
+    index: tuple[Any, ...] = (*box.slices, ...)
+    part: NDArray[Any] = array[index]
+    return part
+
+
 def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: int) -> NDArray[Any]:
-    """A target's box with its dimensions as the source has them; the same memory."""
+    """A target's box with its dimensions as the source has them; the same memory.
+
+    `...` ends each index, because an index without dimensions would give a copy of the element.
+    """
     known = [axis for axis in axes if axis is not None]
-    kept = place[tuple(0 if axis is None else slice(None) for axis in axes)]
+    kept = place[(*(0 if axis is None else slice(None) for axis in axes), ...)]
     turned = kept.transpose([known.index(axis) for axis in sorted(known)])
-    return turned[tuple(slice(None) if d in known else None for d in range(dimensions))]
+    return turned[(*(slice(None) if d in known else None for d in range(dimensions)), ...)]
 
 
 def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
@@ -99,10 +109,9 @@ def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: B
         buffer = np.empty(reach * dtype.itemsize, np.uint8)
         _whole(files, piece.file, begin, buffer)
         steps = [step * dtype.itemsize for step in piece.strides]
-        bits = as_strided(
-            buffer.view(f"u{dtype.itemsize}"), shape, steps, writeable=False
-        )  # numpy refuses it of float8_e5m2
-        assign(into[part.slices], bits.view(dtype), name)
+        width = f"u{dtype.itemsize}"  # numpy makes no strided view of float8_e5m2
+        bits = as_strided(buffer.view(width), shape, steps, writeable=False)
+        assign(_part(into, part), bits.view(dtype), name)
 
 
 def _spans(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Iterator[tuple[tuple[int, ...], Box]]:

@@ -113,6 +113,7 @@ class Decisions:
 
     def _share(self, cluster: Cluster) -> None:
         self.care = RootCare(self._tier, self.store, self._catalog, cluster, self.events, self.rotation.due)
+        self.care.absences = self._absences
         self.shared_checks = SharedChecks(cluster.membership, self.findings)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))

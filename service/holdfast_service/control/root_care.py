@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from holdfast_formats.moments import utc_now
@@ -45,11 +45,13 @@ class RootCare:
         """`due` has a run's policy applied soon."""
         self._tier, self._store, self._catalog = tier, store, catalog
         self._cluster, self._events, self._due = cluster, events, due
+        self.absences = roots.Absences()
+        self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
 
     def look(self, idle_s: float = IDLE_S) -> None:
         """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
-        their node, and have all policies applied.
+        their node, list what was committed and never listed, and have all policies applied.
         """
         sweep(self._store, self._cluster, idle_s)
         members = self._cluster.membership.members()
@@ -60,8 +62,20 @@ class RootCare:
         for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
         self._cluster.rounds.forget()
-        for run in roots.runs(self._tier):
+        found = roots.runs(self._tier)
+        self._list_what_is_there(found)
+        for run in found:
             self._due(run)
+
+    def _list_what_is_there(self, found: Iterable[str]) -> None:
+        """Whoever committed a checkpoint, and whoever saw it, may be lost before the catalog heard of it. What disagrees
+        only once is on its way there.
+        """
+        disagreed = {run for run in found if not roots.agrees(self._store, self._catalog, run)}
+        if disagreed & self._disagreed:
+            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self.absences):
+                log.error("cannot read %s@%s: %s", run, step, problem.detail)
+        self._disagreed = disagreed
 
     def _end_saves(self) -> None:
         why = "the node on which it was being saved is gone"

@@ -1,0 +1,208 @@
+"""The keys that a checkpoint's tensors and values have in a DCP state dict, for each layout of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
+from holdfast_formats.foreign import json_values, optimizer_state
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import MappedTensor
+
+Layout = Literal["fsdp", "torchtitan", "plain"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+Path = tuple[str | int, ...]
+
+_MODEL, _EMA, _EXTRA = "model", "ema", "extra"
+_TITAN_OPTIMIZER = "optimizer"
+_OF_RANKS = "ranks/"
+# torch wants them in every group, and a Checkpointer does not store them: they say how a step is computed.
+_IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+class ExportedLeaf(NamedTuple):
+    """An entry of a flattened state dict: a tensor, or else a value."""
+
+    path: Path
+    tensor: MappedTensor | None
+    value: Any = None
+
+    @property
+    def fqn(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+class ExportedNames(NamedTuple):
+    """The entries of the state dict, and what it has no place for, with the reason."""
+
+    leaves: tuple[ExportedLeaf, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+class _Stored(NamedTuple):
+    """A tensor to which a document refers."""
+
+    name: str
+
+
+def names_of(
+    tensors: Mapping[TensorKey, MappedTensor], documents: Mapping[str, Mapping[str, Any]], layout: str
+) -> ExportedNames:
+    """Name everything. Raises `InvalidRequest` for a layout that does not exist, `StateMismatch` for keys that two have."""
+    if layout not in LAYOUTS:
+        raise InvalidRequest(f"there is no layout {layout!r}", hint=f"one of {', '.join(LAYOUTS)}")
+    naming = _Naming(tensors, layout)
+    naming.model()
+    if layout != "plain":
+        for key, document in documents.get(optimizer_state.GROUP, {}).items():
+            naming.optimizer(key, document, len(documents[optimizer_state.GROUP]))
+        if not documents.get(optimizer_state.GROUP):
+            naming.optimizer_without_document()
+        for key, document in documents.get(_EXTRA, {}).items():
+            naming.document(key, document)
+        naming.other_extra()
+    else:
+        naming.left_out += [(f"{g}/{key}", _no_place(layout, g)) for g, held in documents.items() for key in held]
+    return naming.finish()
+
+
+class _Naming:
+    """Names the contents of one checkpoint; `waiting` are the tensors that have no name yet."""
+
+    def __init__(self, tensors: Mapping[TensorKey, MappedTensor], layout: str) -> None:
+        self.waiting, self.layout = dict(tensors), layout
+        self.leaves: list[ExportedLeaf] = []
+        self.left_out: list[tuple[str, str]] = []
+
+    def model(self) -> None:
+        for group in (_MODEL, _EMA) if self.layout == "fsdp" else (_MODEL,):
+            for key in [key for key in self.waiting if key.group == group]:
+                self._tensor(key, (group, key.name) if self.layout == "fsdp" else (key.name,))
+
+    def optimizer(self, key: str, document: Any, count: int) -> None:
+        """The state and the groups of one optimizer, of `count` in the checkpoint."""
+        try:
+            held = json_values.decode(document, lambda _, name: _Stored(name))
+            groups = list(held["groups"].values())
+            params = [name for group in groups for name in group["params"]]
+            masters = {name: kind for kind, names in held["masters"].items() for name in names}
+            values = held["state"]
+        except (CheckpointError, AttributeError, KeyError, TypeError) as error:
+            self.left_out.append((f"{optimizer_state.GROUP}/{key}", f"its document cannot be read: {error}"))
+            return
+        titan = self.layout == "torchtitan"
+        if titan and count > 1:
+            self.left_out.append((f"{optimizer_state.GROUP}/{key}", "torchtitan keeps all optimizers in one"))
+            return
+        place = _OptimizerPlace(_TITAN_OPTIMIZER if titan else key, titan)
+        self._state(params, place)
+        for name in params:
+            if name in masters and TensorKey(optimizer_state.MASTER_GROUP, name) in self.waiting:
+                self._tensor(TensorKey(optimizer_state.MASTER_GROUP, name), place.state(name, masters[name]))
+            for kind, value in values.get(name, {}).items():
+                self._value(place.state(name, kind), value, optimizer_state.GROUP)
+        for position, group in enumerate(groups):
+            for kind, value in {**_IMPLEMENTATION, **group}.items():
+                for path in place.hyper(position, group["params"], kind):
+                    self._value(path, value, optimizer_state.GROUP)
+
+    def optimizer_without_document(self) -> None:
+        """State of an optimizer of which no hyper-parameters are known."""
+        titan = self.layout == "torchtitan"
+        found = [key.name.rpartition("/")[0] for key in self.waiting if key.group == optimizer_state.GROUP]
+        self._state([name for name in dict.fromkeys(found) if name], _OptimizerPlace(optimizer_state.KEY, titan))
+        if found:
+            self.left_out.append((f"{optimizer_state.GROUP} (hyper-parameters)", "the checkpoint has none"))
+
+    def document(self, key: str, document: Any) -> None:
+        """A value that is no tensor, with the tensors to which it refers."""
+        if key == "rng":
+            self.left_out.append((f"{_EXTRA}/{key}", "random streams belong to the ranks that ran"))
+            return
+        try:
+            held = json_values.decode(document, lambda _, name: _Stored(name))
+        except CheckpointError as error:
+            self.left_out.append((f"{_EXTRA}/{key}", error.detail))
+            return
+        self._value((key,), held, _EXTRA)
+
+    def other_extra(self) -> None:
+        """Tensors of the group `extra` to which no document refers."""
+        for key in [key for key in self.waiting if key.group == _EXTRA and not key.name.startswith(_OF_RANKS)]:
+            first, slash, rest = key.name.partition("/")
+            self._tensor(key, (first, rest) if slash else (first,))
+
+    def finish(self) -> ExportedNames:
+        for group, name in self.waiting:
+            reason = "it belongs to one rank" if name.startswith(_OF_RANKS) else _no_place(self.layout, group)
+            self.left_out.append((f"{group}/{name}", reason))
+        seen: set[str] = set()
+        for leaf in self.leaves:
+            if leaf.fqn in seen:
+                raise StateMismatch(f"two entries would have the key {leaf.fqn!r}", hint="choose another layout")
+            seen.add(leaf.fqn)
+        return ExportedNames(tuple(self.leaves), tuple(self.left_out))
+
+    def _state(self, params: list[str], place: _OptimizerPlace) -> None:
+        known = set(params)
+        for key in [key for key in self.waiting if key.group == optimizer_state.GROUP]:
+            name, _, kind = key.name.rpartition("/")
+            if name in known:
+                self._tensor(key, place.state(name, kind))
+
+    def _tensor(self, key: TensorKey, path: Path) -> None:
+        self.leaves.append(ExportedLeaf(path, self.waiting.pop(key)))
+
+    def _value(self, path: Path, value: Any, group: str) -> None:
+        for inner, leaf in _leaves(path, value):
+            named = ".".join(map(str, inner))
+            if isinstance(leaf, _Stored):
+                key = TensorKey(group, leaf.name)
+                if key in self.waiting:
+                    self._tensor(key, inner)
+                else:
+                    self.left_out.append((named, f"the tensor {leaf.name!r} is not exported"))
+            elif _refers(leaf):
+                self.left_out.append((named, "it has tensors inside of a value"))
+            else:
+                self.leaves.append(ExportedLeaf(inner, None, leaf))
+
+
+class _OptimizerPlace(NamedTuple):
+    """Where an optimizer's state is: torchtitan joins names and keys, `get_state_dict` nests them."""
+
+    key: str
+    joined: bool
+
+    def state(self, name: str, kind: str) -> Path:
+        return (self.key, f"state.{name}.{kind}") if self.joined else (self.key, "state", name, kind)
+
+    def hyper(self, position: int, params: list[str], kind: str) -> list[Path]:
+        if not self.joined:
+            return [(self.key, "param_groups", position, kind)]
+        return [(self.key, f"param_groups.{name}.{kind}") for name in params if kind != "params"]
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves as DCP finds them: it enters mappings, and lists that contain tensors or mappings."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves((*path, str(key)), item)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for position, item in enumerate(value):
+            yield from _leaves((*path, position), item)
+    else:
+        yield path, value
+
+
+def _is_terminal(items: list[Any]) -> bool:
+    return not any(isinstance(i, Mapping | _Stored) or (isinstance(i, list) and not _is_terminal(i)) for i in items)
+
+
+def _refers(value: Any) -> bool:
+    return isinstance(value, _Stored) or (isinstance(value, tuple | list | set) and any(map(_refers, value)))
+
+
+def _no_place(layout: str, group: str) -> str:
+    return f"the layout {layout} has no place for the group {group}"
