@@ -51,6 +51,7 @@ from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.control.following import FollowingCatalog
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.lives import KnownLives
+from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.launches.standing import Standing
@@ -133,7 +134,7 @@ class Decisions:
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
         if self._cluster is None:  # else others may be writing there: see `RootCare`
-            root_care.sweep(self.store)
+            root_care.sweep(self.store, spared=wanted_places(self._catalog.database, self.store.files))
         self._following.start()
         self.book.unknown()
         while not self.book.settle() and self.book.trouble is None:
