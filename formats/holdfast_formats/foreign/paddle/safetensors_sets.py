@@ -36,6 +36,7 @@ class FileSet(NamedTuple):
     ranks: Mapping[str, int]
     degree: int
     writers: int
+    sharded: bool = False  # whether sharding ranks have files of their own
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -82,7 +83,8 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
                 file=held[-1],
             )
         ranks, degree, count = _ranks(held, stem, index.get("optim_shard_num"))
-    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count)
+    sharded = bool(ranks) and any("shard" in name[len(stem) :].partition(".safetensors")[0] for name in held)
+    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count, sharded)
     if index and not ranks:
         _check_index(made)
     elif numbers and not index:
@@ -90,9 +92,9 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
     return made
 
 
-def _order(name: str, stem: str) -> tuple[int, str]:
+def _order(name: str, stem: str) -> tuple[int, list[int], str]:
     match = _NUMBERED.fullmatch(name[len(stem) :])
-    return (int(match[1]) if match else 0, name)
+    return (int(match[1]) if match else 0, [int(number) for number in re.findall(r"\d+", name[len(stem) :])], name)
 
 
 def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int], int, int]:

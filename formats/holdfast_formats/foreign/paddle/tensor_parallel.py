@@ -88,6 +88,14 @@ def proportions(name: str, config: Mapping[str, Any] | None) -> tuple[int, ...]:
     return (1,)
 
 
+def local_shape(name: str, shape: Shape, degree: int) -> Shape:
+    """The shape of a rank's part, by the name of its layer; that of the whole where no cut is known."""
+    larger = whole_shape(name, shape, degree)
+    if larger is None:
+        return shape
+    return tuple(n if n == m else n // degree for n, m in zip(shape, larger, strict=True))
+
+
 def whole_shape(name: str, local: Shape, degree: int) -> Shape | None:
     """The shape of a tensor whose parts of `degree` ranks have shape `local`, by the name of its layer; None if that does
     not tell.

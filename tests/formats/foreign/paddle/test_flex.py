@@ -112,6 +112,22 @@ def test_averages(tmp_path: Path) -> None:
     assert any("began at zero" in note for note in listing.notes)
 
 
+def test_tied_embeddings_without_config(tmp_path: Path) -> None:
+    """One name has no state of its own, and the weights are the same: what there is stands under both names."""
+    folder = _checkpoint(tmp_path)
+    head = "lm_head.weight"
+    held = {name: written.weight(EMBED if name == head else name).view("u2") for name in SHAPES}
+    for tied in (True, False):
+        held[head] = written.weight(EMBED if tied else head).view("u2")
+        _write(folder, "model_state", held)
+        _write(folder, "master_weight", {f"{name}.w_0": written.master(name) for name in SHAPES if name != head})
+        _write(folder, "optimizer_state", written.optimizer({n: 0 for n in SHAPES if n != head}, separator="."))
+        listing = read(KIND, folder)
+        for key in (TensorKey("master", head), TensorKey("optim", f"{head}/exp_avg"), TensorKey("optim", f"{head}/step")):
+            assert (key in listing.tensors) == tied
+    assert not any("tied" in note for note in listing.notes)
+
+
 def _changed(state: str, values: dict[str, NDArray[Any]]) -> Callable[[Path], None]:
     """Save again, and keep the metadata of before, as Paddle does."""
 

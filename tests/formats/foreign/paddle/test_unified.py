@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
@@ -223,6 +224,42 @@ def test_broken_flat_directories(tmp_path: Path) -> None:
     write_set(folder, "optimizer", [{f"{DOWN}/moment1_0": held[:32], f"{DOWN}/moment2_0": held}, {}])
     with pytest.raises(StateMismatch, match=r"has 32 elements in 1 slices, and .* needs 60"):
         read(KIND, folder, assemble_flat=True)
+
+
+def test_flat_slices_of_ranks(tmp_path: Path) -> None:
+    """`ignore_merge_optimizer` with stage 1 v2: slices of each rank, in the order of their names; Paddle loads these."""
+    folder = written.unified(tmp_path)
+    for file in (*folder.glob("master*"), *folder.glob("optimizer*")):
+        file.unlink()
+    cut = 3  # of 128 ranks: the last ones hold the end of everything, the others nothing but one slice of the embedding
+    ranks: list[dict[str, dict[str, NDArray[Any]]]] = [{"master_weights": {}, "optimizer": {}} for _ in range(102)]
+    for name in SHAPES:
+        arrays = {("master_weights", name): written.master(name)}
+        arrays |= {("optimizer", f"{name}/moment{k}_0"): written.moment(name, k) for k in (1, 2)}
+        for (stem, key), values in arrays.items():
+            slot = _slices(values, None)[0]
+            bounds = [0, cut, slot.size // 2, slot.size]
+            for rank, low, high in zip((99, 100, 101), bounds, bounds[1:], strict=False):
+                ranks[rank][stem][key] = slot[low:high]
+        for kind in written.BETAS:
+            ranks[101]["optimizer"][f"{name}/{kind}"] = written.power(kind)
+    for rank, sets in enumerate(ranks):
+        for stem, held in sets.items():
+            file_of_set(folder, f"{stem}.shard{rank:02d}.safetensors", held)
+    check_state(folder, read(KIND, folder))
+
+
+def test_a_slice_as_long_as_the_whole(tmp_path: Path) -> None:
+    """Its other slice is padding, not a copy."""
+    folder = written.unified(tmp_path)
+    _broken(folder)
+    parts = []
+    for number in (1, 2):
+        path = folder / f"master_weights-0000{number}-of-00002.safetensors"
+        parts.append(dict(load_file(path)))
+    parts[0][NORM], parts[1][NORM] = written.master(NORM), np.zeros(6, "f4")
+    write_set(folder, "master_weights", parts)
+    check_state(folder, read(KIND, folder, assemble_flat=True))
 
 
 def test_flat_without_a_model_is_refused(tmp_path: Path) -> None:
