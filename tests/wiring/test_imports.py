@@ -16,7 +16,14 @@ from safetensors.numpy import load_file, save_file
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSpace, StateMismatch
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    InvalidRequest,
+    NoSpace,
+    StateMismatch,
+)
 from holdfast_formats.foreign import hugging_face, optimizer_state
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor
@@ -267,6 +274,23 @@ def test_a_job_that_had_committed_is_done(world: CopiesWorld, importer: Importer
     ):
         with pytest.raises(AlreadyCommitted):
             importer.bring(source, wanted, Quiet())
+
+
+class AwayCatalog:
+    """A database that does not answer."""
+
+    def read(self) -> Any:
+        raise CatalogUnavailable("the catalog is away")
+
+
+def test_nothing_of_a_job_is_swept_while_nobody_knows_the_jobs(world: CopiesWorld) -> None:
+    """Without the catalog all that jobs have staged stays; what saves have left is swept as ever."""
+    place = naming.job_place("mine", 7, "f" * 16)
+    for path in (place.path, naming.progress_path(place.path), naming.staging_path("mine", 3, 1)):
+        world.tier.put(f"{path}/file", b"x")
+    away: Any = AwayCatalog()
+    assert world.decisions.store.sweep(wanted_places(away, world.tier)) == [naming.staging_path("mine", 3, 1)]
+    assert len(world.decisions.store.sweep(wanted_places(world.catalog.database, world.tier))) == 2
 
 
 def test_a_place_of_staging_is_that_of_the_job(world: CopiesWorld) -> None:
