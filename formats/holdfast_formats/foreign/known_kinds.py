@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
 from holdfast_formats.foreign.kinds import ForeignKind
+from holdfast_formats.foreign.paddle.kinds import PADDLE_KINDS
 
 KINDS: tuple[ForeignKind, ...] = (
     hugging_face.KIND,
@@ -11,4 +12,5 @@ KINDS: tuple[ForeignKind, ...] = (
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
+    *PADDLE_KINDS,
 )
