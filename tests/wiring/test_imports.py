@@ -17,7 +17,7 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSpace, StateMismatch
-from holdfast_formats.foreign import hugging_face
+from holdfast_formats.foreign import hugging_face, optimizer_state
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.naming import Place
@@ -275,3 +275,65 @@ def test_a_place_of_staging_is_that_of_the_job(world: CopiesWorld) -> None:
     found = naming.parse_staging_directory(place.path.rpartition("/")[2])
     assert found is not None and Place("mine", *found) == place and naming.is_job_place(found)
     assert not naming.is_job_place(Place("mine", 7, naming.NO_ATTEMPT)) and not naming.is_job_place(Place("mine", 7, 3, 9))
+
+
+PROGRAM = """
+name = "join"
+from = "own"
+to = "fused"
+statements = '''
+a, b -> ab, sizes=equal
+c -> d^T
+'''
+"""
+
+
+def a_fused_training(directory: Path) -> PosixTier:
+    """Two matrices with moments and steps, that a program joins, and one that it turns."""
+    directory.mkdir()
+    arrays = {name: np.float32(number) + ROWS for number, name in enumerate("abc")}
+    for name, array in arrays.items():
+        (directory / name).write_bytes(array.tobytes())
+        (directory / f"{name}.step").write_bytes(np.float32(7).tobytes())
+    return PosixTier(directory)
+
+
+def _read_fused(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    def tensor(group: str, name: str, file: str, shape: tuple[int, ...]) -> ForeignTensor:
+        piece = ForeignPiece(file, 0, whole(shape), (4, 1) if shape else ())
+        return ForeignTensor(TensorSpec(group, name, "F32", shape), (piece,))
+
+    tensors = [tensor("model", name, name, (3, 4)) for name in "abc"]
+    tensors += [tensor("optim", f"{name}/exp_avg", name, (3, 4)) for name in "abc"]
+    tensors += [tensor("optim", f"{name}/step", f"{name}.step", ()) for name in "abc"]
+    uses = tuple(FileUse(name, "tensors") for name in files.list(""))
+    document = optimizer_state.document([(["a", "b"], {"lr": 0.5}), (["c"], {"lr": 0.25})])
+    return ForeignListing("fused", {one.key: one for one in tensors}, uses, {"optim": {"optimizer": document}})
+
+
+FUSED = ForeignKind("fused", "a training whose matrices are joined", lambda files: True, _read_fused)
+
+
+def test_a_program_maps_tensors_and_values(
+    world: CopiesWorld, importer: Importer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, moments and the optimizer's groups get the new names; steps that become one must be equal."""
+    monkeypatch.setattr(importing, "KINDS", (FUSED,))
+    source = a_fused_training(tmp_path / "fused")
+    importer.bring(source, WantedImport("mine", 1, ImportOptions(program=PROGRAM)), Quiet())
+    path = world.root / naming.checkpoint_path("mine", 1)
+    model, optim = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
+    assert model.keys() == {"ab", "d"} and optim.keys() == {"ab/exp_avg", "ab/step", "d/exp_avg", "d/step"}
+    assert np.array_equal(model["ab"], np.concatenate([ROWS, ROWS + 1]))
+    assert np.array_equal(model["d"], (ROWS + 2).T) and np.array_equal(optim["d/exp_avg"], (ROWS + 2).T)
+    state = (path / naming.STATE).read_bytes()
+    groups = json.loads(state_json.for_rank(state, 0).values["optim"]["optimizer"])["groups"]
+    assert groups["ab"]["params"] == ["ab"] and groups["ab"]["lr"] == 0.5 and groups["d"]["params"] == ["d"]
+    told = state_json.source_of(state)
+    assert told is not None and told["program"] == PROGRAM and "'join'" in told["notes"][0]
+    (tmp_path / "fused" / "b.step").write_bytes(np.float32(8).tobytes())
+    with pytest.raises(StateMismatch, match="'a/step' and 'b/step'"):
+        importer.bring(source, WantedImport("mine", 2, ImportOptions(program=PROGRAM)), Quiet())
+    assert not staged(world)
+    with pytest.raises(InvalidRequest, match="no program 'nothing'"):
+        importer.bring(source, WantedImport("mine", 2, ImportOptions(program="nothing")), Quiet())

@@ -266,7 +266,7 @@ def broken(directory: Path, how: str) -> None:
         ("cut", CorruptManifest),
         ("huge header", CorruptManifest),
         ("twice", StateMismatch),
-        ("none", StateMismatch),
+        ("none", CheckpointError),
         ("traversal", InvalidRequest),
         ("missing tensor", StateMismatch),
         ("unlisted tensor", StateMismatch),

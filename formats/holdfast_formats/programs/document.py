@@ -13,7 +13,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
 from holdfast_formats.programs.statements import ProgramStatement, parse_statements
 
-TEXT_BYTES_MAX = 2**20
+TEXT_BYTES_MAX = 2**24
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 Words = Annotated[list[Text], Meta(max_length=64)]

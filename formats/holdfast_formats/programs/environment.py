@@ -99,7 +99,10 @@ class Environment:
         return held
 
     def _note(self, step: Step, inputs: Sequence[Arrangement]) -> None:
+        """Remember what a step loses and what it believes."""
         said = step.statement
+        if step.outputs and said.slices is None and "src_dtype" not in said.texts:
+            return
         if said.slices is not None:
             self.sliced.update((source, step.where) for one in inputs for source in one.sources)
         dtype = step.dtype("src_dtype")

@@ -105,10 +105,12 @@ class FollowingTensors:
         """A new tensor: zeros, among weights, masters and averages; an optimizer makes its own state."""
         if plane.end or not held:
             return
+        if name not in self._around.added:
+            raise StateMismatch(f"{name!r} would be nothing but padding", hint="pad it after it is cut", tensor=name)
         dtype = one.dtype if plane.group == "model" else next(iter(held.values())).dtype
         if dtype is None:
             raise StateMismatch(
-                f"{self._around.added.get(name, name)}: dtype= is missing", hint='_ -> name, shape=[…], dtype="float32"'
+                f"{self._around.added[name]}: dtype= is missing", hint='_ -> name, shape=[…], dtype="float32"'
             )
         self._make(MappedTensor(TensorSpec(plane.group, name, dtype, one.shape), (), True))
         self._added.append(TensorKey(plane.group, name))

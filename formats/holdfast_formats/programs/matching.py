@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ def steps(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
         return
     wanted = frozenset().union(*(operand.pattern.variables for operand in right if operand.pattern is not None))
     dropping = right[0].nothing
-    held = [_held(operand, around) for operand in left]
     gathered, opened = _gathered(statement, dropping, wanted), wanted - _variables(left)
+    held = [_held(operand, around, gathered) for operand in left]
     choices = _choices(held, gathered)
     if not choices and "optional" not in statement.words:
         raise StateMismatch(
@@ -87,14 +87,21 @@ class _Found(NamedTuple):
 
     pattern: NamePattern
     names: Mapping[_Choice, str]
+    rows: Mapping[_Choice, Sequence[tuple[int, str]]] = {}  # of a gathered variable's tensors: its value and the name
 
 
-def _held(operand: Operand, around: Surroundings) -> _Found:
+def _held(operand: Operand, around: Surroundings, gathered: str | None) -> _Found:
     assert operand.pattern is not None  # parsed so
     wanted = operand.pattern
     if not wanted.variables:
         return _Found(wanted, {(): wanted.text} if wanted.text in around.shapes else {})
-    return _Found(wanted, {tuple(sorted(values.items())): name for name, values in around.names.find(wanted)})
+    names = {tuple(sorted(values.items())): name for name, values in around.names.find(wanted)}
+    rows: dict[_Choice, list[tuple[int, str]]] = {}
+    if gathered in wanted.variables:
+        for choice, name in names.items():
+            rest = tuple(item for item in choice if item[0] != gathered)
+            rows.setdefault(rest, []).append((dict(choice)[gathered], name))
+    return _Found(wanted, names, rows)
 
 
 def _choices(held: list[_Found], gathered: str | None) -> list[_Choice]:
@@ -117,8 +124,8 @@ def _at(operand: Operand, found: _Found, choice: _Choice, statement: ProgramStat
                 tensor=found.pattern.name(dict(choice)),
             )
         return [name]
-    (variable,) = found.pattern.variables - {name for name, _ in choice}
-    rows = sorted((dict(values)[variable], name) for values, name in found.names.items() if set(own) <= set(values))
+    (variable,) = found.pattern.variables - {name for name, _ in choice}  # the gathered one
+    rows = sorted(found.rows.get(own, ()))
     for (before, _), (after, name) in pairwise(rows):
         if after != before + 1:
             missing = found.pattern.name({**dict(choice), variable: before + 1})

@@ -29,10 +29,7 @@ class NamePattern(NamedTuple):
     text: str
     pieces: tuple[str, ...]
     slots: tuple[OpenNumber | str, ...]  # a text is a number as it is
-
-    @property
-    def variables(self) -> frozenset[str]:
-        return frozenset(slot.variable for slot in self.slots if isinstance(slot, OpenNumber))
+    variables: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
@@ -101,7 +98,7 @@ def _pattern(text: str, found: list[OpenNumber]) -> NamePattern:
             pieces[-1] += token
             continue
         pieces.append("")
-    return NamePattern(text, tuple(pieces), tuple(slots))
+    return NamePattern(text, tuple(pieces), tuple(slots), frozenset(slot.variable for slot in found))
 
 
 class NameIndex:

@@ -87,6 +87,8 @@ def operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
 def _operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
     said = step.statement
     made = list(inputs)
+    if said.plain:
+        return made
     if any(operand.turned for operand in said.left):
         turns = said.left if len(said.left) == len(made) else said.left * len(made)
         made = [_reversed(one) if operand.turned else one for one, operand in zip(made, turns, strict=True)]

@@ -36,8 +36,7 @@ class SafeExpression:
     """A compiled expression, and how many names it may still be asked about."""
 
     def __init__(self, text: str) -> None:
-        vague = _vague(text)
-        self.text, self._vague = text, vague
+        self.text, self._power = text, _power(text)
         self._compiled = re.compile(text)
         self.groups = self._compiled.groups
         self._left = STEPS_MAX
@@ -46,7 +45,7 @@ class SafeExpression:
         """`re.fullmatch`; `LimitExceeded` where all names together take too many steps."""
         if len(name) > NAME_CHARACTERS_MAX:
             raise LimitExceeded(f"name {name[:80]!r}… has {len(name)} characters; an expression takes {NAME_CHARACTERS_MAX}")
-        self._left -= len(name) ** max(self._vague, 1)
+        self._left -= len(name) ** self._power
         if self._left < 0:
             raise LimitExceeded(
                 f"/{self.text}/ takes too long for so many names", hint="write [^.]+ instead of .*, or use $LAYER_ID"
@@ -54,8 +53,8 @@ class SafeExpression:
         return self._compiled.fullmatch(name)
 
 
-def _vague(text: str) -> int:
-    """The number of repeats that could end in several places; `InvalidRequest` for anything that is not allowed."""
+def _power(text: str) -> int:
+    """The power of a name's length that a match takes; `InvalidRequest` for anything that is not allowed."""
     if not 0 < len(text) <= CHARACTERS_MAX:
         raise InvalidRequest(f"an expression has 1 to {CHARACTERS_MAX} characters, not {len(text)}")
     atoms = _atoms(text)
@@ -75,7 +74,7 @@ def _vague(text: str) -> int:
         re.compile(text)
     except (re.error, OverflowError) as problem:
         raise InvalidRequest(f"/{text}/: {problem}") from None
-    return vague
+    return max(min(vague + 1, sum(atom.varies for atom in atoms)), 1)
 
 
 def _atoms(text: str) -> list[_Atom]:

@@ -14,8 +14,8 @@ from holdfast_formats.layout.rules.expressions import Expression, names_in, pars
 from holdfast_formats.programs.names import NamePattern, pattern
 from holdfast_formats.programs.regexes import SafeExpression
 
-TEXT_BYTES_MAX = 2**20
-STATEMENTS_MAX = 20_000
+TEXT_BYTES_MAX = 2**24  # Paddle writes a statement for each expert
+STATEMENTS_MAX = 100_000
 OPERANDS_MAX = 4096
 RANGE_MAX = 4096
 

@@ -356,6 +356,11 @@ class Decisions:
         """Whether it is this node that copies to a replica, of several that were given one of this name."""
         return self._cluster is None or self._cluster.duties.has(replica_duty(name))
 
+    @property
+    def node_of_many(self) -> str:
+        """This node's name where several serve the root, else nothing."""
+        return "" if self._cluster is None else self._node
+
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""
         return Imports(self.store, self._catalog, self.events, self.admit, self.standing.way)

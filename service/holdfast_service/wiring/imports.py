@@ -52,14 +52,14 @@ class Importer:
         planned = importing.plan_import(source, Goal(wanted.run, wanted.step, attempt), wanted.options)
         if wanted.dry_run:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
-        with self._decisions.repairing(wanted.run, wanted.step):
-            try:
-                return self._made(planned, progress)
-            except Interrupted:
-                raise  # the job goes on from what is staged
-            except BaseException:
-                streaming.discard(self._tier, planned.place.path)
-                raise
+        planned = planned._replace(node=self._decisions.node_of_many)
+        try:
+            return self._made(planned, progress)
+        except Interrupted:
+            raise  # the job goes on from what is staged
+        except BaseException:
+            streaming.discard(self._tier, planned.place.path)
+            raise
 
     def _made(self, planned: PlannedImport, progress: Progress) -> dict[str, Any]:
         imports, staging = self._decisions.imports(), planned.place.path

@@ -26,10 +26,13 @@ class Author:
             shape = tuple(data.draw(st.sampled_from([2, 4, 8])) for _ in range(dimensions))
             self.shapes[f"t{number}"] = shape
         self.start = dict(self.shapes)
+        self.padded: dict[str, tuple[int, ...]] = {}
 
     def write(self) -> None:
         """Add a statement; some fit nothing that is there, and are left out."""
         kind = self._data.draw(st.sampled_from([name for name in dir(Author) if name.startswith("_w_")]))
+        if not self.shapes:
+            return
         name = self._data.draw(st.sampled_from(sorted(self.shapes)))
         if not self.shapes[name]:
             return
@@ -124,6 +127,10 @@ class Author:
         made = (*shape[:axis], shape[axis] + 3, *shape[axis + 1 :])
         self._line([name], {self._new(): made}, f"axis={axis}", f"size={shape[axis]}", f"pad_to={shape[axis] + 3}")
 
+        made_name = next(reversed(self.shapes))
+        if made_name.startswith("n"):
+            self.padded[made_name] = self.shapes.pop(made_name)  # what is cut of it later could be nothing but padding
+
     def _w_ranges(self, name: str, shape: tuple[int, ...]) -> None:
         self._line([name], {f"{name}.{self._new()}.3.w": shape})
 
@@ -133,7 +140,7 @@ class Author:
             self._line([name], {self._new(): shape}, 'src_dtype="bfloat16"', 'dst_dtype="float32"')
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_program_and_its_inverse_change_nothing(data: st.DataObject) -> None:
     """Any program of statements that have inverses, then its inverse: all is as it was, and so is what follows it."""
@@ -153,8 +160,7 @@ def test_a_program_and_its_inverse_change_nothing(data: st.DataObject) -> None:
     made = applied(compiled, start)
     assert not compiled.lost
     for each, values in made.items():
-        wanted = author.shapes.get(each.name.split("/")[0])
-        assert wanted is None or values.shape == wanted
+        assert values.shape == (author.shapes | author.padded)[each.name.split("/")[0]]
     back = compile_program(inverted(program), specs(made), {})
     same(applied(back, made), start)
     assert sum(prod(values.shape) for values in made.values()) >= sum(prod(values.shape) for values in start.values())

@@ -7,7 +7,7 @@ from typing import Any
 from holdfast_formats.disk.packing import natural_key
 from holdfast_service.daemon.copying.importing import PlannedImport
 
-FILES_TOLD = 500  # in a job's result; state.json has all
+FILES_TOLD = 200  # in a job's result; state.json has all
 NAMED = 3  # tensors of a group, as examples
 
 
@@ -42,7 +42,7 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
     for group in groups.values():
         group["dtypes"] = sorted(group["dtypes"])
         group["names"] = sorted(group["names"], key=natural_key)[:NAMED]
-    for name, values in planned.listing.documents.items():
+    for name, values in planned.wanted.documents.items():
         groups.setdefault(name, {"tensors": 0, "bytes": 0, "dtypes": [], "names": []})["values"] = sorted(values)
     told = {**source, "files": source["files"][:FILES_TOLD]}
     if len(source["files"]) > FILES_TOLD:
@@ -59,7 +59,7 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(planned: PlannedImport) -> list[str]:
-    notes, listing = list(planned.listing.notes), planned.listing
+    notes, listing = [*planned.listing.notes, *planned.wanted.notes], planned.listing
     if listing.step is not None and listing.step != planned.plan.step:
         notes.append(f"the training was at step {listing.step}; the checkpoint is imported as step {planned.plan.step}")
     return notes

@@ -28,8 +28,9 @@ from holdfast_formats.lineage import Way
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_table import Blob
-from holdfast_service.daemon.copying import mapping, streaming
+from holdfast_service.daemon.copying import comparing, mapping, streaming
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_pair
+from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier
 
@@ -61,14 +62,19 @@ class PlannedImport(NamedTuple):
     source: WatchedSource
     listing: ForeignListing
     options: ImportOptions
+    wanted: MappedListing
     files: tuple[TargetFile, ...]
     plan: WritePlan
     job: str
+    node: str = ""
 
     @property
     def place(self) -> Place:
-        """Where it is staged: the same whenever the same is imported of the same files."""
-        return naming.job_place(self.plan.run, self.plan.step, self.job)
+        """Where it is staged: the same whenever the same is imported of the same files, by the same one of several nodes.
+
+        A node that has lost its lease may still write, and must not meet the one that has taken its job.
+        """
+        return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
 
     @property
     def bytes(self) -> int:
@@ -90,7 +96,8 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     watched = WatchedSource(source, digested=True)
     kind = choose(watched, options.kind, KINDS)
     listing = kind.read(watched, ReadOptions(options.as_is, options.assemble_flat))
-    targets = {one.key: one for one in mapping.mapped(listing, options.program)}
+    wanted = mapping.mapped(watched, listing, options.program)
+    targets = {one.key: one for one in wanted.tensors}
     if not targets:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
     layouts = pack(one.spec for one in targets.values())
@@ -102,7 +109,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
         step=naming.check_step(goal.step),
         attempt=goal.attempt,
         world=1,
-        groups=tuple(sorted({key.group for key in targets} | listing.documents.keys())),
+        groups=tuple(sorted({key.group for key in targets} | wanted.documents.keys())),
         files=tuple(_planned(layout) for layout in layouts),
         aliases={},
         assets=tuple(PlannedAsset(0, Blob(name, 0, watched.size(name) or 0)) for name in listing.assets),
@@ -110,8 +117,9 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
         mesh={},
         state=b"",
     )
-    plan = plan._replace(state=_state(plan, listing))
-    return PlannedImport(watched, listing, options, files, plan, streaming.digest_of(watched, listing.tensors, files))
+    plan = plan._replace(state=_state(plan, wanted.documents))
+    job = streaming.digest_of(watched, listing.tensors, files)
+    return PlannedImport(watched, listing, options, wanted, files, plan, job)
 
 
 def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
@@ -124,11 +132,14 @@ def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
 def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
     """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
     staging, plan = planned.place.path, planned.plan
+    comparing.check_equal(planned.source, planned.listing.tensors, planned.wanted.equal, going)
+    comparing.check_zeros(planned.source, planned.listing.tensors, planned.wanted.zeros, going)
     finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
         entries.append(_put_asset(planned, target, asset.blob, going))
-    planned.source.check_unchanged([use.file for use in planned.listing.files])
+    planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
+    planned.source.check_names()
     extents: dict[str, dict[str, Any]] = {}
     for file in finished:
         for one in file.tensors:
@@ -164,8 +175,8 @@ def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: Going) -
     return FileEntry(blob.name, blob.length, 0, found.hexdigest())
 
 
-def _state(plan: WritePlan, listing: ForeignListing) -> bytes:
-    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in listing.documents.items()}
+def _state(plan: WritePlan, documents: Documents) -> bytes:
+    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in documents.items()}
     return state_json.merge(plan.step, {}, plan.groups, {0: values})
 
 
