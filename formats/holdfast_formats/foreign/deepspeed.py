@@ -108,7 +108,7 @@ def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lan
         if len(rank.masters) != len(groups) or (
             rank.paddings is not None and list(map(len, rank.paddings)) != list(map(len, groups))
         ):
-            raise refused(rank.path, f"has {len(rank.masters)} groups, and {path} names {len(groups)}")
+            raise refused(rank.path, f"has other groups of parameters than {path} names")
     lanes = [[rank.masters[group] for rank in saved.ranks] for group in range(len(groups))]
     parameters = zero_partitions.by_group(groups, saved.ranks[0].paddings, lanes)
     _check_fragments(parameters, saved.ranks, lanes)
