@@ -145,8 +145,9 @@ def _master(parameter: FlatParameter, lanes: zero_partitions.Lanes) -> ForeignTe
 def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[ForeignTensor], list[str]]:
     """The module's weights and buffers, and masters where they are more than that; and notes."""
     module, path = dict_in(saved.models[0], "module", saved.model_path), saved.model_path
-    buffers = set(list_in(saved.models[0], "buffer_names", path))
+    buffers = _names(list_in(saved.models[0], "buffer_names", path), "buffer_names", path)
     shared = dict_in({"shared_params": saved.models[0].get("shared_params") or {}}, "shared_params", path)
+    _names(list(shared.values()), "shared_params", path)
     frozen = _frozen(saved)
     missing = sorted(masters.keys() - module.keys())
     if missing:
@@ -170,6 +171,12 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
     if saved.stage == 3 and narrow & masters.keys():
         notes.append("ZeRO 3 stores no weights but the FP32 masters: the weights are these, rounded as DeepSpeed does")
     return found, notes
+
+
+def _names(given: list[Any], key: str, path: str) -> set[str]:
+    if not all(type(name) is str for name in given):
+        raise torch_values.mismatch(path, key, f"has {key!r}, which are no names")
+    return set(given)
 
 
 def _compared(tensor: ForeignTensor, master: ForeignTensor, path: str) -> ForeignTensor:
