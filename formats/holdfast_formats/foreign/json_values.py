@@ -46,6 +46,12 @@ def pairs(value: Mapping[Any, Any], other: Other, trail: Trail) -> list[list[Any
     return [[encode(k, other, (*trail, repr(k)[:40])), encode(v, other, (*trail, str(k)[:80]))] for k, v in value.items()]
 
 
+def ordered(encoded: dict[str, Any]) -> dict[str, Any]:
+    """An object of JSON values that states the order of its keys, where that is not the sorted one."""
+    keys = list(encoded)
+    return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
+
+
 def path_of(trail: Trail) -> str:
     """A path as people write it: `loader.order[3]`."""
     return "".join(step if step.startswith("[") else f".{step}" for step in trail).lstrip(".")
@@ -80,11 +86,9 @@ def _items(values: Iterable[Any], other: Other, trail: Trail) -> list[Any]:
 
 
 def _mapping(value: dict[Any, Any], other: Other, trail: Trail) -> Any:
-    keys = list(value)
-    if not all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in keys):
+    if not all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
         return {"$dict": pairs(value, other, trail)}
-    encoded = {key: encode(item, other, (*trail, key)) for key, item in value.items()}
-    return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
+    return ordered({key: encode(item, other, (*trail, key)) for key, item in value.items()})
 
 
 def _is_unicode(text: str) -> bool:
