@@ -109,7 +109,8 @@ def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: B
         buffer = np.empty(reach * dtype.itemsize, np.uint8)
         _whole(files, piece.file, begin, buffer)
         steps = [step * dtype.itemsize for step in piece.strides]
-        assign(_part(into, part), as_strided(buffer.view(dtype), shape, steps, writeable=False), name)
+        bits = as_strided(buffer.view(f"u{dtype.itemsize}"), shape, steps, writeable=False)  # numpy refuses float8_e5m2
+        assign(_part(into, part), bits.view(dtype), name)
 
 
 def _spans(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Iterator[tuple[tuple[int, ...], Box]]:

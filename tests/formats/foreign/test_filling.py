@@ -132,6 +132,15 @@ def test_rounded_to_the_nearest_even() -> None:
         filling.elements(files, {tensor.key: tensor}, moves.same(tensor, dtype="I32"), 0, 4)
 
 
+@pytest.mark.parametrize("dtype", sorted(set(dtypes.BITS) - {"F4", "F6_E2M3", "F6_E3M2"}))
+def test_every_type_in_another_order(dtype: str) -> None:
+    """A transposed matrix of any type is read as it is."""
+    values = np.arange(12).reshape(3, 4).astype(dtypes.to_numpy(dtype))
+    files = InMemory(f=np.ascontiguousarray(values.T).tobytes())
+    tensor = ForeignTensor(TensorSpec("model", "x", dtype, (3, 4)), (ForeignPiece("f", 0, whole((3, 4)), (1, 3)),))
+    assert filling.fetched(files, tensor).tobytes() == values.tobytes()
+
+
 def test_spans_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large transposed matrix, a band is read in spans of a bounded length, and far gaps are not read at all."""
     monkeypatch.setattr(filling, "SPAN_BYTES_MAX", 2**16)

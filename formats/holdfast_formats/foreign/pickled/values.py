@@ -1,0 +1,72 @@
+"""What a pickle is read into, besides Python's own containers, numbers and texts; nothing of it does anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class PickledArray(NamedTuple):
+    """A numpy array or a torch tensor, or a storage (one dimension), by the place of its elements in a file.
+
+    The dtype has safetensors' name, the strides count elements, `offset` is the byte of the first element in `file`.
+    `storage` is torch's key of the storage that holds it: arrays of one storage share bytes. It is empty for numpy's.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: str
+    offset: int
+    file: str
+
+
+class LatinArray(NamedTuple):
+    """A numpy array whose bytes stand in the file as text, as protocols below 3 have them: row-major bytes in Latin-1, which
+    is encoded as UTF-8 in `length` bytes from `offset` on. With `strides` as of a `PickledArray`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    length: int
+    file: str
+
+
+class PickledBytes(NamedTuple):
+    """A bytes object, or a text of over `TEXT_BYTES_MAX`, by its place in a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class PickledGlobal(NamedTuple):
+    """A class or function by its name, such as `torch.float32`. It was not looked up."""
+
+    name: str
+
+
+class PickledRecord:
+    """An object of a class that the caller allowed, by name: what it was made of, and none of its behaviour.
+
+    `items` is what a subclass of dict or list contains. Two records are equal only if they are the same one.
+    """
+
+    __slots__ = ("args", "items", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name, self.args = name, args
+        self.state: Any = None
+        self.items: dict[Any, Any] | list[Any] | None = None
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """An attribute of the object; of a subclass of dict also an item."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)  # attributes, and those of `__slots__`
+        for part in (*parts, self.items):
+            if isinstance(part, dict) and field in part:
+                return part[field]
+        return default
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"

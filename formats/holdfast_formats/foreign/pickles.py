@@ -1,0 +1,67 @@
+"""Reads pickles and torch files without running anything of them: the one door for all that is pickled.
+
+Containers, numbers and texts become Python's own values. Arrays, tensors and bytes objects become their places in the
+file: their bytes are never read here. Objects of classes that the caller allows become inert records. Any other class or
+function, and any opcode, depth or size over a limit is refused by file and byte. A process needs less than 256 MiB for
+it, whatever the file. What is returned contains no value within itself, and a walk through it is short.
+
+Errors are `StateMismatch` for what is not read, `LimitExceeded`, and `CorruptManifest` for files that are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.foreign.pickled import torch_files, zip_members
+from holdfast_formats.foreign.pickled.dtypes import TORCH as TORCH_DTYPES
+from holdfast_formats.foreign.pickled.machine import PickleMachine
+from holdfast_formats.foreign.pickled.stream import PickleStream
+from holdfast_formats.foreign.pickled.values import LatinArray, PickledArray, PickledBytes, PickledGlobal, PickledRecord
+from holdfast_formats.foreign.pickled.zip_members import ZipWindow
+
+__all__ = [
+    "TORCH_DTYPES",
+    "LatinArray",
+    "PickledArray",
+    "PickledBytes",
+    "PickledGlobal",
+    "PickledRecord",
+    "read_pickle",
+    "read_torch",
+]
+
+
+def read_pickle(files: ForeignFiles, path: str, allowed: Collection[str] = ()) -> Any:
+    """The value of a file that is one pickle. `allowed` are classes (`module.Class`) whose objects become records."""
+    stream = PickleStream(files, path, 0, _size(files, path))
+    value = PickleMachine(stream, allowed).run()
+    if stream.where != stream.stop:
+        raise stream.refused(f"ends at byte {stream.where}, and {stream.stop - stream.where} bytes follow it")
+    return value
+
+
+def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None) -> Any:
+    """The value of a file of `torch.save`, a zip file or in the older form; `allowed` as of `read_pickle`.
+
+    `at` is the first byte and the length of a zip file that is a part of the file.
+    """
+    size = _size(files, path)
+    start, length = (0, size) if at is None else at
+    if start < 0 or length < 0 or start + length > size:
+        raise StateMismatch(f"{path} has {size} bytes, and a value is said to be at {start}+{length}", file=path)
+    head = files.read(path, start, len(zip_members.MAGIC))
+    if head.startswith(zip_members.MAGIC):
+        return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed)
+    if head.startswith(torch_files.PICKLE_START) and at is None:
+        return torch_files.read_legacy(files, path, size, allowed)
+    raise StateMismatch(f"{path} is no file of torch.save: it begins with {head[:8]!r}", file=path)
+
+
+def _size(files: ForeignFiles, path: str) -> int:
+    size = files.size(path)
+    if size is None:
+        raise StateMismatch(f"there is no file {path}", file=path)
+    return size
