@@ -68,7 +68,7 @@ def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
         return encoded
     if "$keys" in encoded:
         return {key: decode(encoded[key], stored) for key in encoded["$keys"]}
-    tag, content = next(iter(encoded.items())) if len(encoded) == 1 else ("", None)
+    tag, content = str(next(iter(encoded))) if len(encoded) == 1 else "", next(iter(encoded.values()), None)
     if not tag.startswith("$"):
         return {key: decode(value, stored) for key, value in encoded.items()}
     if tag in ("$tensor", "$array"):

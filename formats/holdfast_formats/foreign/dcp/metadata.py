@@ -1,16 +1,19 @@
-"""What the `.metadata` of a DCP directory says: each tensor with its chunks, each value, and where in which file they are."""
+"""What the `.metadata` of a DCP directory says: each tensor with its chunks, each value, and where they are in which file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast_formats.errors import NotCommitted, StateMismatch
 from holdfast_formats.foreign import pickles
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal, PickledRecord
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
 
 METADATA = ".metadata"
 Path = tuple[str | int, ...]
@@ -104,10 +107,8 @@ def read(files: ForeignFiles, directory: str = "") -> SavedState:
             values[fqn] = _place(places, (fqn, None), path)
         else:
             raise StateMismatch(f"{path} describes {fqn!r} as {about.name}", file=path, tensor=fqn)
-    used = {(fqn, chunk.box.offset) for fqn, tensor in tensors.items() for chunk in tensor.chunks}
-    used |= {(fqn, None) for fqn in values}
-    for fqn, offset in places.keys() - used:
-        if fqn not in tensors or offset is None:
+    for fqn, offset in places:
+        if fqn not in (values if offset is None else tensors):  # chunks without elements may have any offset
             raise StateMismatch(f"{path} says where {fqn!r} is, and not what it is", file=path, tensor=fqn)
     return SavedState(tensors, values, _paths(root.get("planner_data"), path), _flattened(root.get("mcore_data"), path))
 
@@ -219,13 +220,12 @@ def _place(places: Places, key: tuple[str, Shape | None], path: str) -> StoredAt
 def _paths(found: Any, path: str) -> dict[str, Path]:
     if found is None:
         return {}
-    made: dict[str, Path] = {}
-    for fqn, keys in (found if isinstance(found, dict) else {None: None}).items():
-        fits = isinstance(fqn, str) and isinstance(keys, tuple) and keys and all(isinstance(k, str | int) for k in keys)
-        if not fits:
+    for fqn, keys in _dict(found, "paths", path).items():
+        plain = isinstance(fqn, str) and isinstance(keys, tuple) and keys and all(isinstance(k, str | int) for k in keys)
+        if not plain:
             raise StateMismatch(f"{path} has paths that no planner of torch writes: {fqn!r:.80}", file=path)
-        made[fqn] = keys
-    return made
+    paths: dict[str, Path] = found
+    return paths
 
 
 def _flattened(found: Any, path: str) -> dict[str, Shape]:
@@ -240,7 +240,7 @@ def _flattened(found: Any, path: str) -> dict[str, Shape]:
     return made
 
 
-def _is_shape(found: Any) -> bool:
+def _is_shape(found: Any) -> TypeGuard[Shape]:
     return isinstance(found, tuple) and all(type(n) is int and n >= 0 for n in found)
 
 
