@@ -10,6 +10,7 @@ from holdfast_formats.foreign import json_values, pickles
 from holdfast_formats.foreign.dcp.metadata import StoredAt
 from holdfast_formats.foreign.json_values import Trail
 from holdfast_formats.foreign.listing import Decoder, ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.pickled.calls import LatinBytes
 from holdfast_formats.foreign.pickles import PickledArray, PickledBytes, PickledGlobal, PickledRecord
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
@@ -25,6 +26,14 @@ class Unread(NamedTuple):
     """Stands for a value that was not read."""
 
     reason: str
+
+
+class ValuePlace(NamedTuple):
+    """The file that a value is in, and where its arrays are stored: as tensors `prefix/…` of a group."""
+
+    file: str
+    group: str
+    prefix: str
 
 
 class Gathered:
@@ -62,69 +71,71 @@ class Gathered:
             return Unread(error.detail)
 
     def encoded(self, at: StoredAt, group: str, prefix: str) -> Any:
-        """A pickled value as JSON, or `Unread`. Arrays in it become tensors of `group`, named `prefix/…`."""
+        """A pickled value as JSON, or `Unread`; arrays in it become tensors."""
         small = at.length <= KEPT_BYTES_MAX
         data = self.files.read(at.file, at.start, at.length) if small else b""
         if data and data in self._known:
             return self._known[data]
         before = self._placed
         value = self.value(at)
-        made = value if isinstance(value, Unread) else self.json(value, group, prefix)
+        made = value if isinstance(value, Unread) else self.json(value, ValuePlace(at.file, group, prefix))
         if data and self._placed == before:  # nothing in it refers to its place in the file
             self._known[data] = made
         return made
 
-    def json(self, value: Any, group: str, prefix: str) -> Any:
+    def json(self, value: Any, place: ValuePlace) -> Any:
         """A value that was read, as JSON; `Unread` where something in it has no plain form."""
         held = dict(self.tensors)
         try:
-            return json_values.encode(value, lambda trail, other: self._other(trail, other, group, prefix))
+            return json_values.encode(value, lambda trail, other: self._other(trail, other, place))
         except Refused as error:
             self.tensors = held
             return Unread(error.detail)
 
-    def _other(self, trail: Trail, value: Any, group: str, prefix: str) -> Any:
+    def _other(self, trail: Trail, value: Any, place: ValuePlace) -> Any:
         if isinstance(value, PickledArray):
             self._placed += 1
-            name = _name(prefix, trail)
+            name = _name(place.prefix, trail)
             piece = ForeignPiece(value.file, value.offset, whole(value.shape), value.strides)
-            self.add(TensorSpec(group, name, value.dtype, value.shape), (piece,) if piece.box.volume else ())
+            self.add(TensorSpec(place.group, name, value.dtype, value.shape), (piece,) if piece.box.volume else ())
             return {"$tensor" if value.storage else "$array": name}
-        if isinstance(value, PickledBytes):
+        if isinstance(value, PickledBytes | LatinBytes):
             self._placed += 1
-            return json_values.encode(self._bytes(value, trail), _refuse)
+            return json_values.encode(self._bytes(value, trail, place.file), _refuse)
         if isinstance(value, PickledGlobal) and value.name in pickles.TORCH_DTYPES:
             return {"$dtype": value.name.removeprefix("torch.")}
         if isinstance(value, PickledRecord):
-            return self._record(trail, value, group, prefix)
+            return self._record(trail, value, place)
         return _refuse(trail, value)
 
-    def _record(self, trail: Trail, value: PickledRecord, group: str, prefix: str) -> Any:
+    def _record(self, trail: Trail, value: PickledRecord, place: ValuePlace) -> Any:
         if value.name in _NAMESPACES and isinstance(value.state, dict):
-            return self._namespace(trail, value.state, group, prefix)
+            return self._namespace(trail, value.state, place)
         if value.name == _BYTES_IO and isinstance(value.state, tuple) and value.state:
-            return self._other(trail, value.state[0], group, prefix)
+            return self._other(trail, value.state[0], place)
         if value.name == "torch.device":
             return {"$device": ":".join(map(str, value.args))}
         if value.state is None and value.items is None and all(isinstance(arg, int | str) for arg in value.args):
             return f"{value.name}({', '.join(map(repr, value.args))})"  # a member of an enumeration
         return _refuse(trail, value)
 
-    def _namespace(self, trail: Trail, fields: dict[str, Any], group: str, prefix: str) -> Any:
+    def _namespace(self, trail: Trail, fields: dict[str, Any], place: ValuePlace) -> Any:
         """The arguments of a program: those that are not plain are left out, and named."""
         made: dict[str, Any] = {}
         for field, value in fields.items():
             inner = (*trail, str(field))
             try:
-                made[str(field)] = json_values.encode(value, lambda t, v: self._other(t, v, group, prefix), inner)
+                made[str(field)] = json_values.encode(value, lambda t, v: self._other(t, v, place), inner)
             except Refused as error:
-                self.notes.append(f"{prefix}: left out: {error.detail}")
+                self.notes.append(f"{place.prefix}: left out: {error.detail}")
         return json_values.ordered(made)
 
-    def _bytes(self, value: PickledBytes, trail: Trail) -> bytes:
+    def _bytes(self, value: PickledBytes | LatinBytes, trail: Trail, file: str) -> bytes:
         if value.length > BYTES_MAX:
             raise InvalidRequest(f"{json_values.path_of(trail)} has {value.length} bytes, over {BYTES_MAX}")
-        return self.files.read(value.file, value.offset, value.length)
+        if isinstance(value, PickledBytes):
+            return self.files.read(value.file, value.offset, value.length)
+        return self.files.read(file, value.offset, value.length).decode().encode("latin1")
 
 
 def _name(prefix: str, trail: Trail) -> str:

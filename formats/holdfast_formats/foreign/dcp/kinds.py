@@ -96,6 +96,7 @@ def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: s
     size = files.size(common)
     arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered)
     if size is not None:
+        arrangement.common_file = common
         arrangement.common = gathered.value(StoredAt(common, 0, size))
         known[common] = _unread(common, arrangement.common) or FileUse(common, "state")
     step = arrangement.as_is() if options.as_is else arrangement.arrange()

@@ -24,7 +24,7 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign import filling, json_values, optimizer_state
 from holdfast_formats.foreign.dcp.arrangement import EXTRA, MODEL
-from holdfast_formats.foreign.dcp.gathering import PLAIN, Gathered, Unread
+from holdfast_formats.foreign.dcp.gathering import PLAIN, Gathered, Unread, ValuePlace
 from holdfast_formats.foreign.dcp.metadata import SavedState
 from holdfast_formats.foreign.dcp.payloads import Payloads
 from holdfast_formats.foreign.listing import FetchBox, ForeignPiece, ForeignTensor
@@ -73,11 +73,12 @@ class Constant(NamedTuple):
 
 
 class MegatronArrangement:
-    """Arranges one saved state dict. `common` is the content of common.pt, where there is one."""
+    """Arranges one saved state dict. `common` is the content of common.pt, or of `common_file`, where there is one."""
 
     def __init__(self, saved: SavedState, payloads: Payloads, gathered: Gathered) -> None:
         self._saved, self._payloads, self._gathered = saved, payloads, gathered
         self.common: Any = None
+        self.common_file = ""
         self._layers: dict[str, int] = {}
         self._stepped: list[str] = []
         self._mastered: list[str] = []
@@ -152,7 +153,7 @@ class MegatronArrangement:
         for fqn, at in self._saved.values.items():
             if fqn == COMMON_KEY and self.common is None:
                 found = self._gathered.value(at)
-                self.common = found[0] if isinstance(found, list) and found else found
+                self.common, self.common_file = found[0] if isinstance(found, list) and found else found, at.file
                 continue
             value = self._gathered.value(at)
             if _is_empty(value):
@@ -161,7 +162,11 @@ class MegatronArrangement:
             self._note_steps(value)
             match = _OBJECT.fullmatch(fqn)
             key, place = (match["key"], match["at"]) if match is not None else (fqn, "")
-            made = value if isinstance(value, Unread) else self._gathered.json(value, EXTRA, f"{key}/{place}".rstrip("/"))
+            made = (
+                value
+                if isinstance(value, Unread)
+                else self._gathered.json(value, ValuePlace(at.file, EXTRA, f"{key}/{place}".rstrip("/")))
+            )
             if isinstance(made, Unread):
                 self._gathered.notes.append(f"{fqn} was left out: {made.reason}")
             else:
@@ -175,7 +180,11 @@ class MegatronArrangement:
     def _common(self) -> int | None:
         if self.common is None:
             return None
-        made = self.common if isinstance(self.common, Unread) else self._gathered.json(self.common, EXTRA, "common")
+        made = (
+            self.common
+            if isinstance(self.common, Unread)
+            else self._gathered.json(self.common, ValuePlace(self.common_file, EXTRA, "common"))
+        )
         if isinstance(made, Unread):
             self._gathered.notes.append(f"the common state was left out: {made.reason}")
             return None

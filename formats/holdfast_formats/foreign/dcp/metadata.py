@@ -1,19 +1,16 @@
-"""What the `.metadata` of a DCP directory says: each tensor with its chunks, each value, and where they are in which file."""
+"""What the `.metadata` of a DCP directory says: each tensor with its chunks, each value, and the places of all in files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from holdfast_formats.errors import NotCommitted, StateMismatch
 from holdfast_formats.foreign import pickles
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal, PickledRecord
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeGuard
 
 METADATA = ".metadata"
 Path = tuple[str | int, ...]
@@ -32,6 +29,7 @@ ALLOWED = frozenset(
         ),
         *(f"{_DCP}.metadata.{name}" for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
         f"{_DCP}.filesystem._StorageInfo",
+        *(f"torch.{name}" for name in ("complex32", "complex128", "quint8", "qint8", "qint32", "float4_e2m1fn_x2")),
         # Megatron-core keeps the plans of its ranks, to save the next step faster.
         *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
         *(f"{_DCP}.filesystem.{name}" for name in ("_StoragePrefix",)),
