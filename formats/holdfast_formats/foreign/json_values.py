@@ -72,7 +72,7 @@ def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
     if not tag.startswith("$"):
         return {key: decode(value, stored) for key, value in encoded.items()}
     if tag in ("$tensor", "$array"):
-        return stored(tag[1:], content)
+        return stored(tag[1:], str(content))
     if tag not in _TAGS:
         raise InvalidRequest(f"a value with the tag {tag} has no plain form")
     try:
