@@ -67,6 +67,8 @@ def build(
     file_bytes_max: int = 5000,
     config: bytes = b'{"model_type": "tiny"}\n',
     extent_bytes: int = EXTENT_BYTES,
+    assets: Mapping[str, bytes] | None = None,
+    ranks: Mapping[int, state_json.Values] | None = None,
 ) -> Built:
     """Write a committed checkpoint into `directory`, which is made."""
     directory.mkdir(parents=True)
@@ -92,9 +94,9 @@ def build(
     small: dict[str, bytes] = {
         naming.index_file_name(group): index.encode([plan for plan in plans if plan.group == group]) for group in held
     }
-    small[naming.STATE] = state_json.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
-    small["config.json"] = config
-    small["empty.txt"] = b""
+    values = {0: {"extra": {"lr": "0.1"}}} if ranks is None else ranks
+    small[naming.STATE] = state_json.merge(step, {"loss": 2.5}, list(held), values)
+    small |= {"config.json": config, "empty.txt": b""} if assets is None else assets
     for name, data in small.items():
         (directory / name).write_bytes(data)
         files.append(FileEntry(name, len(data), 0, digest(data)))

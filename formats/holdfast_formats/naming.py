@@ -25,6 +25,7 @@ ROOT_FILE = ".holdfast.root"  # the root's id
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
+_PROGRESS = ".progress"
 _LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
 ROUND_ID_MAX = 10**18 - 1
@@ -171,6 +172,26 @@ def shard_file_name(group: str, position: int, count: int) -> str:
 
 def index_file_name(group: str) -> str:
     return f"{check_group(group)}.safetensors.index.json"
+
+
+def job_place(run: str, step: int, digest: str) -> Place:
+    """Where a job stages a checkpoint that it makes of other files; `digest` tells it from any other work on this step."""
+    return Place(run, step, NO_ATTEMPT, int(digest, 16) % ROUND_ID_MAX + 1)
+
+
+def is_job_place(place: Place | StagingName) -> bool:
+    """Whether a job stages there, and a later start of it may go on from what is there."""
+    return place.attempt == NO_ATTEMPT and place.round_id > 0
+
+
+def progress_path(staging: str) -> str:
+    """Where it is noted which files of a staging directory are finished: beside it, since all of it is published."""
+    return f"{staging}{_PROGRESS}"
+
+
+def without_progress(name: str) -> str:
+    """The name of the staging directory that a directory belongs to: its own, or the one whose progress it notes."""
+    return name.removesuffix(_PROGRESS)
 
 
 def checkpoint_path(run: str, step: int) -> str:

@@ -101,6 +101,17 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
 
 
+def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_root(pair: tuple[Node, Node]) -> None:
+    """Its committer was lost before the catalog heard of it; a commit that is on its way there is left to its node."""
+    a, b = pair
+    committed(a, 1)
+    put_checkpoint(a.tier, a_manifest(RUN, 2))
+    b.care.look()
+    assert steps(b) == [1]
+    b.care.look()
+    assert steps(b) == [1, 2]
+
+
 def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: tuple[Node, Node]) -> None:
     """Also where its beginning is recorded only after that: a new launch would wait for its end."""
     a, b = pair

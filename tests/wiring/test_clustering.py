@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
 
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.duties import UPKEEP
+from holdfast_service.wiring import clustering
 from holdfast_service.wiring.clustering import Upkeep
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
@@ -48,3 +54,25 @@ def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:
     wait_until(lambda: second.times > 3)
     of_b.close()
     assert b.duties.has(UPKEEP)
+
+
+def test_the_address_is_found_once_the_catalog_answers(nodes: Nodes) -> None:
+    """A daemon that starts while the catalog's name means nothing listens where others reach it as soon as the name does."""
+    node = nodes.add("a")
+    means = socket.getaddrinfo
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    def loopback(*_: Any, **__: Any) -> Any:
+        return means("::1", 0, type=socket.SOCK_DGRAM)
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", nothing)
+        exchange = clustering.party(node, None, stack).exchange
+        assert exchange.url.startswith(f"http://{clustering.LOOPBACK}:")
+        patched.setattr(socket, "getaddrinfo", loopback)
+        node.membership.start()
+        node.membership.beat_soon()
+        wait_until(lambda: exchange.url.startswith("http://[::1]:"))
+        assert clustering.party(node, None, stack).exchange.url.startswith("http://[::1]:")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 
 from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import Place
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.cluster.cluster import Cluster, deciding
+from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
@@ -18,11 +20,11 @@ log = logging.getLogger(__name__)
 IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 
 
-def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None) -> None:
-    """Put back what was being replaced, and remove what was never committed; in a cluster, what belongs to no round that
-    goes on, and to which nobody has written for `idle_s`.
+def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None, spared: Collection[Place] = ()) -> None:
+    """Put back what was being replaced, and remove what was never committed, but not what is `spared`; in a cluster, what
+    belongs to no round that goes on, and to which nobody has written for `idle_s`.
     """
-    live = [] if cluster is None else cluster.rounds.places()
+    live = [*spared, *([] if cluster is None else cluster.rounds.places())]
     put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
     for path in put_back:
         log.warning("put back %s, which was being replaced", path)
@@ -45,13 +47,15 @@ class RootCare:
         """`due` has a run's policy applied soon."""
         self._tier, self._store, self._catalog = tier, store, catalog
         self._cluster, self._events, self._due = cluster, events, due
+        self.absences = roots.Absences()
+        self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
 
     def look(self, idle_s: float = IDLE_S) -> None:
         """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
-        their node, and have all policies applied.
+        their node, list what was committed and never listed, and have all policies applied.
         """
-        sweep(self._store, self._cluster, idle_s)
+        sweep(self._store, self._cluster, idle_s, wanted_places(self._catalog.database, self._store.files))
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._note_lost_nodes()
@@ -60,8 +64,20 @@ class RootCare:
         for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
         self._cluster.rounds.forget()
-        for run in roots.runs(self._tier):
+        found = roots.runs(self._tier)
+        self._list_what_is_there(found)
+        for run in found:
             self._due(run)
+
+    def _list_what_is_there(self, found: Iterable[str]) -> None:
+        """Whoever committed a checkpoint, and whoever saw it, may be lost before the catalog heard of it. What disagrees
+        only once is on its way there.
+        """
+        disagreed = {run for run in found if not roots.agrees(self._store, self._catalog, run)}
+        if disagreed & self._disagreed:
+            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self.absences):
+                log.error("cannot read %s@%s: %s", run, step, problem.detail)
+        self._disagreed = disagreed
 
     def _end_saves(self) -> None:
         why = "the node on which it was being saved is gone"

@@ -137,6 +137,10 @@ class MemoryTier:
             below = self._directories.union(self._files)
         return sorted(path[-1] for path in below if path and path[:-1] == names)
 
+    def stamp(self, path: str) -> str:
+        held = self._files.get(tuple(split_path(path)))
+        return "" if held is None else f"{id(held):x}.{hashlib.sha256(held).hexdigest()[:32]}"
+
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         top = tuple(split_path(path))
         found = {}

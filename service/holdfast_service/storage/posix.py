@@ -206,6 +206,14 @@ class PosixTier:
         with self._there(path) as directory:
             return [] if directory is None else sorted(os.listdir(directory))
 
+    def stamp(self, path: str) -> str:
+        parent, leaf = split_leaf(path)
+        with translated("stat", path), absent(), self._directory(parent) as directory:
+            status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                return f"{status.st_size:x}.{status.st_mtime_ns:x}.{status.st_ino:x}"
+        return ""
+
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         with self._there(path) as directory:
             return {} if directory is None else stamps(directory, names)

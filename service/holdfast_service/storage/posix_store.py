@@ -123,7 +123,7 @@ class PosixStore:
 
     def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
         """Every tree in staging/ and trash/ whose name is one of ours; everything else stays."""
-        spared = {place.path for place in live}
+        spared = {path for place in live for path in (place.path, naming.progress_path(place.path))}
         removed = []
         for run, room in self._rooms():
             for name in self._tier.list(f"{run}/{room}"):
@@ -318,7 +318,7 @@ def _check_there(tier: Tier, place: Place, contents: CommitContents) -> None:
 
 
 def _is_ours(room: str, name: str) -> bool:
-    staged = naming.parse_staging_directory(name) is not None
+    staged = naming.parse_staging_directory(naming.without_progress(name)) is not None
     return staged or (room == naming.TRASH and naming.parse_step_directory(name) is not None)
 
 

@@ -38,6 +38,9 @@ class HubSnapshot:
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
         return self._cache.read_stored(self._found(path), offset, buffer)
 
+    def stamp(self, path: str) -> str:
+        return self._cache.stamp(self._found(path))
+
     def _found(self, path: str) -> str:
         """The place of a file's bytes. Only the text of a link is used; the path that it names is opened without following
         links.

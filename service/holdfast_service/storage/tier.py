@@ -52,6 +52,9 @@ class Readable(Protocol):
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; empty for anything but a directory."""
 
+    def stamp(self, path: str) -> str:
+        """A text that changes when the file at `path` is written, replaced or made anew; empty if there is no file."""
+
 
 class Tier(Readable, Protocol):
     """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""

@@ -40,6 +40,7 @@ from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, H
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.conversation import DataPlane
+from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.saver import Saver
@@ -92,7 +93,7 @@ class NodeParts(NamedTuple):
     runner: JobRunner
     arena_bytes_max: int
     url: str | None  # of its API
-    exchange: str | None  # where other nodes read what ranks of this one have saved
+    exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -166,7 +167,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    exchange = None if others is None else others.exchange.url
+    exchange = None if others is None else others.exchange
     return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
 
 
@@ -198,7 +199,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             sealed=saver.sealed,
             host=platform.node(),
             url=node.url,
-            exchange=node.exchange,
+            exchange=None if node.exchange is None else node.exchange.url,
         )
 
     return about

@@ -54,7 +54,8 @@ def take_part(
 
 def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> JointParty:
     """What this node needs to save together with others; it listens from now on. `at` is where, if it was told."""
-    host, port = at or (_address(cluster.database.engine.url), 0)
+    found = _address(cluster.database.engine.url) if at is None else None
+    host, port = at or (found or LOOPBACK, 0)
     if host in EVERYWHERE:  # who goes there meets himself
         raise InvalidRequest(
             f"--exchange: {host} is no address at which other nodes reach this one",
@@ -73,9 +74,20 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
         if not exchange.secret:
             exchange.secret = cluster.secret()
 
+    def learn_address() -> None:
+        """Where the catalog's name meant nothing when this daemon was started, it does now that the catalog answers."""
+        cluster.membership.heard.remove(learn_address)
+        host = _address(cluster.database.engine.url) or LOOPBACK
+        try:
+            exchange.move_to(host)
+        except OSError as error:
+            log.warning("cannot listen at %s for other nodes: %s; pass --exchange HOST:PORT", host, error)
+
     with suppress(CatalogUnavailable):
         learn_secret()
     cluster.membership.heard.append(learn_secret)
+    if at is None and found is None:
+        cluster.membership.heard.append(learn_address)
     return JointParty(cluster.rendezvous, exchange, cluster.crews.of)
 
 
@@ -89,8 +101,10 @@ def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> Pee
     return PeerMemory(find, lambda: arena.spare_bytes)
 
 
-def _address(catalog: URL) -> str:
-    """The address of this machine from which the catalog's server is reached; nothing is sent to it."""
+def _address(catalog: URL) -> str | None:
+    """The address of this machine from which the catalog's server is reached; nothing is sent to it. None if its name means
+    nothing, or there is no way to it.
+    """
     host, port = catalog.host, catalog.port or PORT
     if not host or host.startswith("/"):
         return LOOPBACK
@@ -100,8 +114,8 @@ def _address(catalog: URL) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        log.warning("cannot tell from which address %s is reached: %s; other nodes cannot read from this one", host, error)
-        return LOOPBACK
+        log.warning("cannot tell from which address %s is reached, until it answers: %s", host, error)
+        return None
 
 
 class Upkeep:

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.naming import Place
+from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying import exporting, importing
-from holdfast_service.daemon.copying.copies import Going, read_pair
+from holdfast_service.daemon.copying import exporting
+from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
-from holdfast_service.daemon.copying.importing import Goal
+from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
-
-
-class Progress(Protocol):
-    """Receives the progress of work; it may raise, to stop the work."""
-
-    def report(self, done_bytes: int, total_bytes: int) -> None: ...
-
-
-class Quiet:
-    """Ignores progress."""
-
-    def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Hear it and go on."""
+from holdfast_service.wiring.imports import OURS, Importer, WantedImport
+from holdfast_service.wiring.progress import Progress, going
 
 
 class Transfers:
@@ -41,10 +28,11 @@ class Transfers:
 
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
+        self._importer = Importer(tier, decisions)
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, `import` has `from`: below
-        `place`.
+        `place`, and what `ImportOptions` has, and perhaps `dry_run`.
         """
         return {"export": self.export_job, "import": self.import_job}
 
@@ -57,6 +45,7 @@ class Transfers:
         run, step = _named(request)
         if request.kind == "import":
             self._reach(_text(request, "from"))
+            _wanted_import(request)
             self._decisions.imports().attempt(run, step)
             return
         self._reach()
@@ -76,7 +65,7 @@ class Transfers:
         source: Readable = self._reach(below)
         if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
             source = snapshot.opened(self._place / below)
-        return self.bring(source, *_named(job), progress)
+        return self.bring(source, _wanted_import(job, again=job.tries > 1), progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
@@ -86,7 +75,7 @@ class Transfers:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, _going(progress, 2 * size))
+            staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
         try:
             commit.publish_export(place, staging, wanted.target)
         except AlreadyCommitted:
@@ -94,28 +83,9 @@ class Transfers:
             raise
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
-    def bring(self, source: Readable, run: str, step: int, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint from `source`; it is read back, and then counts as verified."""
-        imports = self._decisions.imports()
-        place = Place(run, step, naming.NO_ATTEMPT)
-        staging = place.path
-        ours = importing.is_checkpoint(source)
-        pair = read_pair(source, "") if ours else None
-        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging, imports.way(run))
-        plan = importing.counted(pair.made) if pair else importing.plan_import(source, goal)
-        imports.admit(plan._replace(run=run, step=step))
-        self._tier.remove_tree(staging)
-        try:
-            if pair:
-                copied = importing.copy_in(source, self._tier, goal, _going(progress, 2 * plan.bytes))
-                made = imports.publish(place, (copied.encoded, copied.commit))
-            else:
-                importing.pack_anew(source, self._tier, plan, goal, _going(progress, plan.bytes))
-                made = imports.publish(place, plan)
-        except BaseException:
-            self._tier.remove_tree(staging)
-            raise
-        return self._verified(made)
+    def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+        """Make a checkpoint from `source`, or say what would be made."""
+        return self._importer.bring(source, wanted, progress)
 
     def repair(self, run: str, step: int) -> dict[str, Any]:
         """Repair what is damaged; raises the damage that is left."""
@@ -123,13 +93,6 @@ class Transfers:
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
-
-    def _verified(self, made: Manifest) -> dict[str, Any]:
-        with self._decisions.reading(made.run, made.step):
-            verify(self._tier, naming.checkpoint_path(made.run, made.step))
-        self._decisions.findings.sound(made.run, made.step, made=made)
-        tensors = sum(len(named) for named in made.tensors.values())
-        return {"run": made.run, "step": made.step, "tensors": tensors, "files": len(made.files), "bytes": made.bytes}
 
     def _reach(self, below: str = "") -> Tier:
         """The directory `place`, or one below it, opened without following a link."""
@@ -152,23 +115,31 @@ def open_source(path: Path) -> Readable:
     return snapshot.opened(path.resolve())
 
 
-def _going(progress: Progress, total: int) -> Going:
-    done = 0
-
-    def moved(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.report(min(done, total), total)
-
-    return Going(moved=moved)
-
-
 def _named(job: Job | JobRequest) -> tuple[str, int]:
     if job.run is None or job.step is None:
         raise InvalidRequest(
             f"a job of kind {job.kind!r} needs run and step", hint="pass the run and step of the checkpoint"
         )
     return naming.check_run(job.run), naming.check_step(job.step)
+
+
+def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
+    """What a job's arguments ask of an import; `InvalidRequest` for one that has another type, or that does not exist."""
+    given = {name: value for name, value in job.arguments.items() if name != "from"}
+    types: dict[str, type] = {"kind": str, "program": str, "as_is": bool, "assemble_flat": bool, "dry_run": bool}
+    for name, value in given.items():
+        if name not in types:
+            raise InvalidRequest(f"an import has no argument {name!r}", hint=f"from, {', '.join(types)}")
+        if not isinstance(value, types[name]):
+            raise InvalidRequest(f"the argument {name!r} of an import is not {_CALLED[types[name]]}")
+    if given.get("kind") not in (None, OURS, *(kind.name for kind in KINDS)):
+        known = ", ".join((OURS, *(kind.name for kind in KINDS)))
+        raise InvalidRequest(f"there is no kind {given['kind']!r} of checkpoints", hint=f"one of {known}")
+    dry_run = bool(given.pop("dry_run", False))
+    return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
+
+
+_CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
 
 
 def _text(job: Job | JobRequest, name: str) -> str:

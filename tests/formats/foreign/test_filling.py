@@ -121,6 +121,26 @@ def test_stacked_and_sliced_and_padded() -> None:
                 moves.check(stack._replace(moves=(stack.moves[0]._replace(axes=axes), stack.moves[1])), specs)
 
 
+def test_a_tensor_of_no_dimensions() -> None:
+    """Its element is read, moved and converted; it comes out of a tensor of more dimensions, and goes into one."""
+    files = InMemory(f=np.array([1.5, 2.5], "<f4").tobytes())
+    scalar = ForeignTensor(TensorSpec("model", "s", "F32", ()), (ForeignPiece("f", 4, whole(()), ()),))
+    pair = ForeignTensor(TensorSpec("model", "p", "F32", (2,)), (ForeignPiece("f", 0, whole((2,)), (1,)),))
+    assert filling.fetched(files, scalar)[()] == 2.5
+    tensors = {scalar.key: scalar, pair.key: pair}
+    for dtype in ("F32", "F64", "BF16"):
+        found = filling.elements(files, tensors, moves.same(scalar, dtype=dtype), 0, 1)
+        assert found.dtype == dtypes.to_numpy(dtype) and found.tolist() == [2.5]
+    out = BoxMove(pair.key, Box((1,), (1,)), whole(()), ())
+    assert filling.elements(files, tensors, MappedTensor(TensorSpec("model", "o", "F32", ()), (out,)), 0, 1).tolist() == [
+        2.5
+    ]
+    into = BoxMove(scalar.key, whole(()), Box((0,), (1,)), (None,))
+    assert filling.elements(files, tensors, MappedTensor(TensorSpec("model", "i", "F32", (1,)), (into,)), 0, 1).tolist() == [
+        2.5
+    ]
+
+
 def test_rounded_to_the_nearest_even() -> None:
     """F32 becomes BF16 by rounding, not by dropping bits; numbers of another kind are refused."""
     values = np.array([1.0, 1.00390625, 1.01171875, 3.3895314e38], "<f4")

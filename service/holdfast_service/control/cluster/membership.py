@@ -253,7 +253,7 @@ class Membership:
                 if not self.joined:
                     self.join()
                 self.beat()
-                for hear in self.heard:
+                for hear in tuple(self.heard):  # one may have nothing more to do
                     hear()
             except CatalogUnavailable as away:
                 log.info("cannot renew this node's membership: %s", away.detail)

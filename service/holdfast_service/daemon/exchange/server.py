@@ -66,13 +66,16 @@ class ExchangeServer:
         self.lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()  # what this node holds of a save
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
-        self._server = (_Server6 if ":" in host else _Server)(host, port, _handler(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, name="holdfast-exchange", daemon=True)
-        self._thread.start()
+        self._listening = _Listening(self, host, port)
+
+    def move_to(self, host: str) -> None:
+        """Listen at another address of this machine from now on; `OSError`, and it stays where it is, if that fails."""
+        before, self._listening = self._listening, _Listening(self, host, 0)
+        before.close()
 
     @property
     def url(self) -> str:
-        host, port = self._server.server_address[:2]
+        host, port = self._listening.server.server_address[:2]
         return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
 
     def offer(self, round_id: int, slots: Mapping[int, memoryview]) -> None:
@@ -100,8 +103,20 @@ class ExchangeServer:
         return bool(self.secret) and hmac.compare_digest(authorization.encode(errors="replace"), stated)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._listening.close()
+
+
+class _Listening:
+    """A server and its thread."""
+
+    def __init__(self, exchange: ExchangeServer, host: str, port: int) -> None:
+        self.server = (_Server6 if ":" in host else _Server)(host, port, _handler(exchange))
+        self._thread = threading.Thread(target=self.server.serve_forever, name="holdfast-exchange", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
         self._thread.join()
 
 

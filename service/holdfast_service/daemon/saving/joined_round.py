@@ -14,7 +14,7 @@ from holdfast_formats.staging.joint import JointRound
 from holdfast_service.daemon.saving.joint_writing import ShareWritten
 from holdfast_service.daemon.saving.rounds import SaveRound
 
-POLL_S = (0.5, 2.0)  # beside what it hears (`JointSaves.look_at_all`): after a change, and at most
+POLL_S = (1.0, 5.0)  # beside what it hears (`JointSaves.look_at_all`): after a change, and at most
 
 Result = Manifest | CheckpointError | None  # None: another node has committed it
 

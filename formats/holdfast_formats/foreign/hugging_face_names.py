@@ -1,4 +1,4 @@
-"""Check that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
+"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
 
 Otherwise an import could commit weights that load wrong, or lose training state: bfloat16 that numpy wrote as
 integers, weights transposed for another framework, quantised weights, optimizer state and masters.
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, Refused, StateMismatch
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.storage import Readable, vouched
 
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**24
@@ -53,11 +53,17 @@ def weights(names: Iterable[str]) -> list[str]:
     ]
 
 
-def check_names(names: Iterable[str], used: Iterable[str]) -> None:
-    """`StateMismatch` for a file or directory that holds more of a training, or that nobody here understands."""
-    known = set(used)
+def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...]:
+    """The files that hold the same weights once more, which nobody needs to read.
+
+    Raises `StateMismatch` for a file or directory that holds more of a training, or that nobody here understands.
+    """
+    known, copies = set(used), []
     for name in names:
-        if name in known or _COPIES.fullmatch(name):
+        if name in known:
+            continue
+        if _COPIES.fullmatch(name):
+            copies.append(FileUse(name, "unused", "the weights once more, as another program stores them"))
             continue
         if _TRAINING.fullmatch(name):
             raise StateMismatch(
@@ -67,6 +73,7 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> None:
             )
         if name.endswith(_OPAQUE):
             raise StateMismatch(f"the import does not know the file {name}", hint=_ALONE, file=name)
+    return tuple(copies)
 
 
 def check_shards(files: Sequence[str]) -> None:
@@ -120,13 +127,17 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
             )
 
 
-def read_config(source: Readable) -> Mapping[str, Any]:
+def read_config(source: ForeignFiles) -> Mapping[str, Any]:
     """The model's config.json, nothing where there is none; `CorruptManifest` for one that cannot be read."""
-    data = vouched.read_whole(source, CONFIG, CONFIG_BYTES_MAX)
-    if data is None:
+    size = source.size(CONFIG)
+    if size is None:
+        if CONFIG in source.list(""):
+            raise CorruptManifest(f"{CONFIG} is not a regular file", hint="copy the file that it links to", file=CONFIG)
         return {}
+    if size > CONFIG_BYTES_MAX:
+        raise CorruptManifest(f"{CONFIG} has {size} bytes, over the limit of {CONFIG_BYTES_MAX}", file=CONFIG)
     try:
-        found = json.loads(data)
+        found = json.loads(source.read(CONFIG, 0, CONFIG_BYTES_MAX))
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
     if not isinstance(found, dict):

@@ -11,10 +11,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, Refused, StateMismatch
-from holdfast_service.daemon.copying.importing import Goal, plan_import
+from holdfast_formats.foreign.hugging_face import KIND
+from holdfast_formats.foreign.kinds import ReadOptions, choose
+from holdfast_formats.foreign.known_kinds import KINDS
+from holdfast_formats.foreign.listing import ForeignListing
 from holdfast_service.storage import snapshot
 
-GOAL = Goal("run", 1, 1, "staging")
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 ARRAYS = {WEIGHT: np.ones((4, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
 
@@ -30,15 +32,36 @@ def a_model(directory: Path, **config: object) -> Path:
     return directory
 
 
+def read(directory: Path) -> ForeignListing:
+    """The model as an import reads it."""
+    return KIND.read(snapshot.opened(directory), ReadOptions())
+
+
 def plan(directory: Path) -> set[str]:
     """The names of the tensors that would be imported, and of the files beside them."""
-    made = plan_import(snapshot.opened(directory), GOAL)
-    return {t.spec.name for f in made.files for t in f.tensors} | {asset.blob.name for asset in made.assets}
+    made = read(directory)
+    assert {use.file for use in made.files} == set(snapshot.opened(directory).list(""))
+    assert all(use.reason for use in made.files if use.use == "unused")
+    return {key.name for key in made.tensors} | set(made.assets)
 
 
 def test_a_model_is_taken(tmp_path: Path) -> None:
     """Its weights, and the files beside them; the same weights in other formats are left out."""
     assert plan(a_model(tmp_path / "a")) == {*ARRAYS, "config.json", "tokenizer.json"}
+
+
+def test_every_file_has_a_use(tmp_path: Path) -> None:
+    """Weights, assets, and the reason why any other is not used, a directory among them."""
+    directory = a_model(tmp_path / "a")
+    (directory / ".cache").mkdir()
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(ARRAYS, "model.safetensors")})
+    )
+    assert choose(snapshot.opened(directory), None, KINDS) is KIND
+    uses = {use.file: (use.use, use.reason) for use in read(directory).files}
+    assert uses["model.safetensors"] == ("tensors", "") and uses["config.json"] == ("asset", "")
+    assert "headers" in uses["model.safetensors.index.json"][1] and "directory" in uses[".cache"][1]
+    assert uses["tf_model.h5"] == ("unused", "the weights once more, as another program stores them")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Exports: a committed checkpoint as the files that another library loads."""

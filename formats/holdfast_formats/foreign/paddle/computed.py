@@ -1,0 +1,51 @@
+"""Tensors that no file has, but that follow from others or from a number."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.region import Box
+from holdfast_formats.tensors import TensorSpec
+
+
+class Rounded(NamedTuple):
+    """The values of a tensor in a narrower dtype, rounded to the nearest, ties to even."""
+
+    source: ForeignTensor
+    dtype: str
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return (self.source,)
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return fetch(self.source, box).astype(dtypes.to_numpy(self.dtype))
+
+
+class Number(NamedTuple):
+    """The same number everywhere, in F32."""
+
+    value: float
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return ()
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        return np.full(box.shape, self.value, "<f4")
+
+
+def rounded(source: ForeignTensor, key: TensorKey, dtype: str) -> ForeignTensor:
+    """A tensor's values in `dtype` under another key."""
+    return ForeignTensor(TensorSpec(key.group, key.name, dtype, source.spec.shape), (), decoder=Rounded(source, dtype))
+
+
+def scalar(key: TensorKey, value: float) -> ForeignTensor:
+    """A number as an F32 tensor without dimensions."""
+    return ForeignTensor(TensorSpec(key.group, key.name, "F32", ()), (), decoder=Number(value))

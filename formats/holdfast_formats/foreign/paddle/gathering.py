@@ -1,0 +1,180 @@
+"""Collects what an adapter finds in Paddle's layout, and lists it in the layout and under the names of the weights.
+
+All kinds of Paddle's checkpoints end here, so that they agree in names, transposition, steps and documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import optimizer_state
+from holdfast_formats.foreign.kinds import ReadOptions
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.paddle import computed, leftovers, progress
+from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
+from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.transposition import Linears, linears, turned
+from holdfast_formats.region import Shape
+
+CONFIG = "config.json"
+HALF = {"bfloat16": "BF16", "float16": "F16"}
+_MOMENTS = {FIRST: "exp_avg", SECOND: "exp_avg_sq"}
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class Gathering:
+    """The tensors of a directory, by key. `config` is its config.json, if there is one."""
+
+    def __init__(self, files: ForeignFiles, options: ReadOptions) -> None:
+        self.files, self.options = files, options
+        self.config = read_json(files, CONFIG) if files.size(CONFIG) is not None else None
+        self.progress = progress.read(files)
+        self.tensors: dict[TensorKey, ForeignTensor] = {}
+        self.shapes: dict[str, Shape] = {}  # of parameters, in Paddle's layout
+        self.notes: list[str] = []
+        self.names: set[str] = set()  # of parameters, for a model without config.json
+        self._powers: list[StoredArray] = []
+        self._linears: Linears | None = None
+
+    @property
+    def half(self) -> str | None:
+        """The narrow dtype of the weights by config.json; None where it says another."""
+        said = (self.config or {}).get("torch_dtype") or (self.config or {}).get("dtype")
+        return HALF.get(str(said).removeprefix("paddle.").removeprefix("torch."))
+
+    @property
+    def linears(self) -> Linears:
+        """The weights that Paddle holds transposed; ask once `names` are known."""
+        if self._linears is None:
+            self._linears = linears(self.config, self.names)
+        return self._linears
+
+    def in_paddle(self, name: str, shape: Shape) -> Shape | None:
+        """A weight's shape in Paddle's layout by that in Hugging Face's; None if the model class is not known."""
+        if len(shape) != 2 or not name.endswith(".weight"):
+            return shape
+        if self.linears.pattern is None:
+            return None
+        return shape[::-1] if self.linears.has(name) else shape
+
+    def weight(self, tensor: ForeignTensor, of: str, *, paddle_layout: bool = True) -> None:
+        """List a tensor of parameter `of` in the weights' layout."""
+        spec = tensor.spec
+        if paddle_layout and not self.options.as_is and of.endswith(".weight"):
+            if len(spec.shape) == 1 and self.linears.certainly(of):
+                raise StateMismatch(
+                    f"{where(tensor)}: {spec.name!r} has shape {list(spec.shape)}, but {of!r} is the weight of a Linear "
+                    "layer: it is flat, and nothing here says what shape it had",
+                    tensor=spec.name,
+                )
+            if len(spec.shape) == 2 and self.linears.has(of):
+                tensor = turned(tensor)
+        listed = self.tensors.setdefault(tensor.key, tensor)
+        if listed is not tensor:
+            raise StateMismatch(
+                f"{spec.name!r} of group {spec.group} is in {where(listed)} and in {where(tensor)}", tensor=spec.name
+            )
+
+    def powers(self, arrays: Iterable[StoredArray]) -> None:
+        """Note the beta powers of a parameter; with `as_is` they are listed by the adapter instead."""
+        self._powers.extend(arrays)
+
+    def moments(self, of: str, held: Mapping[str, ForeignTensor]) -> None:
+        """List the optimizer state of a parameter, by Paddle's types, with its step."""
+        if self.options.as_is:
+            for tensor in held.values():
+                self.weight(tensor, of)
+            return
+        for kind, tensor in held.items():
+            if kind not in _MOMENTS:
+                raise StateMismatch(
+                    f"{where(tensor)}: {kind} of {of!r} is no state of Adam, and no other optimizer of Paddle is known",
+                    hint="--as-is imports it under its own name",
+                    tensor=tensor.spec.name,
+                )
+        missing = [kind for kind in _MOMENTS if kind not in held]
+        if missing:
+            there = next(iter(held.values()))
+            raise StateMismatch(f"{where(there)}: {missing[0]} of {of!r} is missing", tensor=f"{of}/{missing[0]}")
+        for kind, tensor in held.items():
+            self.weight(renamed(tensor, optimizer_state.GROUP, f"{of}/{_MOMENTS[kind]}"), of)
+        key = TensorKey(optimizer_state.GROUP, f"{of}/step")
+        self.tensors[key] = computed.scalar(key, float(self._step(next(iter(held.values())))))
+
+    def _step(self, asked: ForeignTensor) -> int:
+        if self.progress.step is None:
+            raise StateMismatch(
+                f"{where(asked)} has optimizer state, but {' or '.join(progress.TRAINER_STATES)}, which says after how many "
+                "steps, is missing",
+                hint="copy that file too; --as-is imports the state as it is, without steps",
+                file=progress.TRAINER_STATES[0],
+            )
+        return self.progress.step
+
+    def tie(self) -> None:
+        """List the masters and the optimizer state of tied embeddings under both names, as the model has them."""
+        first, second = (TensorKey("model", name) for name in _TIED)
+        if self.options.as_is or not (self.config or {}).get("tie_word_embeddings"):
+            return
+        if first not in self.tensors or second not in self.tensors:
+            return
+        for here, there in (_TIED, _TIED[::-1]):
+            for key, tensor in list(self.tensors.items()):
+                name = key.name.removeprefix(here)
+                other = TensorKey(key.group, there + name)
+                if key.group != "model" and name in ("", "/exp_avg", "/exp_avg_sq", "/step") and name != key.name:
+                    self.tensors.setdefault(other, renamed(tensor, *other))
+        self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
+
+    def listing(self, kind: str, names: Collection[str], used: Collection[str]) -> ForeignListing:
+        """Everything, with the use of each of the directory's files. `used` are those that hold tensors, or say where."""
+        hyper: dict[str, Any] = {}
+        if self._powers and not self.options.as_is:
+            known = progress.betas(self.files, self._powers, self.progress.step or 0)
+            hyper = {} if known is None else {"betas": list(known)}
+            self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step}, and are not stored")
+        if self.progress.learning_rate is not None:
+            hyper["lr"] = self.progress.learning_rate
+        self.tie()
+        documents = {"extra": self.progress.documents} if self.progress.documents else {}
+        steps = sorted(key.name.removesuffix("/step") for key in self.tensors if key.name.endswith("/step"))
+        if steps:
+            documents[optimizer_state.GROUP] = {optimizer_state.KEY: optimizer_state.document([(steps, hyper)])}
+        rest = leftovers.sort_out(self.files, names, {*used, *self.progress.files})
+        uses = [FileUse(name, "tensors") for name in used] + [FileUse(name, "state") for name in self.progress.files]
+        return ForeignListing(
+            kind,
+            self.tensors,
+            tuple(sorted((*uses, *rest.uses))),
+            documents,
+            rest.assets,
+            tuple(self.notes),
+            self.progress.step,
+        )
+
+
+def renamed(tensor: ForeignTensor, group: str, name: str) -> ForeignTensor:
+    """The same tensor under another key."""
+    spec = tensor.spec
+    return tensor._replace(spec=type(spec)(group, name, spec.dtype, spec.shape))
+
+
+def read_json(files: ForeignFiles, path: str) -> dict[str, Any]:
+    """A JSON object; `CorruptManifest` by file for anything else."""
+    try:
+        found = json.loads(files.read(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{path} is not JSON: {error}", file=path) from error
+    if not isinstance(found, dict):
+        raise CorruptManifest(f"{path} is not a JSON object", file=path)
+    return found
+
+
+def where(tensor: ForeignTensor) -> str:
+    """The files of a tensor, for people."""
+    inner = tensor.decoder.inputs if tensor.decoder is not None else ()
+    held = sorted({piece.file for one in (tensor, *inner) for piece in one.pieces})
+    return ", ".join(held[:3]) + (" …" if len(held) > 3 else "")

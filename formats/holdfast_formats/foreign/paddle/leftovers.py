@@ -1,0 +1,92 @@
+"""The files of a directory that hold no tensors: signals of writers, assets, and what a torch trainer cannot use.
+
+Every writer leaves a signal when its files are complete. Where some did and others did not, the directory may be torn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+
+_SIGNAL = re.compile(r"(saved_signal_|\.(?:model|master|optimizer)_weight\.done\.)(-?\d+)")
+_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_ASSET = re.compile(
+    r".+\.(json|jsonl|txt|model|jinja|md|tiktoken|py|vocab|bpe|spm)|LICENSE.*|NOTICE.*|README.*", re.IGNORECASE
+)
+_TENSORS = re.compile(
+    r".+\.(safetensors|pdparams|pdopt|pdema|pdiparams|distcp|metadata|bin|pt|pth|ckpt|npz|npy|h5|gguf|msgpack)(_shard_\d+)?",
+    re.IGNORECASE,
+)
+UNUSED: Mapping[str, str] = {
+    "training_args.bin": "the arguments of Paddle's trainer: Python objects of its classes; yours has its own",
+    ".saving_info": "how many processes saved, and with which options",
+    "static_name_to_dyg_name.json": "names of Paddle's static graph",
+}
+_RANDOM_REASON = "states of Paddle's random number generators (Philox and mt19937_64 of its own), which torch's cannot take"
+
+
+class Leftovers(NamedTuple):
+    """What became of the files that hold no tensors, and which of them are copied."""
+
+    uses: tuple[FileUse, ...]
+    assets: tuple[str, ...]
+
+
+def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -> Leftovers:
+    """The use of each name that is not in `used`. Raises `StateMismatch` by file for one that may hold tensors."""
+    uses: list[FileUse] = []
+    assets: list[str] = []
+    for name in names:
+        if name in used:
+            continue
+        if files.size(name) is None:
+            uses.append(FileUse(name, "unused", "not a file of this directory; only these are read"))
+        elif _SIGNAL.fullmatch(name):
+            uses.append(FileUse(name, "signal", "a writer's word that its files are complete"))
+        elif name in UNUSED or _RANDOM.fullmatch(name):
+            uses.append(FileUse(name, "unused", UNUSED.get(name, _RANDOM_REASON)))
+        elif _TENSORS.fullmatch(name):
+            raise StateMismatch(
+                f"{name} is no file of this kind of checkpoint, and may hold state of the training",
+                hint="move it out of the directory if it does not belong to the checkpoint",
+                file=name,
+            )
+        elif _ASSET.fullmatch(name) and naming.is_asset_name(name):
+            assets.append(name)
+            uses.append(FileUse(name, "asset"))
+        else:
+            uses.append(FileUse(name, "unused", "no file that Paddle's trainer keeps state in"))
+    return Leftovers(tuple(uses), tuple(assets))
+
+
+def check_signals(names: Iterable[str], writers: int, kinds: Iterable[str] = ()) -> None:
+    """`StateMismatch` by file if some writers left their signal and others did not. `writers` is their number as far as it
+    is known, `kinds` of weights are there. Without any signal only the tensors tell whether they are complete.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        signal, random = _SIGNAL.fullmatch(name), _RANDOM.fullmatch(name)
+        if signal is not None and int(signal[2]) >= 0:
+            ranks[signal[1]].add(int(signal[2]))
+        if random is not None and random[1] is not None:
+            writers = max(writers, int(random[1]) + 1)
+    if any(kind.startswith(".") for kind in ranks):
+        for kind in kinds:
+            ranks[f".{kind}_weight.done."].update(())
+    world = max([writers, *(max(found, default=-1) + 1 for found in ranks.values())]) if ranks else 0
+    for kind, found in sorted(ranks.items()):
+        for rank in range(world):
+            if rank not in found:
+                raise StateMismatch(
+                    f"{kind}{rank} is missing, while other writers say that they are complete: rank {rank} may have been "
+                    "stopped while it saved",
+                    hint="import another step; or, if you know that all files are complete, remove the signal files "
+                    f"({kind}*)",
+                    file=f"{kind}{rank}",
+                )

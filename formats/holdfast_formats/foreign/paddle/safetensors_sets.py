@@ -1,0 +1,157 @@
+"""The sets of safetensors files in a unified checkpoint: of the model, its masters, the optimizer or an adapter.
+
+A set has an index and files `STEM-00001-of-0000N.safetensors`, of which some may not exist; or files of ranks, such as
+`optimizer.tp00_pp01.safetensors_shard_0001`, whose keys were split at random.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.foreign.paddle.gathering import read_json
+from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
+
+_NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors")
+_OF_RANK = re.compile(r"((?:[._](?:tp|pp|shard|sharding|moe|ep)\d+)*)\.safetensors(?:_shard_(\d+))?")
+_DEGREE = re.compile(r"(tp|pp|sharding|shard|moe|ep)(\d+)")
+_INCOMPLETE = "copy the whole directory, or import another step"
+
+
+class FileSet(NamedTuple):
+    """A set's index, and the arrays of its files by key, in the order of the files. `ranks` are tensor-parallel ranks by
+    file, where the files are those of ranks, and `degree` is their number.
+    """
+
+    index_name: str
+    index: Mapping[str, Any]
+    arrays: Mapping[str, list[StoredArray]]
+    formats: Mapping[str, str | None]
+    numpy_bits: bool
+    ranks: Mapping[str, int]
+    degree: int
+    writers: int
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        return (*self.formats, *((self.index_name,) if self.index else ()))
+
+    def said(self, key: str) -> Any:
+        """A value of the index, at its top or in its metadata."""
+        metadata = self.index.get("metadata")
+        return self.index.get(key, metadata.get(key) if isinstance(metadata, dict) else None)
+
+
+def is_of_set(name: str, stem: str) -> bool:
+    """Whether a file is the index of a set, or one of its files."""
+    if not name.startswith(stem):
+        return False
+    rest = name[len(stem) :]
+    return rest == ".safetensors.index.json" or bool(_NUMBERED.fullmatch(rest) or _OF_RANK.fullmatch(rest))
+
+
+def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
+    """The set of this stem; without arrays if there is none. Raises `CorruptManifest` by file and key where the index and
+    the files do not fit.
+    """
+    listed = [name for name in names if is_of_set(name, stem)]
+    index_name = f"{stem}.safetensors.index.json"
+    index = read_json(files, index_name) if index_name in listed else {}
+    held = sorted((name for name in listed if name != index_name), key=lambda name: _order(name, stem))
+    arrays: dict[str, list[StoredArray]] = defaultdict(list)
+    formats: dict[str, str | None] = {}
+    bits = False
+    for name in held:
+        found = read_safetensors(files, name)
+        formats[name], bits = found.format, bits or found.numpy_bits
+        for array in found.arrays:
+            arrays[array.key].append(array)
+    numbers = [match for name in held if (match := _NUMBERED.fullmatch(name[len(stem) :]))]
+    ranks, degree, count = {}, 1, max((int(match[2]) for match in numbers), default=0)
+    if len(numbers) < len(held) and held != [f"{stem}.safetensors"]:
+        if numbers:
+            raise StateMismatch(
+                f"{numbers[0].string and held[0]} and {held[-1]} are of different saves: one is merged, the other of a rank",
+                hint="remove the files of the other save",
+                file=held[-1],
+            )
+        ranks, degree, count = _ranks(held, stem, index.get("optim_shard_num"))
+    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count)
+    if index and not ranks:
+        _check_index(made)
+    elif numbers and not index:
+        raise CorruptManifest(f"{index_name} is missing, which says where tensors are", hint=_INCOMPLETE, file=index_name)
+    return made
+
+
+def _order(name: str, stem: str) -> tuple[int, str]:
+    match = _NUMBERED.fullmatch(name[len(stem) :])
+    return (int(match[1]) if match else 0, name)
+
+
+def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int], int, int]:
+    """The tensor-parallel rank of each file, their number, and that of all ranks; all of them must be there."""
+    ranks: dict[str, int] = {}
+    places: dict[tuple[tuple[str, int], ...], set[int]] = defaultdict(set)
+    for name in held:
+        match = _OF_RANK.fullmatch(name[len(stem) :])
+        assert match is not None
+        place = tuple((axis, int(number)) for axis, number in _DEGREE.findall(match[1]))
+        places[place].add(int(match[2] or 0))
+        ranks[name] = dict(place).get("tp", 0)
+    first = next(iter(places))
+    degrees = [max(dict(place).get(axis, 0) for place in places) + 1 for axis, _ in first]
+    wanted = range(1, shards + 1) if isinstance(shards, int) and shards > 1 else None
+    for place in product(*(range(degree) for degree in degrees)):
+        named = tuple((axis, number) for (axis, _), number in zip(first, place, strict=True))
+        found = places.get(named, set())
+        numbers = range(1, max(found, default=0) + 1) if wanted is None else wanted
+        if not found or ((found != {0} or wanted) and found != set(numbers)):
+            suffix = "_".join(f"{axis}{number:02d}" for axis, number in named)
+            missing = sorted(set(numbers) - found)
+            name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing[0]:04d}" if missing else "")
+            raise CorruptManifest(f"{name} is missing", hint=_INCOMPLETE, file=name)
+    if len(places) != _product(degrees):
+        raise StateMismatch(f"the names of {held[0]} and {held[-1]} do not fit together", file=held[-1])
+    return ranks, max((dict(place).get("tp", 0) for place in places), default=0) + 1, len(places)
+
+
+def _product(numbers: Iterable[int]) -> int:
+    made = 1
+    for number in numbers:
+        made *= number
+    return made
+
+
+def _check_index(held: FileSet) -> None:
+    """Every key of the index is where it says, and nothing else is there, but for what Paddle forgets to list."""
+    placed = held.index.get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CorruptManifest(f"{held.index_name} has no weight_map of keys and files", file=held.index_name)
+    for key, file in placed.items():
+        if file not in held.formats:
+            raise CorruptManifest(
+                f"{file} is missing, which has {key!r} by {held.index_name}", hint=_INCOMPLETE, file=file, tensor=key
+            )
+        if not any(array.file == file for array in held.arrays.get(key, ())) and not _is_packed(held, key):
+            raise CorruptManifest(f"{file} has no {key!r}, although {held.index_name} says so", file=file, tensor=key)
+    for key, arrays in held.arrays.items():
+        if key not in placed and "@" not in key:
+            raise StateMismatch(
+                f"{arrays[0].file} has {key!r}, which {held.index_name} does not name",
+                hint="the file is of another save, perhaps",
+                file=arrays[0].file,
+                tensor=key,
+            )
+
+
+def _is_packed(held: FileSet, key: str) -> bool:
+    """Whether this first moment is inside the codes of the second, and so in no file under its own name."""
+    owner, _, kind = key.rpartition("/")
+    second = held.arrays.get(f"{owner}/moment2_0")
+    return kind == "moment1_0" and second is not None and second[0].dtype == "I8"

@@ -1,0 +1,81 @@
+"""Arrays as Paddle's files hold them, before they get our names and layouts.
+
+Paddle has no 16-bit integer parameters: `U16` is what numpy calls the bits of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from holdfast_formats import dtypes
+from holdfast_formats.disk import safetensors
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor
+from holdfast_formats.layout.parts import strides
+from holdfast_formats.region import Box, Shape, flat_boxes, whole
+from holdfast_formats.tensors import TensorSpec
+
+
+class StoredArray(NamedTuple):
+    """An array in a file: its key there, the dtype of its values, and where its elements stand, as in a `ForeignPiece`."""
+
+    file: str
+    key: str
+    dtype: str
+    shape: Shape
+    start: int
+    strides: Shape
+
+    def piece(self, inner: Box, at: Sequence[int]) -> ForeignPiece:
+        """The box `inner` of this array as the box of a tensor whose first corner is `at`."""
+        first = sum(i * step for i, step in zip(inner.offset, self.strides, strict=True))
+        start = self.start + first * dtypes.to_numpy(self.dtype).itemsize
+        return ForeignPiece(self.file, start, Box(tuple(at), inner.shape), self.strides)
+
+    def all(self) -> ForeignPiece:
+        """The whole array as a piece of a tensor of its shape."""
+        return self.piece(whole(self.shape), (0,) * len(self.shape))
+
+    def run(self, first: int, start: int, stop: int, shape: Shape) -> list[ForeignPiece]:
+        """Elements from `first` on of this one-dimensional array as the elements [start, stop) of a row-major tensor."""
+        if len(self.shape) != 1 or first + stop - start > self.shape[0]:
+            raise StateMismatch(
+                f"{self.file}: {self.key!r} of shape {list(self.shape)} has not the {stop - start} elements that follow {first}",
+                file=self.file,
+                tensor=self.key,
+            )
+        (step,), width, pieces = self.strides, dtypes.to_numpy(self.dtype).itemsize, []
+        for box in flat_boxes(start, stop, shape):
+            steps = tuple(step * outer for outer in strides(box.shape))
+            pieces.append(ForeignPiece(self.file, self.start + first * step * width, box, steps))
+            first += box.volume
+        return pieces
+
+    def tensor(self, group: str, name: str) -> ForeignTensor:
+        """The array as a tensor of its own."""
+        return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), (self.all(),))
+
+
+class SafetensorsFile(NamedTuple):
+    """A file's arrays in the order in which they stand, what its metadata calls the format, and if bfloat16 is U16."""
+
+    arrays: tuple[StoredArray, ...]
+    format: str | None
+    numpy_bits: bool
+
+
+def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
+    """The arrays of a safetensors file; `CorruptManifest` by file for an invalid one, or one that is not there."""
+    size = files.size(path)
+    if size is None:
+        raise CorruptManifest(f"{path} is missing", hint="copy the whole directory", file=path)
+    head = files.read(path, 0, safetensors.LENGTH_BYTES)
+    length = safetensors.header_length(head, size, path)
+    header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
+    arrays, bits = [], False
+    for name, dtype, shape, start, _ in header.tensors:
+        bits |= dtype == "U16"
+        held = "BF16" if dtype == "U16" else dtype
+        arrays.append(StoredArray(path, name, held, shape, header.header_bytes + start, strides(shape)))
+    return SafetensorsFile(tuple(arrays), (header.metadata or {}).get("format"), bits)

@@ -1,0 +1,135 @@
+"""Joins the parts of tensor-parallel ranks in Paddle's layout, where a column cut is along the last dimension.
+
+Fused layers need care: of gate|up, each rank has its part of the gate and then its part of the up projection, while the
+whole has all of the gate first. QKV that is fused by groups of heads is cut between groups, like any other column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from holdfast_formats import dtypes
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor
+from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.region import Box, Shape, intersect
+from holdfast_formats.tensors import TensorSpec
+
+_GATE_UP = frozenset({"gate_up_proj", "gate_up_fused_proj", "up_gate_proj"})
+
+
+class LocalTensorParts(NamedTuple):
+    """What one rank has of a tensor: its shape there, where its elements stand, where the same bytes stand once more, and
+    the file and key for messages.
+    """
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[ForeignPiece, ...]
+    copies: tuple[ForeignPiece, ...]
+    file: str
+    key: str
+
+    def tensor(self, group: str, name: str) -> ForeignTensor:
+        return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), self.pieces, self.copies)
+
+    def odd(self, why: str) -> StateMismatch:
+        """An error about this part by key and file."""
+        return StateMismatch(
+            f"{self.file}: {self.key!r} is {self.dtype} of shape {list(self.shape)}: {why}", file=self.file, tensor=self.key
+        )
+
+
+def of_arrays(arrays: Sequence[StoredArray]) -> LocalTensorParts:
+    """The first array; the others are copies of it. `StateMismatch` by key and files if they cannot be."""
+    first = arrays[0]
+    for array in arrays[1:]:
+        if (array.dtype, array.shape) != (first.dtype, first.shape):
+            raise StateMismatch(
+                f"{first.key!r} is {first.dtype} of shape {list(first.shape)} in {first.file}, and {array.dtype} of shape "
+                f"{list(array.shape)} in {array.file}",
+                file=array.file,
+                tensor=first.key,
+            )
+    copies = tuple(array.all() for array in arrays[1:])
+    return LocalTensorParts(first.dtype, first.shape, (first.all(),), copies, first.file, first.key)
+
+
+def proportions(name: str, config: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """The sizes, relative to each other, of what is fused in a layer and cut each by itself: (1,) if it is cut as one."""
+    layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    model = (config or {}).get("model_type")
+    if layer in _GATE_UP and model != "gpt_oss":  # which has them interleaved
+        return (1, 1)
+    if layer == "qkv_proj" and model == "phi3":
+        heads, groups = ((config or {}).get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups == 0:
+            return (heads // groups, 1, 1)
+    return (1,)
+
+
+def joined(
+    held: Mapping[int, LocalTensorParts], degree: int, shape: Shape, parts: tuple[int, ...] = (1,)
+) -> LocalTensorParts:
+    """The tensor of `shape` of which each rank has a part, or everything. `parts` are the `proportions` of its layer.
+
+    Raises `StateMismatch` by key and file if the ranks' shapes do not make up the whole.
+    """
+    ranks = [held[rank] for rank in sorted(held)]
+    first = ranks[0]
+    for other in ranks:
+        if other.dtype != first.dtype or other.shape != first.shape:
+            raise other.odd(f"another rank has {first.dtype} of shape {list(first.shape)} in {first.file}")
+    if first.shape == shape:
+        copies = [piece for other in ranks for piece in (*other.pieces, *other.copies)]
+        return first._replace(copies=tuple(copies[len(first.pieces) :]))
+    missing = [rank for rank in range(degree) if rank not in held]
+    if missing:
+        raise first.odd(f"the whole tensor has {list(shape)}, and tensor-parallel rank {missing[0]} has nothing of it")
+    cut = [d for d, (n, local) in enumerate(zip(shape, first.shape, strict=False)) if n != local]
+    if len(first.shape) != len(shape) or len(cut) != 1 or first.shape[cut[0]] * degree != shape[cut[0]]:
+        raise first.odd(f"that is not a cut of {list(shape)} into {degree}")
+    if cut[0] != len(shape) - 1:
+        parts = (1,)
+    if first.shape[cut[0]] % sum(parts):
+        raise first.odd(f"{first.shape[cut[0]]} columns cannot be split into {' : '.join(map(str, parts))}")
+    cutting = Cutting(cut[0], [first.shape[cut[0]] // sum(parts) * part for part in parts], degree)
+    pieces = tuple(piece for rank, part in sorted(held.items()) for piece in cutting.placed(part, part.pieces, rank))
+    copies = tuple(piece for rank, part in sorted(held.items()) for piece in cutting.placed(part, part.copies, rank))
+    return LocalTensorParts(first.dtype, shape, pieces, copies, first.file, first.key)
+
+
+class Cutting(NamedTuple):
+    """A cut along a dimension into `degree` parts, each of which has a part of everything that is fused."""
+
+    dimension: int
+    sizes: Sequence[int]  # of what is fused, in one part
+    degree: int
+
+    def placed(self, part: LocalTensorParts, pieces: Sequence[ForeignPiece], rank: int) -> list[ForeignPiece]:
+        """A rank's pieces where the whole has them."""
+        made = []
+        for before, size in zip(accumulate((0, *self.sizes)), self.sizes, strict=False):
+            offset, extent = [0] * len(part.shape), list(part.shape)
+            offset[self.dimension], extent[self.dimension] = before, size
+            shift = before * self.degree + rank * size - before
+            fused = Box(tuple(offset), tuple(extent))
+            for piece in pieces:
+                clipped = clip(piece, fused, part.dtype)
+                if clipped is not None:
+                    moved = list(clipped.box.offset)
+                    moved[self.dimension] += shift
+                    made.append(clipped._replace(box=Box(tuple(moved), clipped.box.shape)))
+        return made
+
+
+def clip(piece: ForeignPiece, box: Box, dtype: str) -> ForeignPiece | None:
+    """The part of a piece that is in `box`; None if there is none."""
+    common = intersect(piece.box, box)
+    if common is None:
+        return None
+    steps = zip(common.offset, piece.box.offset, piece.strides, strict=True)
+    first = sum((here - there) * step for here, there, step in steps)
+    return piece._replace(start=piece.start + first * dtypes.to_numpy(dtype).itemsize, box=common)

@@ -1,0 +1,113 @@
+"""Notes of finished files, durable beside their staging directory: work that was killed goes on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from holdfast_formats import decoding, naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import Extent
+from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_service.storage import Tier
+
+NOTE_BYTES_MAX = 2**28
+
+
+class FinishedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in a finished file: its first byte there, and its extents."""
+
+    group: str
+    name: str
+    start: int
+    extents: tuple[Extent, ...]
+
+
+class FinishedFile(msgspec.Struct, frozen=True):
+    """A target file that is written and durable. Literals, whose offsets count in the file, and tensors tile it."""
+
+    name: str
+    bytes: int
+    literals: tuple[Extent, ...]
+    tensors: tuple[FinishedTensor, ...]
+
+
+class _Note(msgspec.Struct, frozen=True):
+    job: str
+    file: FinishedFile
+
+
+_decode = decoding.decoder(_Note)
+
+
+class FinishedFiles:
+    """The notes of one job in the directory `naming.progress_path(staging)`."""
+
+    def __init__(self, target: Tier, staging: str, job: str) -> None:
+        self._target, self._staging, self._job = target, staging, job
+        self._there = naming.progress_path(staging)
+
+    def found(self, files: Sequence[TargetFile]) -> dict[str, FinishedFile]:
+        """The files that are finished, by name. What another job has left here is removed, with its notes."""
+        notes = self._notes()
+        if not notes or any(note.job != self._job for note in notes):
+            self._target.remove_tree(self._staging)
+            self._target.remove_tree(self._there)
+            return {}
+        made = {note.file.name: note.file for note in notes}
+        sizes = {file.name: file.bytes for file in files}
+        return {
+            name: file
+            for name, file in made.items()
+            if file.bytes == sizes.get(name) == self._target.size(f"{self._staging}/{name}")
+        }
+
+    def add(self, number: int, file: FinishedFile) -> None:
+        """Note a file, whose bytes are durable already; the note is durable when this returns."""
+        path = f"{self._there}/{number:06}.json"
+        if self._target.size(path) is not None:  # of a file that was lost
+            self._target.remove_file(path)
+        self._target.sync_directory(f"{self._staging}/{file.name}".rpartition("/")[0])
+        self._target.put(path, msgspec.json.encode(_Note(self._job, file)))
+        self._target.sync_directory(self._there)
+
+    def remove(self) -> None:
+        self._target.remove_tree(self._there)
+
+    def _notes(self) -> list[_Note]:
+        """All notes; one that a crash has cut is removed."""
+        found = []
+        for name in self._target.list(self._there):
+            try:
+                found.append(_decode(self._target.read(f"{self._there}/{name}", 0, NOTE_BYTES_MAX)))
+            except (msgspec.DecodeError, ValueError, RecursionError):
+                self._target.remove_file(f"{self._there}/{name}")
+        return found
+
+
+def job_digest(files: Sequence[TargetFile], tensors: Mapping[TensorKey, ForeignTensor], stamps: Mapping[str, str]) -> str:
+    """What tells one job from another: its files, what they are made of, and the stamps of the sources."""
+    used = sorted({move.source for file in files for one in file.tensors for move in one.mapped.moves})
+    parts = ([_file(file) for file in files], [_source(tensors[key]) for key in used], sorted(stamps.items()))
+    return digest(repr(parts).encode(errors="backslashreplace"))
+
+
+def source_files(tensor: ForeignTensor) -> Iterator[str]:
+    """The files that a tensor is read from."""
+    yield from (piece.file for piece in (*tensor.pieces, *tensor.copies))
+    if tensor.decoder is not None:
+        for other in tensor.decoder.inputs:
+            yield from source_files(other)
+
+
+def _file(file: TargetFile) -> object:
+    literals = [(one.start, digest(one.data)) for one in file.literals]
+    return file.name, file.bytes, literals, file.tensors, file.sealed is not None
+
+
+def _source(tensor: ForeignTensor) -> object:
+    decoder = tensor.decoder
+    inner = () if decoder is None else (type(decoder).__name__, [_source(other) for other in decoder.inputs])
+    return tensor.spec, tensor.pieces, tensor.copies, inner

@@ -1,0 +1,222 @@
+"""The executor of imports, exports and conversions: tensors of a source, mapped, streamed into target files one by one.
+
+Memory is bounded whatever the model: a few windows, and a band of a tensor that has to be computed. While a window is
+written, the next one is read. Each finished file is durable and noted beside the staging directory (`finished_files`), so a
+job that was killed repeats one file at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+
+from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.packing import extent_bytes
+from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
+from holdfast_formats.foreign import moves, target_files
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
+from holdfast_formats.region import first_overlap
+from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.daemon.copying import comparing
+from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.finished_files import (
+    FinishedFile,
+    FinishedFiles,
+    FinishedTensor,
+    job_digest,
+    source_files,
+)
+from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
+from holdfast_service.daemon.copying.watched_source import WatchedSource
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.storage import FileWriter, Readable, Tier
+
+WINDOWS = 2  # one is read while the other is written
+
+
+def stream(
+    source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: Going
+) -> tuple[FinishedFile, ...]:
+    """Write target files into a staging directory, durably; what an earlier start of the same job finished stays.
+
+    Raises `StateMismatch`, by name, for a source file that changes meanwhile, a tensor that is not filled exactly, or a copy
+    that differs from its tensor; `InvalidRequest` for files with gaps; `CopyStopped`; errors of both sides. The caller
+    removes what is staged, and its notes, when it gives up (`discard`) or has published it (`forget`).
+    """
+    _check(tensors, files)
+    watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
+    job = digest_of(watched, tensors, files)
+    notes = FinishedFiles(target, staging, job)
+    there = notes.found(files)
+    work = _Streaming(watched, tensors, files, target, going)
+    with ThreadPoolExecutor(1, "holdfast-stream", initializer=give_way) as writing:
+        for number, file in enumerate(files):
+            if file.name in there:
+                going.moved(file.bytes)
+                continue
+            path = f"{staging}/{file.name}"
+            if target.size(path) is not None:  # what a killed start had not finished
+                target.remove_file(path)
+            there[file.name] = work.write(file, path, writing)
+            notes.add(number, there[file.name])
+    watched.check_unchanged(_used(tensors, files))
+    return tuple(there[file.name] for file in files)
+
+
+def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile]) -> str:
+    """The digest of a job: of its plan and of its sources as they are."""
+    return job_digest(files, tensors, {name: source.stamp(name) for name in _used(tensors, files)})
+
+
+def forget(target: Tier, staging: str) -> None:
+    """Remove the notes of what has been published."""
+    FinishedFiles(target, staging, "").remove()
+
+
+def discard(target: Tier, staging: str) -> None:
+    """Remove what is staged, and its notes."""
+    forget(target, staging)
+    target.remove_tree(staging)
+
+
+def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
+    """Read the files back, past any cache, and compare every byte with its digest; `CorruptExtent` by file."""
+    windows = BufferPool(1)
+    for file in files:
+        pieces = [*file.literals, *(_moved(extent, one.start) for one in file.tensors for extent in one.extents)]
+        for piece in sorted(pieces, key=lambda piece: piece.offset):
+            if going.ended():
+                raise CopyStopped
+            begin = piece.offset - piece.offset % ALIGNMENT_MAX
+            stop = piece.offset + piece.length
+            with windows.taken() as buffer:
+                read = target.read_stored(f"{staging}/{file.name}", begin, buffer[: stop - begin + -stop % ALIGNMENT_MAX])
+                found = buffer[piece.offset - begin : stop - begin]
+                if read < stop - begin or digest(found) != piece.digest:
+                    raise CorruptExtent(
+                        f"{file.name}: bytes [{piece.offset}, {stop}) are not what was written",
+                        hint="check the disk, then do it again",
+                        file=file.name,
+                        offset=piece.offset,
+                        length=piece.length,
+                    )
+            going.moved(piece.length)
+
+
+class _Streaming:
+    """Writes files of one job."""
+
+    def __init__(
+        self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: Going
+    ) -> None:
+        self._source, self._tensors, self._target, self._going = source, tensors, target, going
+        self._extent_bytes = extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
+        self._windows = BufferPool(WINDOWS)
+        self._compared: set[TensorKey] = set()
+
+    def write(self, file: TargetFile, path: str, writing: ThreadPoolExecutor) -> FinishedFile:
+        """Write one file, durably."""
+        self._compare_copies(file)
+        content = TargetBytes(self._source, self._tensors, file, self._extent_bytes)
+        writer = self._target.create(path, file.bytes)
+        pending: list[Future[None]] = []
+        try:
+            self._windows_of(content, writer, writing, pending)
+            for literal in content.sealed():
+                writer.write(literal.start, [literal.data])
+            self._source.check_unchanged(_used(self._tensors, [file]))
+            writer.finish()
+        finally:
+            for job in pending:
+                job.exception()  # nobody writes any more when the file is closed
+            writer.discard()
+        literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
+        placed = zip(file.tensors, content.extents, strict=True)
+        tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
+        return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
+
+    def _windows_of(
+        self, content: TargetBytes, writer: FileWriter, writing: ThreadPoolExecutor, pending: list[Future[None]]
+    ) -> None:
+        """Read window after window, each while the one before is written. Blocks are whole: the rest of a window goes along
+        with the next one.
+        """
+        alignment, rest = writer.alignment, b""
+        for window in content.windows():
+            if self._going.ended():
+                raise CopyStopped
+            low, end = window[0].start - len(rest), window[-1].stop
+            with ExitStack() as held:
+                buffer = held.enter_context(self._windows.taken())
+                while pending and pending[0].done():
+                    pending.pop(0).result()
+                self._read(content, window, buffer, rest)
+                high = content.file.bytes if end == content.file.bytes else end - end % alignment
+                rest = buffer[high - low : end - low].tobytes()
+                pending.append(writing.submit(_put, writer, low, buffer[: high - low], held.pop_all()))
+            self._going.moved(end - window[0].start)
+        for job in pending:
+            job.result()
+
+    def _read(self, content: TargetBytes, window: Sequence[TargetCut], buffer: Bytes, rest: bytes) -> None:
+        length = window[-1].stop - window[0].start
+        if self._going.pace is not None:
+            self._going.pace.take(length)
+        buffer[: len(rest)] = np.frombuffer(rest, np.uint8)
+        content.fill(window, buffer[len(rest) : len(rest) + length])
+
+    def _compare_copies(self, file: TargetFile) -> None:
+        """What is stored twice must be the same, or nobody knows which one is right."""
+        for key in {move.source for one in file.tensors for move in one.mapped.moves} - self._compared:
+            for copy in self._tensors[key].copies:
+                comparing.check_copy(self._source, self._tensors[key], copy, self._going)
+            self._compared.add(key)
+
+
+def _put(writer: FileWriter, start: int, data: Bytes, held: ExitStack) -> None:
+    """Write a window from an aligned place on: its whole blocks, and then what is left at the end of the file."""
+    with held:
+        whole = data.nbytes - data.nbytes % writer.alignment
+        if whole:
+            writer.write(start, [data[:whole]])
+        if whole < data.nbytes:
+            writer.write(start + whole, [data[whole:]])
+
+
+def _check(tensors: Tensors, files: Sequence[TargetFile]) -> None:
+    """`InvalidRequest` or `StateMismatch` for files that cannot be written as planned."""
+    specs = {key: tensor.spec for key, tensor in tensors.items()}
+    names = {file.name for file in files}
+    if len(names) != len(files):
+        raise InvalidRequest("two target files have the same name")
+    for file in files:
+        target_files.check(file)
+        for one in file.tensors:
+            moves.check(one.mapped, specs)
+            for move in one.mapped.moves:
+                pieces = tensors[move.source].pieces
+                if len(pieces) > 1 and first_overlap([piece.box for piece in pieces]) is not None:
+                    name = move.source.name
+                    raise StateMismatch(f"pieces of the stored tensor {name!r} overlap", tensor=name)
+
+
+def _used(tensors: Tensors, files: Sequence[TargetFile]) -> list[str]:
+    """The source files that target files are made of."""
+    keys = {move.source for file in files for one in file.tensors for move in one.mapped.moves}
+    return sorted({name for key in keys for name in source_files(tensors[key])})
+
+
+def _extents(literal: LiteralBytes) -> Iterator[Extent]:
+    for at in range(0, len(literal.data), EXTENT_BYTES_MAX):
+        part = literal.data[at : at + EXTENT_BYTES_MAX]
+        yield Extent(literal.start + at, len(part), digest(part))
+
+
+def _moved(extent: Extent, by: int) -> Extent:
+    return Extent(extent.offset + by, extent.length, extent.digest)

@@ -1,0 +1,241 @@
+"""The bytes of one target file: what it consists of, and how they are read, whole extents at a time.
+
+What stands in the source as in the target is read straight to its place, neighbours with one call. Any other tensor is
+computed in bands of at most `BAND_BYTES`, so that a permuted one is read once a band and not once an extent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import prod
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from holdfast_formats import dtypes
+from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.packing import tensor_extent_bytes
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import filling
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.moves import BoxMove, MappedTensor
+from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.region import Box, byte_runs, intersect
+from holdfast_formats.staging.holdings import Bytes
+
+BAND_BYTES = 2**27  # a multiple of every extent's length
+
+Tensors = Mapping[TensorKey, ForeignTensor]
+
+
+class SourceRun(NamedTuple):
+    """Bytes [start, start + length) of a target's tensor, which stand in one piece in a source file."""
+
+    start: int
+    length: int
+    file: str
+    at: int
+
+
+class TargetCut(NamedTuple):
+    """An extent of a tensor, or bytes that are known; `start` is in the file, `offset` in the tensor."""
+
+    start: int
+    length: int
+    offset: int = 0
+    tensor: int | None = None
+    data: bytes = b""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class TargetBytes:
+    """What a target file consists of. For one thread, which asks for its windows in order."""
+
+    def __init__(self, source: ForeignFiles, tensors: Tensors, file: TargetFile, extent_bytes: int) -> None:
+        """No extent of a tensor is longer than `extent_bytes`."""
+        self._source, self._tensors, self.file = source, tensors, file
+        self.extents: list[list[Extent]] = [[] for _ in file.tensors]
+        self._runs = [source_runs(one.mapped, tensors) for one in file.tensors]
+        self._crcs: list[int] | None = None if file.sealed is None else [0] * len(file.tensors)
+        cuts = [*_literal_cuts((*file.literals, *self.sealed())), *_extent_cuts(file.tensors, extent_bytes)]
+        self._cuts = sorted(cuts, key=lambda cut: cut.start)
+        self._band = (-1, 0, np.empty(0, np.uint8))
+
+    def windows(self) -> Iterator[Sequence[TargetCut]]:
+        """The file in order, as many whole cuts at once as fit a window."""
+        window: list[TargetCut] = []
+        for cut in self._cuts:
+            if window and cut.stop - window[0].start > EXTENT_BYTES_MAX:
+                yield window
+                window = []
+            window.append(cut)
+        if window:
+            yield window
+
+    def sealed(self) -> tuple[LiteralBytes, ...]:
+        """The literals that depend on the tensors' bytes; true once all windows have been filled."""
+        if self.file.sealed is None or self._crcs is None:
+            return ()
+        return self.file.sealed({one.mapped.key: crc for one, crc in zip(self.file.tensors, self._crcs, strict=True)})
+
+    def fill(self, window: Sequence[TargetCut], into: Bytes) -> None:
+        """Read a window, and digest its extents. Raises what filling does, and errors of the source."""
+        begin, runs = window[0].start, _Joined(self._source, into)
+        for cut in window:
+            place = into[cut.start - begin : cut.stop - begin]
+            if cut.tensor is None:
+                place[:] = np.frombuffer(cut.data, np.uint8)
+                continue
+            straight = self._runs[cut.tensor]
+            if straight is None:
+                place[:] = self._computed(cut)
+            else:
+                for run in _within(straight, cut.offset, cut.offset + cut.length):
+                    runs.add(run._replace(start=run.start - cut.offset + cut.start - begin))
+        runs.read()
+        for cut in window:
+            if cut.tensor is not None:
+                data = into[cut.start - begin : cut.stop - begin]
+                self.extents[cut.tensor].append(Extent(cut.offset, cut.length, digest(data)))
+                if self._crcs is not None:
+                    self._crcs[cut.tensor] = crc32(data.data, self._crcs[cut.tensor])
+
+    def _computed(self, cut: TargetCut) -> Bytes:
+        """An extent out of the band that has it."""
+        assert cut.tensor is not None
+        mapped = self.file.tensors[cut.tensor].mapped
+        start = cut.offset - cut.offset % BAND_BYTES
+        if self._band[:2] != (cut.tensor, start):
+            self._band = (-1, 0, np.empty(0, np.uint8))  # free the last one first
+            width = dtypes.to_numpy(mapped.spec.dtype).itemsize
+            stop = min(start + BAND_BYTES, mapped.spec.nbytes)
+            made = filling.elements(self._source, self._tensors, mapped, start // width, stop // width)
+            self._band = (cut.tensor, start, made.view(np.uint8))
+        band = self._band[2]
+        return band[cut.offset - start : cut.offset - start + cut.length]
+
+
+class _Joined:
+    """Reads runs into a window, those that follow each other on both sides at once."""
+
+    def __init__(self, source: ForeignFiles, into: Bytes) -> None:
+        self._source, self._into = source, into
+        self._last: SourceRun | None = None
+
+    def add(self, run: SourceRun) -> None:
+        last = self._last
+        if last is not None and (last.file, last.at + last.length, last.start + last.length) == (
+            run.file,
+            run.at,
+            run.start,
+        ):
+            self._last = last._replace(length=last.length + run.length)
+            return
+        self.read()
+        self._last = run
+
+    def read(self) -> None:
+        run, self._last = self._last, None
+        if run is None:
+            return
+        if self._source.read_into(run.file, run.at, self._into[run.start : run.start + run.length]) != run.length:
+            raise CorruptManifest(
+                f"{run.file} became shorter while it was read", hint="start again when nobody writes it", file=run.file
+            )
+
+
+def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | None:
+    """The runs that a tensor's bytes are, in order; None if some have to be computed, turned or converted.
+
+    Raises `StateMismatch` for elements of less than a byte that have to be: numpy has no such type.
+    """
+    found: list[SourceRun] = []
+    for move in mapped.moves:
+        runs = _runs_of(move, mapped, tensors[move.source])
+        if runs is None:
+            found.clear()
+            break
+        found += runs
+    found.sort()
+    if _tile(found, mapped.spec.nbytes):
+        return found
+    if dtypes.bits(mapped.spec.dtype) < 8:
+        name = mapped.spec.name
+        raise StateMismatch(f"tensor {name!r} of {mapped.spec.dtype} cannot be cut, turned or converted", tensor=name)
+    return None
+
+
+def _tile(runs: Sequence[SourceRun], size: int) -> bool:
+    at = 0
+    for run in runs:
+        if run.start != at:
+            return False
+        at += run.length
+    return at == size
+
+
+def _runs_of(move: BoxMove, mapped: MappedTensor, tensor: ForeignTensor) -> list[SourceRun] | None:
+    known = [axis for axis in move.axes if axis is not None]
+    if move.stepped or tensor.decoder is not None or tensor.spec.dtype != mapped.spec.dtype or known != sorted(known):
+        return None
+    bits, runs = dtypes.bits(mapped.spec.dtype), []
+    for piece in tensor.pieces:
+        common = intersect(piece.box, move.box)
+        if common is None or not common.volume:
+            continue
+        spans = list(islice(byte_runs(_placed(move, common), mapped.spec.shape, 1), 2))
+        first = sum(i * step for i, step in zip(common.within(piece.box).offset, piece.strides, strict=True))
+        if len(spans) != 1 or not _in_a_row(piece, common) or (spans[0][0] * bits) % 8 or (first * bits) % 8:
+            return None
+        runs.append(
+            SourceRun(spans[0][0] * bits // 8, common.volume * bits // 8, piece.file, piece.start + first * bits // 8)
+        )
+    return runs
+
+
+def _placed(move: BoxMove, box: Box) -> Box:
+    """The box of the target that a part of the move's source box fills."""
+    offset, shape = list(move.target.offset), list(move.target.shape)
+    for d, axis in enumerate(move.axes):
+        if axis is not None:
+            offset[d] += box.offset[axis] - move.box.offset[axis]
+            shape[d] = box.shape[axis]
+    return Box(tuple(offset), tuple(shape))
+
+
+def _in_a_row(piece: ForeignPiece, box: Box) -> bool:
+    """Whether the elements of a box follow each other in the file, in order."""
+    steps = enumerate(zip(box.shape, piece.strides, strict=True))
+    return all(n == 1 or step == prod(box.shape[d + 1 :]) for d, (n, step) in steps)
+
+
+def _within(runs: Sequence[SourceRun], start: int, stop: int) -> Iterator[SourceRun]:
+    """The parts of runs that are in [start, stop) of the tensor."""
+    for run in runs[max(bisect_right(runs, start, key=lambda run: run.start) - 1, 0) :]:
+        low, high = max(run.start, start), min(run.start + run.length, stop)
+        if run.start >= stop:
+            return
+        if low < high:
+            yield SourceRun(low, high - low, run.file, run.at + low - run.start)
+
+
+def _literal_cuts(literals: Sequence[LiteralBytes]) -> Iterator[TargetCut]:
+    for literal in literals:
+        for at in range(0, len(literal.data), EXTENT_BYTES_MAX):
+            part = literal.data[at : at + EXTENT_BYTES_MAX]
+            yield TargetCut(literal.start + at, len(part), data=part)
+
+
+def _extent_cuts(tensors: Sequence[StreamedTensor], extent_bytes: int) -> Iterator[TargetCut]:
+    for number, tensor in enumerate(tensors):
+        size = tensor.mapped.spec.nbytes
+        step = tensor_extent_bytes(size, extent_bytes)
+        for at in range(0, size, step):
+            yield TargetCut(tensor.start + at, min(step, size - at), at, number)
