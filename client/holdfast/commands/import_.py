@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +12,12 @@ from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
-from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
+from .programs import program_text
 
-PROGRAM_BYTES_MAX = 60_000  # what a job's request and a command line can carry
 FILES_SHOWN = 40
 
 Source = Annotated[
@@ -59,7 +58,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         run, step = named(checkpoint)
         if root is not None and url is not None:
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
-        text = None if program is None else _program(program)
+        text = None if program is None else program_text(program)
         given = {"kind": kind, "program": text, "as_is": as_is, "assemble_flat": assemble_flat, "dry_run": dry_run}
         arguments = {name: value for name, value in given.items() if value}
         if root is not None:
@@ -94,21 +93,6 @@ def _options(arguments: dict[str, Any]) -> list[str]:
         option = "--from" if name == "kind" else f"--{name.replace('_', '-')}"
         words += [option] if value is True else [f"{option}={value}"]
     return words
-
-
-def _program(given: str) -> str:
-    """The text of a program's file; what is no file is the name of a program that is shipped."""
-    path = Path(given)
-    if not path.is_file():
-        if "/" in given or given.endswith(".toml"):
-            raise InvalidRequest(f"there is no file {given}", hint="pass a program's file, or the name of a shipped program")
-        return given
-    if path.stat().st_size > PROGRAM_BYTES_MAX:
-        raise LimitExceeded(f"{given} has more than {PROGRAM_BYTES_MAX} bytes", hint="use patterns instead of single names")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise InvalidRequest(f"{given} is not UTF-8: {error}") from error
 
 
 def _print_report(done: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
         hugging_face_names.check_shards(weights)
     tensors: dict[TensorKey, ForeignTensor] = {}
     for file in weights:
-        for tensor in _in_file(files, file):
+        for tensor in in_file(files, file):
             name = tensor.spec.name
             if tensor.key in tensors:
                 first = tensors[tensor.key].pieces[0].file
@@ -61,13 +61,13 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     copies = hugging_face_names.check_names(names, {*weights, INDEX})
     placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
     hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
-    assets = _assets(files, names)
+    assets = assets_of(files, names)
     uses = [FileUse(file, "tensors") for file in weights]
     if weight_map is not None:
         uses.append(FileUse(INDEX, "unused", "it names the same tensors as the headers; the import writes its own"))
     uses += [*copies, *(FileUse(name, "asset") for name in assets)]
     known = {use.file for use in uses}
-    uses += [FileUse(name, "unused", _why_unused(files, name)) for name in names if name not in known]
+    uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
     return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets)
 
 
@@ -100,7 +100,8 @@ class _Index(msgspec.Struct):
 _decode_index = decoder(_Index)
 
 
-def _in_file(files: ForeignFiles, file: str) -> list[ForeignTensor]:
+def in_file(files: ForeignFiles, file: str, group: str = GROUP) -> list[ForeignTensor]:
+    """The tensors of one safetensors file, from its header; errors by file."""
     size = files.size(file)
     if size is None:
         raise InvalidRequest(
@@ -115,14 +116,14 @@ def _in_file(files: ForeignFiles, file: str) -> list[ForeignTensor]:
     hugging_face_names.check_metadata(file, header.metadata)
     found = []
     for tensor in header.tensors:
-        spec = TensorSpec(GROUP, tensor.name, tensor.dtype, tensor.shape)
+        spec = TensorSpec(group, tensor.name, tensor.dtype, tensor.shape)
         spec.check()
         piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
         found.append(ForeignTensor(spec, (piece,)))
     return found
 
 
-def _assets(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
+def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
     """The plain files beside the weights whose names the format does not use itself."""
     found = []
     for name in names:
@@ -137,7 +138,8 @@ def _assets(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _why_unused(files: ForeignFiles, name: str) -> str:
+def why_unused(files: ForeignFiles, name: str) -> str:
+    """Why a name beside the weights is not copied, if it is not one of the files that hold tensors."""
     if files.size(name) is None:
         return "a directory or a link; a Hugging Face model is in regular files at the top"
     return "a checkpoint cannot have a file of this name"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast_formats.foreign import hugging_face
+from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
 from holdfast_formats.foreign.kinds import ForeignKind
 
-KINDS: tuple[ForeignKind, ...] = (hugging_face.KIND,)
+KINDS: tuple[ForeignKind, ...] = (
+    hugging_face.KIND,
+    peft_adapter.KIND,
+    deepspeed.KIND,
+    torch_weights.DIRECTORY_KIND,
+    torch_weights.FILE_KIND,
+)

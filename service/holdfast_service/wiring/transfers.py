@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
-from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.copying import exporting
-from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
+from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
+from holdfast_service.wiring.exports import Exporter, ForeignExport
 from holdfast_service.wiring.imports import OURS, Importer, WantedImport
-from holdfast_service.wiring.progress import Progress, going
+from holdfast_service.wiring.progress import Progress
 
 
 class Transfers:
@@ -28,19 +27,19 @@ class Transfers:
 
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
-        self._importer = Importer(tier, decisions)
+        self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
-        """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, `import` has `from`: below
-        `place`, and what `ImportOptions` has, and perhaps `dry_run`.
+        """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
+        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`. Paths are below `place`.
         """
         return {"export": self.export_job, "import": self.import_job}
 
     def check(self, request: JobRequest) -> None:
         """Refuse a request of these kinds that must fail, before it becomes a job.
 
-        Raises `InvalidRequest` for a path that is not below `place`, `NoSuchCheckpoint` if there is nothing to export,
-        `AlreadyCommitted` for a step that exists.
+        Raises `InvalidRequest` for a path that is not below `place` and for arguments that do not exist, `NoSuchCheckpoint`
+        if there is nothing to export, `AlreadyCommitted` for a step that exists.
         """
         run, step = _named(request)
         if request.kind == "import":
@@ -49,14 +48,13 @@ class Transfers:
             self._decisions.imports().attempt(run, step)
             return
         self._reach()
-        split_leaf(_text(request, "to"))
+        split_leaf(_wanted_export(request).target)
         if not self._tier.list(naming.checkpoint_path(run, step)):
             raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
 
     def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's export, below `place`."""
-        run, step = _named(job)
-        wanted = Export(run, step, _text(job, "to"), bool(job.arguments.get("model_only", False)))
+        wanted = _wanted_export(job)
         return self.export(self._reach(), wanted, progress)
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
@@ -71,17 +69,11 @@ class Transfers:
         """Repair a job's checkpoint; raises the damage that is left."""
         return self.repair(*_named(job))
 
-    def export(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
-        """Copy a checkpoint out; it gets its name only when it is complete."""
-        with self._decisions.reading(wanted.run, wanted.step):
-            size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
-        try:
-            commit.publish_export(place, staging, wanted.target)
-        except AlreadyCommitted:
-            place.remove_tree(staging)
-            raise
-        return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
+    def export(self, place: Tier, wanted: Export | ForeignExport, progress: Progress) -> dict[str, Any]:
+        """Copy a checkpoint out, or export it for another program; it gets its name only when it is complete."""
+        if isinstance(wanted, Export):
+            return self._exporter.copy(place, wanted, progress)
+        return self._exporter.convert(place, wanted, progress)
 
     def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`, or say what would be made."""
@@ -137,6 +129,25 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
         raise InvalidRequest(f"there is no kind {given['kind']!r} of checkpoints", hint=f"one of {known}")
     dry_run = bool(given.pop("dry_run", False))
     return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
+
+
+def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
+    """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
+    target, given = _text(job, "to"), dict(job.arguments)
+    texts = ("as", "weights", "dtype", "layout", "program")
+    if given.get("as") is None:
+        alone = next((name for name in texts[1:] if given.get(name) is not None), None)
+        if alone is not None:
+            raise InvalidRequest(f"the argument {alone!r} of an export needs `as`", hint="say for which program")
+        return Export(*_named(job), target, bool(given.get("model_only", False)))
+    for name, value in given.items():
+        if name not in (*texts, "to"):
+            raise InvalidRequest(f"an export with `as` has no argument {name!r}", hint=f"to, {', '.join(texts)}")
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(f"the argument {name!r} of an export is not a text")
+    terms = ExportTerms(given["as"], **{name: given[name] for name in texts[1:] if name in given})
+    terms.check()
+    return ForeignExport(*_named(job), target, terms)
 
 
 _CALLED: dict[type, str] = {str: "a text", bool: "true or false"}

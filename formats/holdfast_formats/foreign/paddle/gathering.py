@@ -15,7 +15,7 @@ from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import computed, leftovers, progress
 from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
-from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.paddle.transposition import Linears, linears, turned
 from holdfast_formats.region import Shape
 
@@ -36,7 +36,7 @@ class Gathering:
         self.shapes: dict[str, Shape] = {}  # of parameters, in Paddle's layout
         self.notes: list[str] = []
         self.names: set[str] = set()  # of parameters, for a model without config.json
-        self._powers: list[StoredArray] = []
+        self._powers: list[LocalTensorParts] = []
         self._linears: Linears | None = None
 
     @property
@@ -78,7 +78,7 @@ class Gathering:
                 f"{spec.name!r} of group {spec.group} is in {where(listed)} and in {where(tensor)}", tensor=spec.name
             )
 
-    def powers(self, arrays: Iterable[StoredArray]) -> None:
+    def powers(self, arrays: Iterable[LocalTensorParts]) -> None:
         """Note the beta powers of a parameter; with `as_is` they are listed by the adapter instead."""
         self._powers.extend(arrays)
 
@@ -134,7 +134,7 @@ class Gathering:
         hyper: dict[str, Any] = {}
         if self._powers and not self.options.as_is:
             known = progress.betas(self.files, self._powers, self.progress.step or 0)
-            hyper = {} if known is None else {"betas": list(known)}
+            hyper = {} if known is None else {"betas": progress.document(known)}
             self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step}, and are not stored")
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate

@@ -138,8 +138,8 @@ class UnifiedReader:
                 raise tensor_parallel.of_arrays(next(iter(powers.values()))).odd(f"{owner!r} has no moments")
         if count:
             self.gathering.notes.append(
-                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost stays "
-                "lost"
+                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost "
+                "stays lost"
             )
 
     def _powers(self, held: FileSet, owner: str, powers: Mapping[str, list[StoredArray]]) -> None:
@@ -148,7 +148,7 @@ class UnifiedReader:
                 tensor = self.tensor(held, TensorKey("optim", f"{owner}/{kind}"), arrays, arrays[0].shape)
                 self.gathering.weight(tensor, owner)
         if not self.options.as_is:
-            self.gathering.powers(array for arrays in powers.values() for array in arrays)
+            self.gathering.powers(tensor_parallel.of_arrays([array]) for arrays in powers.values() for array in arrays)
 
     def _decoded(self, held: FileSet, owner: str, found: Mapping[str, list[StoredArray]]) -> None:
         for arrays in found.values():
@@ -166,12 +166,16 @@ class UnifiedReader:
         if not all(len(array.shape) == 1 for array in arrays):
             raise tensor_parallel.of_arrays(arrays).odd(f"the model's weight has shape {list(shape)} in Paddle's layout")
         if not self.options.assemble_flat:
-            raise _flat(arrays, shape)
-        if not any("are flat slices" in note for note in self.gathering.notes):
-            self.gathering.notes.append(
-                "masters and moments are flat slices (sharding stage 1 v2), put together in order of files"
-            )
+            raise _flat(max([arrays, *self._cut(held)], key=len))
+        note = "masters and moments are flat slices (sharding stage 1 v2), put together in the order of the files"
+        if note not in self.gathering.notes:
+            self.gathering.notes.append(note)
         return flat.assembled(arrays, shape).tensor(*key)
+
+    def _cut(self, held: FileSet) -> list[list[StoredArray]]:
+        """Keys that are in several files, as a parameter is whose slices two ranks have."""
+        found = [arrays for key, arrays in held.arrays.items() if not key.endswith(progress.POWERS)]
+        return [arrays for arrays in found if len(arrays) > 1]
 
     def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
         by_rank: dict[int, list[StoredArray]] = defaultdict(list)
@@ -188,11 +192,11 @@ class UnifiedReader:
         return tensor_parallel.joined(parts, held.degree, shape, fused).tensor(*key)
 
 
-def _flat(arrays: Sequence[StoredArray], shape: Shape) -> StateMismatch:
+def _flat(arrays: Sequence[StoredArray]) -> StateMismatch:
     files = list(dict.fromkeys(array.file for array in arrays))
     return StateMismatch(
-        f"{arrays[0].key!r} is flat in {' and '.join(files)}, with {' and '.join(str(array.shape[0]) for array in arrays)} "
-        f"elements instead of {list(shape)}: Paddle's sharding stage 1 v2 saved slices, which it cannot load itself",
+        f"{arrays[0].key!r} is flat, with {' and '.join(f'{array.shape[0]} elements in {array.file}' for array in arrays)}: "
+        "Paddle's sharding stage 1 v2 saved slices, which it cannot load itself",
         hint="--assemble-flat puts them together in the order of the files",
         file=files[0],
         files=files,
