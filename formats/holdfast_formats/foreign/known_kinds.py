@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
+from holdfast_formats.foreign.dcp import kinds as dcp
 from holdfast_formats.foreign.kinds import ForeignKind
 
 KINDS: tuple[ForeignKind, ...] = (
@@ -11,4 +12,5 @@ KINDS: tuple[ForeignKind, ...] = (
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
+    *dcp.KINDS,
 )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign import json_values, optimizer_state
 from holdfast_formats.foreign.dcp import optimizers
-from holdfast_formats.foreign.dcp.gathering import Gathered, Unread
+from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread
 from holdfast_formats.foreign.dcp.metadata import Path, SavedState
 from holdfast_formats.foreign.dcp.optimizers import SavedOptimizer
 from holdfast_formats.foreign.dcp.payloads import Payloads
@@ -52,10 +52,10 @@ class _Tensor(NamedTuple):
     fqn: str
 
 
-class Arrangement:
+class StateDictArrangement:
     """Arranges one saved state dict."""
 
-    def __init__(self, saved: SavedState, payloads: Payloads, gathered: Gathered) -> None:
+    def __init__(self, saved: SavedState, payloads: Payloads, gathered: GatheredListing) -> None:
         self._saved, self._payloads, self._gathered = saved, payloads, gathered
         self._weights: set[str] = set()
 

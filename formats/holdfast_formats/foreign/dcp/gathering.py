@@ -36,7 +36,7 @@ class ValuePlace(NamedTuple):
     prefix: str
 
 
-class Gathered:
+class GatheredListing:
     """Tensors, documents and notes of a directory, as they are found."""
 
     def __init__(self, files: ForeignFiles, allowed: Collection[str] = PLAIN) -> None:

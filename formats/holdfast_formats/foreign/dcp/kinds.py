@@ -7,8 +7,8 @@ from typing import Any
 
 from holdfast_formats.errors import NotCommitted, StateMismatch
 from holdfast_formats.foreign.dcp import directories, metadata, sharded_safetensors
-from holdfast_formats.foreign.dcp.arrangement import EXTRA, Arrangement
-from holdfast_formats.foreign.dcp.gathering import Gathered, Unread
+from holdfast_formats.foreign.dcp.arrangement import EXTRA, StateDictArrangement
+from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread
 from holdfast_formats.foreign.dcp.megatron import ALLOWED, MegatronArrangement
 from holdfast_formats.foreign.dcp.metadata import METADATA, StoredAt
 from holdfast_formats.foreign.dcp.payloads import Payloads
@@ -53,8 +53,8 @@ def read_dcp(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
         if any(directories.SHARD.fullmatch(name) for name in names):
             return sharded_safetensors.read(files)
     saved = metadata.read(files)
-    gathered = Gathered(files)
-    arrangement = Arrangement(saved, Payloads(files, saved), gathered)
+    gathered = GatheredListing(files)
+    arrangement = StateDictArrangement(saved, Payloads(files, saved), gathered)
     known: dict[str, FileUse] = {}
     if options.as_is:
         arrangement.as_is()
@@ -90,7 +90,7 @@ def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: s
     if backend != _BACKEND:
         raise StateMismatch(f"its format is {backend!r}, and {_BACKEND} is read", hint="save with --ckpt-format torch_dist")
     saved = metadata.read(files, directory)
-    gathered = Gathered(files, ALLOWED)
+    gathered = GatheredListing(files, ALLOWED)
     known = {_below(directory, CONFIG): FileUse(_below(directory, CONFIG), "state")}
     common = _below(directory, COMMON)
     size = files.size(common)
@@ -121,7 +121,7 @@ def _backend(files: ForeignFiles, directory: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _of_lightning(files: ForeignFiles, gathered: Gathered) -> FileUse:
+def _of_lightning(files: ForeignFiles, gathered: GatheredListing) -> FileUse:
     """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
     made = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
     if isinstance(made, Unread):
@@ -141,7 +141,7 @@ def _of_context(path: str) -> FileUse:
     return FileUse(path, "unused", "it configures NeMo, and is no state of the training")
 
 
-def _number(gathered: Gathered, document: str, key: str, otherwise: int | None) -> int | None:
+def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:
     found = gathered.documents.get(EXTRA, {}).get(document)
     number = found.get(key) if isinstance(found, dict) else None
     return number if type(number) is int and number >= 0 else otherwise

@@ -24,7 +24,7 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign import filling, json_values, optimizer_state
 from holdfast_formats.foreign.dcp.arrangement import EXTRA, MODEL
-from holdfast_formats.foreign.dcp.gathering import PLAIN, Gathered, Unread, ValuePlace
+from holdfast_formats.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_formats.foreign.dcp.metadata import SavedState
 from holdfast_formats.foreign.dcp.payloads import Payloads
 from holdfast_formats.foreign.listing import FetchBox, ForeignPiece, ForeignTensor
@@ -75,7 +75,7 @@ class Constant(NamedTuple):
 class MegatronArrangement:
     """Arranges one saved state dict. `common` is the content of common.pt, or of `common_file`, where there is one."""
 
-    def __init__(self, saved: SavedState, payloads: Payloads, gathered: Gathered) -> None:
+    def __init__(self, saved: SavedState, payloads: Payloads, gathered: GatheredListing) -> None:
         self._saved, self._payloads, self._gathered = saved, payloads, gathered
         self.common: Any = None
         self.common_file = ""

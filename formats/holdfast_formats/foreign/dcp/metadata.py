@@ -102,7 +102,7 @@ def read(files: ForeignFiles, directory: str = "") -> SavedState:
         if about.name == _TENSOR:
             tensors[fqn] = _tensor(fqn, about, places, path)
         elif about.name == _VALUE:
-            values[fqn] = _place(places, (fqn, None), path)
+            values[fqn] = _place(places, EntryKey(fqn), path)
         else:
             raise StateMismatch(f"{path} describes {fqn!r} as {about.name}", file=path, tensor=fqn)
     for fqn, offset in places:
@@ -125,7 +125,14 @@ def check_tiled(fqn: str, shape: Shape, boxes: Iterable[Box], file: str) -> None
         raise StateMismatch(f"{fqn!r}: {missing} elements of {list(shape)} are in no chunk", file=file, tensor=fqn)
 
 
-Places = dict[tuple[str, Shape | None], StoredAt]
+class EntryKey(NamedTuple):
+    """A key of the state dict; for a tensor with the offset of one of its chunks."""
+
+    fqn: str
+    offset: Shape | None = None
+
+
+Places = dict[EntryKey, StoredAt]
 
 
 def _places(files: ForeignFiles, directory: str, found: Any, path: str) -> Places:
@@ -136,7 +143,7 @@ def _places(files: ForeignFiles, directory: str, found: Any, path: str) -> Place
         offset = None if fqn is None else index.get("offset")
         if not isinstance(fqn, str) or not isinstance(info, PickledRecord) or not (offset is None or _is_shape(offset)):
             raise StateMismatch(f"{path} has a place of what is no entry", file=path)
-        key = (fqn, offset)
+        key = EntryKey(fqn, offset)
         at = _stored_at(info, fqn, path)._replace(file=_below(directory, _file_name(info, fqn, path)))
         if places.setdefault(key, at) != at:
             raise StateMismatch(f"{path} says twice where {fqn!r} at {offset} is", file=path, tensor=fqn)
@@ -188,7 +195,7 @@ def _tensor(fqn: str, about: PickledRecord, places: Places, path: str) -> SavedT
         raise StateMismatch(f"{path} does not describe the tensor {fqn!r}", file=path, tensor=fqn)
     boxes = dict.fromkeys(_box(chunk, fqn, path) for chunk in _list(about.get("chunks"), fqn, path))
     check_tiled(fqn, shape, boxes, path)
-    chunks = tuple(SavedChunk(box, _place(places, (fqn, box.offset), path)) for box in boxes if box.volume)
+    chunks = tuple(SavedChunk(box, _place(places, EntryKey(fqn, box.offset), path)) for box in boxes if box.volume)
     return SavedTensor(fqn, _dtype(properties, fqn, path), shape, chunks)
 
 
@@ -208,10 +215,10 @@ def _dtype(properties: PickledRecord, fqn: str, path: str) -> str:
     return pickles.TORCH_DTYPES[name]
 
 
-def _place(places: Places, key: tuple[str, Shape | None], path: str) -> StoredAt:
+def _place(places: Places, key: EntryKey, path: str) -> StoredAt:
     if key not in places:
-        where = "" if key[1] is None else f" at {list(key[1])}"
-        raise StateMismatch(f"{path} does not say where {key[0]!r}{where} is", file=path, tensor=key[0])
+        where = "" if key.offset is None else f" at {list(key.offset)}"
+        raise StateMismatch(f"{path} does not say where {key.fqn!r}{where} is", file=path, tensor=key.fqn)
     return places[key]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.dcp import directories
-from holdfast_formats.foreign.dcp.gathering import Gathered
+from holdfast_formats.foreign.dcp.gathering import GatheredListing
 from holdfast_formats.foreign.dcp.metadata import SavedState, check_tiled
 from holdfast_formats.foreign.dcp.payloads import safetensors_part
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece
@@ -40,7 +40,7 @@ def read(files: ForeignFiles) -> ForeignListing:
                 )
             piece = ForeignPiece(file, part.data + stored.start, Box(offset, stored.shape), strides(stored.shape))
             pieces.setdefault(name, []).append(piece)
-    gathered = Gathered(files)
+    gathered = GatheredListing(files)
     for name, held in pieces.items():
         shape = _extent([piece.box for piece in held])
         check_tiled(name, shape, [piece.box for piece in held], held[0].file)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from holdfast_formats.errors import LimitExceeded, NotCommitted, StateMismatch
 from holdfast_formats.foreign.dcp import directories, kinds
 from holdfast_formats.foreign.kinds import ReadOptions, choose
+from holdfast_formats.foreign.known_kinds import KINDS
 from tests.formats.foreign.dcp.directories import DirectoryFiles
 from tests.formats.foreign.dcp.saving import save_ranks
 
@@ -19,7 +21,7 @@ STATE: dict[str, Any] = {"model": {"x": torch.ones(2)}, "epoch": 1}
 
 
 def _chosen(path: Path) -> str:
-    return choose(DirectoryFiles(path), None, kinds.KINDS).name
+    return choose(DirectoryFiles(path), None, KINDS).name
 
 
 def test_recognised(tmp_path: Path) -> None:
@@ -29,11 +31,16 @@ def test_recognised(tmp_path: Path) -> None:
     for path in (plain, mcore, nemo / "weights"):
         save_ranks(path, [STATE])
     (mcore / "metadata.json").write_text(config)
+    for place in (plain / "meta.pt", mcore / "common.pt", nemo / "weights" / "common.pt"):
+        torch.save({"x": torch.ones(1)}, place)
+    writer = HuggingFaceStorageWriter(str(tmp_path / "shards"), save_distributed=True)
+    save_ranks(tmp_path / "shards", [{"x": torch.ones(2)}], [writer])
     (nemo / "weights" / "metadata.json").write_text(config)
     other.mkdir()
     (other / "0_0.distcp").write_bytes(b"")  # Paddle's
     (other / "0.metadata").write_bytes(b"")
     assert (_chosen(plain), _chosen(mcore), _chosen(nemo)) == ("dcp", "megatron", "nemo")
+    assert _chosen(tmp_path / "shards") == "dcp"
     with pytest.raises(StateMismatch, match="no known checkpoint"):
         _chosen(other)
     (plain / "metadata.json").write_text("[1]")  # somebody else's
