@@ -45,11 +45,33 @@ def _tuple_keys() -> bytes:
     return PROTO + b"}(" + b"".join(_number(n) + b"\x85N" for n in range(500_000)) + b"u."
 
 
+def _doubled(before: bytes, after: bytes) -> bytes:
+    """The value of 2**90 in the place of a text that an error would say."""
+    return PROTO + _doubling()[2:-1] + b"\x940" + before + b"hZ" + after
+
+
 BOMBS: dict[str, Callable[[], bytes]] = {
     "doubling": _doubling,
     "doubling-key": _doubling_key,
     "collisions": _collisions,
     "tuple-keys": _tuple_keys,
+    "doubling-byte-order": lambda: _doubled(
+        b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03", b"NNNK\x00K\x00K\x00tb."
+    ),
+    "doubling-encoding": lambda: _doubled(b"c_codecs\nencode\nX\x01\x00\x00\x00a", b"\x86R."),
+    "doubling-class": lambda: _doubled(
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\n", b")Nt\x81."
+    ),
+    "state-again": lambda: (
+        PROTO + b"}\x94(" + b"".join(_number(n) + b"N" for n in range(400_000)) + b"u\x940}" + b"h\x00b" * 3 + b"."
+    ),
+    "text-again": lambda: (
+        b"\x80\x02c_codecs\nencode\nq\x000X\x00\x00\x10\x00"
+        + b"a" * 2**20
+        + b"q\x010X\x06\x00\x00\x00latin1q\x020"
+        + b"h\x00h\x01h\x02\x86R0" * 500_000
+        + b"N."
+    ),
     "itself": lambda: PROTO + _EMPTY_LIST + b"h\x00a.",
     "itself-in-dict": lambda: PROTO + b"}\x94K\x01h\x00s.",
     "itself-by-tuple": lambda: PROTO + _EMPTY_LIST + b"h\x00\x85\x94a.",

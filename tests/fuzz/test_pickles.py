@@ -57,7 +57,19 @@ def test_many_mutations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["doubling", "doubling-key", "itself", "itself-in-dict", "itself-by-tuple", "marks", "memo-far"]
+    "name",
+    [
+        "doubling",
+        "doubling-byte-order",
+        "doubling-encoding",
+        "doubling-class",
+        "doubling-key",
+        "itself",
+        "itself-in-dict",
+        "itself-by-tuple",
+        "marks",
+        "memo-far",
+    ],
 )
 def test_small_bombs(name: str) -> None:
     """Values that contain themselves, or stand for more than there is memory, are refused at once."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.foreign import deepspeed_files, deepspeed_leftovers, optimizer_state, torch_values, zero_partitions
 from holdfast_formats.foreign.deepspeed_files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
-from holdfast_formats.foreign.deepspeed_optimizer import RankState, optimizer_tensors, parameter_groups, rank_state
+from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank, optimizer_tensors, parameter_groups, rank_state
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import rounded
@@ -30,7 +30,7 @@ class _Saved(NamedTuple):
 
     held: ZeroFiles
     models: Sequence[dict[str, Any]]
-    ranks: Sequence[RankState]
+    ranks: Sequence[ZeroRank]
     stage: int
 
     @property
@@ -108,14 +108,14 @@ def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lan
         if len(rank.masters) != len(groups) or (
             rank.paddings is not None and list(map(len, rank.paddings)) != list(map(len, groups))
         ):
-            raise refused(rank.path, f"has {len(rank.masters)} groups, and {path} names {len(groups)}")
+            raise refused(rank.path, f"has other groups of parameters than {path} names")
     lanes = [[rank.masters[group] for rank in saved.ranks] for group in range(len(groups))]
     parameters = zero_partitions.by_group(groups, saved.ranks[0].paddings, lanes)
     _check_fragments(parameters, saved.ranks, lanes)
     return parameters, lanes
 
 
-def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[RankState], lanes: zero_partitions.Lanes) -> None:
+def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], lanes: zero_partitions.Lanes) -> None:
     """Where newer files say which part of a parameter is where, that must be what was computed."""
     for number, rank in enumerate(ranks):
         if rank.fragments is None:

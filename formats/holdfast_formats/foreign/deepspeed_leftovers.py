@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast_formats.foreign import hugging_face, torch_values
 from holdfast_formats.foreign.deepspeed_files import LATEST, ZeroFiles, refused
-from holdfast_formats.foreign.deepspeed_optimizer import RankState
+from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal
 
@@ -25,7 +25,7 @@ _OTHER_STEP = re.compile(r"global_step\d+")
 _RANDOM = re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 
 
-def documents(model: Mapping[str, Any], rank: RankState, path: str) -> dict[str, dict[str, Any]]:
+def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, dict[str, Any]]:
     """Schedules, counters and the caller's state as JSON; `StateMismatch`, by key, for anything that is no plain value."""
     made: dict[str, Any] = {}
     counters = {key: model[key] for key in (*_COUNTERS, *_MORE_COUNTERS) if key in model}

@@ -38,7 +38,7 @@ _KNOWN = {
 }
 
 
-class RankState(NamedTuple):
+class ZeroRank(NamedTuple):
     """What one rank's file holds: masters by group (sub-group in ZeRO 3), state by group, and hyper-parameters.
 
     `paddings` follow each parameter of each group in the flat tensor. `fragments` are first element and length, in this
@@ -56,7 +56,7 @@ class RankState(NamedTuple):
     loss_scaler: PickledRecord | None
 
 
-def rank_state(value: Mapping[str, Any], path: str) -> RankState:
+def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
     """One rank's file; `StateMismatch`, by key, for what is not as DeepSpeed writes it."""
     held = dict_in(value, "optimizer_state_dict", path)
     unknown = sorted(str(key) for key in held.keys() - _KNOWN)
@@ -73,7 +73,7 @@ def rank_state(value: Mapping[str, Any], path: str) -> RankState:
     base = dict_in(held, state_key, path)
     count: Any = held.get("partition_count")
     scaler = held.get("loss_scaler")
-    return RankState(
+    return ZeroRank(
         path,
         stage,
         tuple(count) if isinstance(count, list | tuple) else (count,),
@@ -121,7 +121,7 @@ def _fragments(given: Any, path: str) -> list[dict[str, tuple[int, int]]] | None
 
 
 def optimizer_tensors(
-    parameters: Sequence[FlatParameter], ranks: Sequence[RankState], stage: int, files: ForeignFiles
+    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], stage: int, files: ForeignFiles
 ) -> Iterator[ForeignTensor]:
     """The optimizer's state by parameter: flat kinds are cut as the masters are, numbers are those of the group."""
     first = ranks[0]
@@ -139,7 +139,7 @@ def optimizer_tensors(
 
 
 def _flat_kind(
-    parameters: Sequence[FlatParameter], ranks: Sequence[RankState], stage: int, kind: str
+    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], stage: int, kind: str
 ) -> Iterator[ForeignTensor]:
     by_rank = []
     for rank in ranks:
@@ -156,7 +156,7 @@ def _flat_kind(
 
 
 def _number(
-    parameters: Sequence[FlatParameter], ranks: Sequence[RankState], kind: str, files: ForeignFiles
+    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], kind: str, files: ForeignFiles
 ) -> Iterator[ForeignTensor]:
     """A number of each group that all ranks have, as a tensor without dimensions of each of its parameters."""
     values = []
@@ -170,7 +170,7 @@ def _number(
         yield scalar(key, values[0][parameter.group])
 
 
-def _value(rank: RankState, group: int, kind: str, files: ForeignFiles) -> float:
+def _value(rank: ZeroRank, group: int, kind: str, files: ForeignFiles) -> float:
     """A number of the state, or, as fused optimizers have the step, of the parameter group."""
     value = rank.state[group].get(kind)
     if value is None and kind == STEP:
@@ -185,7 +185,7 @@ def _value(rank: RankState, group: int, kind: str, files: ForeignFiles) -> float
 
 
 def parameter_groups(
-    parameters: Sequence[FlatParameter], rank: RankState, stage: int
+    parameters: Sequence[FlatParameter], rank: ZeroRank, stage: int
 ) -> list[tuple[Sequence[str], Mapping[str, Any]]]:
     """Names and hyper-parameters of each group, for the optimizer's document."""
     if stage == 3 or len(rank.groups) != len(rank.masters):

@@ -17,6 +17,7 @@ from holdfast_formats.layout.parts import strides
 from holdfast_formats.tensors import DIMENSIONS_MAX
 
 _SIZE_MAX = 2**63 - 1
+_STEP_MAX = 2**48  # elements; also of dimensions of one, which nobody steps along
 _CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
@@ -113,7 +114,8 @@ def numpy_dtype_state(dtype: NumpyDtype, state: Any) -> None:
     if not (isinstance(state, tuple) and len(state) >= 8):
         raise Unfit(f"has a dtype {dtype.code!r} that numpy does not write so")
     if state[1] not in ("<", "|", "="):
-        raise Unfit(f"has values in the byte order {str(state[1])[:8]!r}; only little-endian ones are read")
+        order = state[1][:8] if type(state[1]) is str else ""
+        raise Unfit(f"has values in the byte order {order!r}; only little-endian ones are read")
     if any(part is not None for part in state[2:5]):
         raise Unfit("has an array of structures")
 
@@ -128,7 +130,7 @@ def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:
     dtype = dtype or storage.dtype
     width, held = dtypes.bits(dtype) // 8, storage.shape[0] * dtypes.bits(storage.dtype) // 8
     reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
-    if offset < 0 or any(step < 0 for step in steps) or (reach and (offset + reach) * width > held):
+    if offset < 0 or any(not 0 <= step < _STEP_MAX for step in steps) or (reach and (offset + reach) * width > held):
         raise Unfit(f"has a tensor {dtype}{list(shape)} that reaches outside its storage {storage.storage!r}")
     start = storage.offset + (offset * width if reach else 0)
     return PickledArray(dtype, shape, steps, storage.storage, start, storage.file)
@@ -154,7 +156,8 @@ def tensor_v3(args: tuple[Any, ...]) -> PickledArray:
 
 def _torch_dtype(given: Any) -> str:
     if not isinstance(given, PickledGlobal) or given.name not in TORCH:
-        raise Unfit(f"has a tensor of dtype {given!r:.80}, which no checkpoint can hold")
+        name = given.name if isinstance(given, PickledGlobal) else "that is none"
+        raise Unfit(f"has a tensor of dtype {name}, which no checkpoint can hold")
     return TORCH[given.name]
 
 
@@ -198,7 +201,7 @@ def subclass(args: tuple[Any, ...]) -> PickledArray:
     """`torch._tensor._rebuild_from_type_v2(function, class, args, state)`: a tensor or parameter with attributes."""
     if not (len(args) == 4 and isinstance(args[0], PickledGlobal) and isinstance(args[2], tuple)):
         raise Unfit("has a tensor that torch does not write so")
-    function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else repr(args[1])[:80]
+    function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else "of no name"
     if function not in TENSORS or kind not in _CLASSES:
         raise Unfit(f"has a tensor of class {kind}, which holds its values in a way of its own")
     return TENSORS[function](args[2])

@@ -104,15 +104,20 @@ def _bytes(m: PickleMachine, args: tuple[Any, ...]) -> PickledBytes | LatinBytes
 
 def _encode(m: PickleMachine, args: tuple[Any, ...]) -> LatinBytes:
     """`_codecs.encode(text, "latin1")`: how protocols below 3 have bytes."""
-    if len(args) != 2 or args[1] not in _LATIN:
+    if len(args) != 2 or type(args[1]) is not str or args[1] not in _LATIN:
         raise Unfit("encodes text as no pickle of bytes does")
     text = args[0]
     m.charge(200)
     if type(text) is PickledBytes:  # a long text
         return LatinBytes(text.offset, text.length, None)
     known = m.texts.get(id(text))
-    if known is None or known[0] is not text or any(ord(character) > 255 for character in text):
+    if known is None or known[0] is not text:
         raise Unfit("encodes text as no pickle of bytes does")
+    if id(text) not in m.latin:  # looked through once, however often it is named
+        if any(ord(character) > 255 for character in text):
+            raise Unfit("encodes text as no pickle of bytes does")
+        m.charge(40)
+        m.latin.add(id(text))
     return known[1]
 
 

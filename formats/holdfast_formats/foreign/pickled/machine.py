@@ -39,6 +39,7 @@ class PickleMachine:
         self.allowed, self.storages = allowed, storages
         self.stack: list[Any] = []
         self.texts: dict[int, tuple[str, LatinBytes]] = {}  # where texts stand, by id: protocol 2 has bytes as texts
+        self.latin: set[int] = set()  # ids of those that were found to be bytes
         self.protocol = 0
         self._below: list[list[Any]] = []
         self._deep = 0  # values in `_below`
@@ -76,6 +77,7 @@ class PickleMachine:
         self._spent -= 9 * len(self._memo)
         self._memo.clear()
         self.texts.clear()
+        self.latin.clear()
         graph.check(value, self.charge)
         return value
 
@@ -200,7 +202,7 @@ class PickleMachine:
             calls.numpy_dtype_state(value, state)
         elif type(value) is PickledRecord and value.state is None:
             value.state = state
-        elif type(value) is not dict or type(state) is not dict or set(state) - {"_metadata"}:  # of a module's state_dict
+        elif type(value) is not dict or type(state) is not dict or len(state) > 1 or "_metadata" not in state:
             raise Unfit(f"gives attributes to a value of type {type(value).__name__}")
 
     def extend(self, value: Any, items: list[Any]) -> None:

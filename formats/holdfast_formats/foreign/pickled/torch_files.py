@@ -41,12 +41,14 @@ def _storage_id(given: Any, parts: int) -> _StorageId:
     if not (type(given) is tuple and len(given) == parts and given[0] == "storage" and type(given[1]) is PickledGlobal):
         raise Unfit("refers to something outside it that is no storage")
     _, kind, key, location, elements = given[:5]
+    if type(key) is not str:
+        raise Unfit("has a storage without a key")
     if kind.name not in STORAGES:
         raise Unfit(f"has a storage {kind.name}, of a type that no checkpoint can hold")
-    if type(key) is not str or type(elements) is not int or not 0 <= elements < 2**60 or location == "meta":
-        raise Unfit(f"has a storage {str(key)[:40]!r} without data")
+    if type(elements) is not int or not 0 <= elements < 2**60 or location == "meta":
+        raise Unfit(f"has a storage {key[:40]!r} without data")
     if parts == 6 and given[5] is not None:
-        raise Unfit(f"has a storage {str(key)[:40]!r} that is a view of another")
+        raise Unfit(f"has a storage {key[:40]!r} that is a view of another")
     return _StorageId(key, STORAGES[kind.name], elements)
 
 
@@ -148,11 +150,12 @@ class _LegacyStorages:
 
     def place(self, files: ForeignFiles, order: Any, stream: PickleStream) -> None:
         """Find the storages that follow in this order, each with its number of elements before it."""
-        if not isinstance(order, list) or sorted(map(str, order)) != sorted(self._named) or len(order) != len(self._named):
+        known = isinstance(order, list) and all(type(key) is str for key in order)
+        if not known or len(order) != len(self._named) or set(order) != self._named.keys():
             raise stream.refused("has other storages behind it than those that it names")
         at = stream.where
         for key in order:
-            storage = self._named[key] if key in self._named else self._named[str(key)]
+            storage = self._named[key]
             head = files.read(self._path, at, _SIZE_BYTES)
             at += _SIZE_BYTES
             if len(head) < _SIZE_BYTES or at + storage.nbytes > stream.stop:
