@@ -147,6 +147,15 @@ def test_a_dry_run_is_the_report(world: CopiesWorld, importer: Importer, own: Po
     assert dry["source"]["files"] == without
 
 
+def test_names_that_are_no_unicode(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
+    """A file's name may be any bytes; the report, which is JSON, has them written out."""
+    source = a_model(tmp_path / "hf", sharded=False)
+    (source / os.fsdecode(b"\xff.gguf")).write_bytes(b"")
+    done = importer.bring(PosixTier(source), WantedImport("mine", 1), Quiet())
+    assert "\\udcff.gguf" in [file["file"] for file in done["source"]["files"]]
+    json.dumps(done, ensure_ascii=False).encode()
+
+
 def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path) -> None:
     """It is read as that kind, whatever it looks like; a Holdfast checkpoint takes no options."""
     with pytest.raises(InvalidRequest, match="no safetensors"):
