@@ -32,27 +32,12 @@ from holdfast.tensors.fragments import (
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.foreign import optimizer_state
 
 GROUP = "optim"
 MASTER_GROUP = masters.MASTER_GROUP
 
-# Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
-MASTER_KEYS = frozenset(
-    {
-        "master_param",  # Transformer Engine, apex
-        "master_params",
-        "master_weight",
-        "master_weights",
-        "master",
-        "fp32_param",
-        "fp32_params",
-        "fp32_master",
-        "fp32_weight",
-        "main_param",  # Megatron
-        "param_fp32",
-        "param_master",
-    }
-)
+MASTER_KEYS = optimizer_state.MASTER_KEYS
 # They say how a step is computed, not what was trained: the live optimizer keeps its own.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 

@@ -46,6 +46,12 @@ def pairs(value: Mapping[Any, Any], other: Other, trail: Trail) -> list[list[Any
     return [[encode(k, other, (*trail, repr(k)[:40])), encode(v, other, (*trail, str(k)[:80]))] for k, v in value.items()]
 
 
+def ordered(encoded: dict[str, Any]) -> dict[str, Any]:
+    """An object of JSON values that states the order of its keys, where that is not the sorted one."""
+    keys = list(encoded)
+    return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
+
+
 def path_of(trail: Trail) -> str:
     """A path as people write it: `loader.order[3]`."""
     return "".join(step if step.startswith("[") else f".{step}" for step in trail).lstrip(".")
@@ -62,11 +68,11 @@ def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
         return encoded
     if "$keys" in encoded:
         return {key: decode(encoded[key], stored) for key in encoded["$keys"]}
-    tag, content = next(iter(encoded.items())) if len(encoded) == 1 else ("", None)
+    tag, content = str(next(iter(encoded))) if len(encoded) == 1 else "", next(iter(encoded.values()), None)
     if not tag.startswith("$"):
         return {key: decode(value, stored) for key, value in encoded.items()}
     if tag in ("$tensor", "$array"):
-        return stored(tag[1:], content)
+        return stored(tag[1:], str(content))
     if tag not in _TAGS:
         raise InvalidRequest(f"a value with the tag {tag} has no plain form")
     try:
@@ -80,11 +86,9 @@ def _items(values: Iterable[Any], other: Other, trail: Trail) -> list[Any]:
 
 
 def _mapping(value: dict[Any, Any], other: Other, trail: Trail) -> Any:
-    keys = list(value)
-    if not all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in keys):
+    if not all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
         return {"$dict": pairs(value, other, trail)}
-    encoded = {key: encode(item, other, (*trail, key)) for key, item in value.items()}
-    return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
+    return ordered({key: encode(item, other, (*trail, key)) for key, item in value.items()})
 
 
 def _is_unicode(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
+from holdfast_formats.foreign.dcp import kinds as dcp
 from holdfast_formats.foreign.kinds import ForeignKind
 from holdfast_formats.foreign.paddle.kinds import PADDLE_KINDS
 
@@ -13,4 +14,5 @@ KINDS: tuple[ForeignKind, ...] = (
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
     *PADDLE_KINDS,
+    *dcp.KINDS,
 )

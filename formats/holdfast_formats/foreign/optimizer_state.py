@@ -13,6 +13,24 @@ GROUP = "optim"
 MASTER_GROUP = "master"
 KEY = "optimizer"
 
+# Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
+MASTER_KEYS = frozenset(
+    {
+        "master_param",  # Transformer Engine, apex
+        "master_params",
+        "master_weight",
+        "master_weights",
+        "master",
+        "fp32_param",
+        "fp32_params",
+        "fp32_master",
+        "fp32_weight",
+        "main_param",  # Megatron
+        "param_fp32",
+        "param_master",
+    }
+)
+
 
 def document(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> dict[str, Any]:
     """The optimizer's document, for `documents["optim"]["optimizer"]`: for each group of parameters, their names and its

@@ -112,7 +112,7 @@ class ZipAround(NamedTuple):
         return len(self.tail(0))
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Of the whole zip."""
         return len(self.head) + self.data_bytes + self.tail_bytes
 

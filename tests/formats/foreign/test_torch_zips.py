@@ -22,7 +22,7 @@ def test_torch_and_zipfile_read_it() -> None:
     around = torch_zips.of_tensor(TensorSpec("model", "x", "I16", (2, 3)))
     data = bytes_of(value)
     made = around.head + data + around.tail(zlib.crc32(data))
-    assert len(made) == around.bytes
+    assert len(made) == around.total_bytes
     assert len(around.head) % 64 == 0
     assert zipfile.ZipFile(io.BytesIO(made)).testzip() is None
     assert torch.equal(torch.load(io.BytesIO(made), weights_only=True), value)
@@ -39,7 +39,7 @@ def test_over_four_gigabytes(tmp_path: Path) -> None:
         file.write(around.head)
         file.seek(around.data_bytes, 1)
         file.write(around.tail(7))
-    assert path.stat().st_size == around.bytes
+    assert path.stat().st_size == around.total_bytes
     found = {one.filename: one for one in zipfile.ZipFile(path).infolist()}
     assert found["archive/data/0"].file_size == 2**32 + 5
     assert found["archive/data/0"].CRC == 7

@@ -87,7 +87,7 @@ class _Files:
 
     def add_tensor(self, leaf: ExportedLeaf, tensor: MappedTensor) -> None:
         around = torch_zips.of_tensor(tensor.spec)
-        start = self._begin(leaf, around.bytes)
+        start = self._begin(leaf, around.total_bytes)
         self._literals.append(LiteralBytes(start, around.head))
         self._tensors.append(StreamedTensor(tensor, start + len(around.head)))
         self._tails[tensor.key] = start + len(around.head) + around.data_bytes, around

@@ -103,7 +103,8 @@ class _Naming:
             for kind, value in values.get(name, {}).items():
                 self._value(place.state(name, kind), value, optimizer_state.GROUP)
         for position, group in enumerate(groups):
-            for kind, value in {**_IMPLEMENTATION, **group}.items():
+            missing = {kind: value for kind, value in _IMPLEMENTATION.items() if kind not in group}
+            for kind, value in {**group, **missing}.items():
                 for path in place.hyper(position, group["params"], kind):
                     self._value(path, value, optimizer_state.GROUP)
 

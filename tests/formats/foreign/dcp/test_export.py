@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.dcp import export
+from holdfast_formats.foreign.dcp import export, export_names
 from holdfast_formats.foreign.dcp.export import DcpExport
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor
@@ -143,5 +143,6 @@ def test_what_has_no_place_is_named() -> None:
     }
     made = export.target_files(source.mapped, documents, "plain")
     assert {key for key, _ in made.left_out} == {"extra/loader", "extra/ok", "optim/x/exp_avg"}
+    assert "megatron" not in export_names.LAYOUTS
     with pytest.raises(InvalidRequest, match="there is no layout 'megatron'"):
         export.target_files(source.mapped, documents, "megatron")

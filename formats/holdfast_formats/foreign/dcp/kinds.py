@@ -1,0 +1,158 @@
+"""The kinds of directories that torch.distributed.checkpoint wrote: its own, Megatron-core's, and NeMo's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast_formats.errors import NotCommitted, StateMismatch
+from holdfast_formats.foreign.dcp import directories, metadata, sharded_safetensors
+from holdfast_formats.foreign.dcp.arrangement import EXTRA, StateDictArrangement
+from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread
+from holdfast_formats.foreign.dcp.megatron import ALLOWED, MegatronArrangement
+from holdfast_formats.foreign.dcp.metadata import METADATA, StoredAt
+from holdfast_formats.foreign.dcp.payloads import Payloads
+from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing
+
+LIGHTNING = "meta.pt"
+CONFIG, COMMON = "metadata.json", "common.pt"
+WEIGHTS, CONTEXT = "weights", "context"
+_BACKEND = "torch_dist"
+
+
+def is_dcp(files: ForeignFiles) -> bool:
+    """Whether a directory has the files of a DCP save, also of one that did not end, or safetensors in shards."""
+    names = files.list("")
+    if CONFIG in names and _backend(files, "") is not None:
+        return False
+    return METADATA in names or any(
+        pattern.fullmatch(name)
+        for name in names
+        for pattern in (directories.OF_A_RANK, directories.METADATA_OF_A_RANK, directories.SHARD)
+    )
+
+
+def is_megatron(files: ForeignFiles) -> bool:
+    return _backend(files, "") is not None
+
+
+def is_nemo(files: ForeignFiles) -> bool:
+    return _backend(files, WEIGHTS) is not None
+
+
+def read_dcp(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """A directory of `dcp.save`. Errors by key and file: `StateMismatch`, `NotCommitted`, `CorruptManifest`."""
+    names = files.list("")
+    if METADATA not in names:
+        if any(directories.METADATA_OF_A_RANK.fullmatch(name) for name in names):
+            raise StateMismatch(
+                "every rank wrote metadata of its own, and none says what all of them have",
+                hint="save with use_collectives=True, which is the default",
+            )
+        if any(directories.SHARD.fullmatch(name) for name in names):
+            return sharded_safetensors.read(files)
+    saved = metadata.read(files)
+    gathered = GatheredListing(files)
+    arrangement = StateDictArrangement(saved, Payloads(files, saved), gathered)
+    known: dict[str, FileUse] = {}
+    if options.as_is:
+        arrangement.as_is()
+        step = None
+    else:
+        step = arrangement.arrange()
+    if LIGHTNING in names:
+        known[LIGHTNING] = _of_lightning(files, gathered)
+        step = _number(gathered, "lightning", "global_step", step)
+    found = directories.uses(files, saved, "", known)
+    return ForeignListing(
+        "dcp", gathered.tensors, found, gathered.documents, directories.assets(found), tuple(gathered.notes), step
+    )
+
+
+def read_megatron(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """A directory `iter_…` of Megatron-LM in the format torch_dist."""
+    return _megatron(files, options, "megatron", "")
+
+
+def read_nemo(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """A directory of NeMo 2: weights/ is Megatron-core's, context/ configures the model."""
+    return _megatron(files, options, "nemo", WEIGHTS)
+
+
+def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: str) -> ForeignListing:
+    backend = _backend(files, directory)
+    if backend is None:
+        raise NotCommitted(
+            f"there is no {_below(directory, CONFIG)}, which Megatron-core writes last",
+            hint="import an iteration whose save ended",
+        )
+    if backend != _BACKEND:
+        raise StateMismatch(f"its format is {backend!r}, and {_BACKEND} is read", hint="save with --ckpt-format torch_dist")
+    saved = metadata.read(files, directory)
+    gathered = GatheredListing(files, ALLOWED)
+    known = {_below(directory, CONFIG): FileUse(_below(directory, CONFIG), "state")}
+    common = _below(directory, COMMON)
+    size = files.size(common)
+    arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered)
+    if size is not None:
+        arrangement.common_file = common
+        arrangement.common = gathered.value(StoredAt(common, 0, size))
+        known[common] = _unread(common, arrangement.common) or FileUse(common, "state")
+    step = arrangement.as_is() if options.as_is else arrangement.arrange()
+    if kind == "nemo":
+        known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}
+    found = directories.uses(files, saved, directory, known)
+    return ForeignListing(
+        kind, gathered.tensors, found, gathered.documents, directories.assets(found), tuple(gathered.notes), step
+    )
+
+
+def _backend(files: ForeignFiles, directory: str) -> str | None:
+    """The format that metadata.json of Megatron-core names; None if there is no such file."""
+    path = _below(directory, CONFIG)
+    if files.size(path) is None:
+        return None
+    try:
+        document: Any = json.loads(files.read(path, 0, 2**16))
+    except (ValueError, RecursionError):
+        return None
+    found = document.get("sharded_backend") if isinstance(document, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _of_lightning(files: ForeignFiles, gathered: GatheredListing) -> FileUse:
+    """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
+    made = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
+    if isinstance(made, Unread):
+        gathered.notes.append(f"{LIGHTNING} was left out: {made.reason}")
+        return FileUse(LIGHTNING, "unused", f"it cannot be read without running code: {made.reason}")
+    gathered.document(EXTRA, "lightning", made)
+    return FileUse(LIGHTNING, "state")
+
+
+def _unread(path: str, value: Any) -> FileUse | None:
+    if not isinstance(value, Unread):
+        return None
+    return FileUse(path, "unused", f"it cannot be read without running code: {value.reason}")
+
+
+def _of_context(path: str) -> FileUse:
+    return FileUse(path, "unused", "it configures NeMo, and is no state of the training")
+
+
+def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:
+    found = gathered.documents.get(EXTRA, {}).get(document)
+    number = found.get(key) if isinstance(found, dict) else None
+    return number if type(number) is int and number >= 0 else otherwise
+
+
+def _below(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+KINDS = (
+    ForeignKind("dcp", "a checkpoint of torch.distributed.checkpoint", is_dcp, read_dcp),
+    ForeignKind("megatron", "a checkpoint of Megatron-core (torch_dist)", is_megatron, read_megatron),
+    ForeignKind("nemo", "a checkpoint of NeMo 2", is_nemo, read_nemo),
+)

@@ -1,0 +1,53 @@
+"""The directories that `HuggingFaceStorageWriter(save_distributed=True)` writes: safetensors files, each with the shards of
+one rank, whose header says where in the tensor each shard's first element belongs.
+"""
+
+from __future__ import annotations
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.dcp import directories
+from holdfast_formats.foreign.dcp.gathering import GatheredListing
+from holdfast_formats.foreign.dcp.metadata import SavedState, check_tiled
+from holdfast_formats.foreign.dcp.payloads import safetensors_part
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece
+from holdfast_formats.layout.parts import strides
+from holdfast_formats.region import Box, Shape
+from holdfast_formats.tensors import TensorSpec
+
+_NOTE = (
+    "the shape of a tensor is the extent of its shards: nothing in the directory says how many there were, so shards that "
+    "are missing at a tensor's end cannot be noticed"
+)
+
+
+def read(files: ForeignFiles) -> ForeignListing:
+    """All shards together, as group model. `StateMismatch` by name where they overlap, leave gaps, or differ in dtype."""
+    pieces: dict[str, list[ForeignPiece]] = {}  # with those of no element, which count for a tensor's shape
+    dtypes: dict[str, str] = {}
+    known: dict[str, FileUse] = {}
+    for file in files.list(""):
+        if not directories.SHARD.fullmatch(file):
+            continue
+        known[file] = FileUse(file, "tensors")
+        part = safetensors_part(files, file)
+        for name, stored in part.tensors.items():
+            offset = (part.offsets or {}).get(name)
+            if offset is None or len(offset) != len(stored.shape):
+                raise StateMismatch(f"{file} does not say where the shard of {name!r} belongs", file=file, tensor=name)
+            if dtypes.setdefault(name, stored.dtype) != stored.dtype:
+                raise StateMismatch(
+                    f"{name!r} is {stored.dtype} in {file}, and {dtypes[name]} before", file=file, tensor=name
+                )
+            piece = ForeignPiece(file, part.data + stored.start, Box(offset, stored.shape), strides(stored.shape))
+            pieces.setdefault(name, []).append(piece)
+    gathered = GatheredListing(files)
+    for name, held in pieces.items():
+        shape = _extent([piece.box for piece in held])
+        check_tiled(name, shape, [piece.box for piece in held], held[0].file)
+        gathered.add(TensorSpec("model", name, dtypes[name], shape), tuple(one for one in held if one.box.volume))
+    found = directories.uses(files, SavedState({}, {}, {}, {}), "", known)
+    return ForeignListing("dcp", gathered.tensors, found, assets=directories.assets(found), notes=(_NOTE,))
+
+
+def _extent(boxes: list[Box]) -> Shape:
+    return tuple(max(stops) for stops in zip(*(box.stop for box in boxes), strict=True))
