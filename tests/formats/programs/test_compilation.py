@@ -9,8 +9,10 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.programs import Ranks, compile_program, read_program, statements_only
+from holdfast_formats.programs import Ranks, compile_program, environment, matching, read_program, statements_only
 from holdfast_formats.programs.compiled import CompiledProgram
+from holdfast_formats.programs.following import lossless
+from holdfast_formats.programs.operations import dtype_named
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.programs.arrays import Arrays, applied, key, specs
 
@@ -241,3 +243,32 @@ def test_rows_say_what_becomes_of_what() -> None:
         "v": "rearranged",
         "n": "added",
     }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exact"),
+    [
+        ("BF16", "F32", True),
+        ("F32", "BF16", False),
+        ("F16", "BF16", False),
+        ("BF16", "F16", False),
+        ("F8_E4M3", "BF16", True),
+    ],
+)
+def test_a_cast_is_lossless_if_every_value_has_its_own(before: str, after: str, exact: bool) -> None:
+    """By digits and range of the two types."""
+    assert lossless(before, after) is exact
+
+
+def test_dtypes_are_named_as_people_name_them() -> None:
+    """By torch, Paddle and safetensors."""
+    assert {dtype_named(name, "x") for name in ("torch.bfloat16", "bfloat16", "paddle.bfloat16", "BF16")} == {"BF16"}
+
+
+def test_a_program_has_a_limit_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that multiplies its work ends with an error."""
+    assert matching.STEPS_MAX == environment.STEPS_MAX
+    monkeypatch.setattr(environment, "STEPS_MAX", 3)
+    start: Arrays = {key(f"l.{layer}.w"): _numbers(1) for layer in range(4)}
+    with pytest.raises(LimitExceeded, match="more than 3 steps"):
+        _compiled("l.$LAYER_ID.w -> m.$LAYER_ID.w", start)

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.programs import compile_program, find, inverted, load, packaged
+from holdfast_formats.programs.choice import written
 from tests.formats.layout.rules.test_transformers import ERNIE, LATENT, SMALL
 from tests.formats.programs.arrays import Arrays, applied, key, same, specs
 from tests.formats.programs.reference_models import Megatron, Paddle, System, Titan, logits
@@ -182,4 +183,5 @@ def test_a_program_that_does_not_exist_is_refused() -> None:
         find("hf", "paddle", {})
     with pytest.raises(InvalidRequest, match="there is no program 'x'"):
         load("x")
+    assert 'name = "hf-titan"' in written("hf-titan")
     assert load("hf-titan-inverse").statements == inverted(load("hf-titan")).statements
