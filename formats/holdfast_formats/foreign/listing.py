@@ -105,3 +105,4 @@ class ForeignListing(NamedTuple):
     assets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     step: int | None = None  # of the training, where the checkpoint says it
+    made_assets: Mapping[str, bytes] = {}  # files to write that are translated from the source's own, by name

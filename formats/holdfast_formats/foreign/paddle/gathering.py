@@ -11,15 +11,17 @@ from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign import optimizer_state
+from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import computed, leftovers, progress
 from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
-from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.paddle.transposition import Linears, linears, turned
-from holdfast_formats.region import Shape
+from holdfast_formats.region import Shape, whole
 
 CONFIG = "config.json"
+ROWS_COMPARED = 16  # of embeddings that may be tied
 HALF = {"bfloat16": "BF16", "float16": "F16"}
 _MOMENTS = {FIRST: "exp_avg", SECOND: "exp_avg_sq"}
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -36,7 +38,7 @@ class Gathering:
         self.shapes: dict[str, Shape] = {}  # of parameters, in Paddle's layout
         self.notes: list[str] = []
         self.names: set[str] = set()  # of parameters, for a model without config.json
-        self._powers: list[StoredArray] = []
+        self._powers: list[LocalTensorParts] = []
         self._linears: Linears | None = None
 
     @property
@@ -78,7 +80,7 @@ class Gathering:
                 f"{spec.name!r} of group {spec.group} is in {where(listed)} and in {where(tensor)}", tensor=spec.name
             )
 
-    def powers(self, arrays: Iterable[StoredArray]) -> None:
+    def powers(self, arrays: Iterable[LocalTensorParts]) -> None:
         """Note the beta powers of a parameter; with `as_is` they are listed by the adapter instead."""
         self._powers.extend(arrays)
 
@@ -116,10 +118,10 @@ class Gathering:
 
     def tie(self) -> None:
         """List the masters and the optimizer state of tied embeddings under both names, as the model has them."""
-        first, second = (TensorKey("model", name) for name in _TIED)
-        if self.options.as_is or not (self.config or {}).get("tie_word_embeddings"):
+        first, second = (self.tensors.get(TensorKey("model", name)) for name in _TIED)
+        if self.options.as_is or first is None or second is None:
             return
-        if first not in self.tensors or second not in self.tensors:
+        if not (self.config.get("tie_word_embeddings") if self.config is not None else self._alike(first, second)):
             return
         for here, there in (_TIED, _TIED[::-1]):
             for key, tensor in list(self.tensors.items()):
@@ -129,12 +131,22 @@ class Gathering:
                     self.tensors.setdefault(other, renamed(tensor, *other))
         self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
 
+    def _alike(self, first: ForeignTensor, second: ForeignTensor) -> bool:
+        """Whether embeddings are tied, without a config.json: one has no state of its own, and both begin with the same."""
+        groups = ("master", optimizer_state.GROUP)
+        owners = {key.name.partition("/")[0] for key in self.tensors if key.group in groups}
+        if (first.spec.name in owners) == (second.spec.name in owners) or first.spec.shape != second.spec.shape:
+            return False
+        rows = whole((min(first.spec.shape[0], ROWS_COMPARED), *first.spec.shape[1:]))
+        values = [fetched(self.files, tensor, rows) for tensor in (first, second)]
+        return bool(values[0].any()) and values[0].tobytes() == values[1].tobytes()
+
     def listing(self, kind: str, names: Collection[str], used: Collection[str]) -> ForeignListing:
         """Everything, with the use of each of the directory's files. `used` are those that hold tensors, or say where."""
         hyper: dict[str, Any] = {}
         if self._powers and not self.options.as_is:
             known = progress.betas(self.files, self._powers, self.progress.step or 0)
-            hyper = {} if known is None else {"betas": list(known)}
+            hyper = {} if known is None else {"betas": progress.document(known)}
             self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step}, and are not stored")
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate

@@ -15,6 +15,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 
 _SIGNAL = re.compile(r"(saved_signal_|\.(?:model|master|optimizer)_weight\.done\.)(-?\d+)")
+_DONE = frozenset({".model_done", ".optimizer_done", ".checkpoint_done"})
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ASSET = re.compile(
     r".+\.(json|jsonl|txt|model|jinja|md|tiktoken|py|vocab|bpe|spm)|LICENSE.*|NOTICE.*|README.*", re.IGNORECASE
@@ -47,7 +48,7 @@ def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -
             continue
         if files.size(name) is None:
             uses.append(FileUse(name, "unused", "not a file of this directory; only these are read"))
-        elif _SIGNAL.fullmatch(name):
+        elif _SIGNAL.fullmatch(name) or name in _DONE:
             uses.append(FileUse(name, "signal", "a writer's word that its files are complete"))
         elif name in UNUSED or _RANDOM.fullmatch(name):
             uses.append(FileUse(name, "unused", UNUSED.get(name, _RANDOM_REASON)))
@@ -65,7 +66,7 @@ def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -
     return Leftovers(tuple(uses), tuple(assets))
 
 
-def check_signals(names: Iterable[str], writers: int, kinds: Iterable[str] = ()) -> None:
+def check_signals(names: Iterable[str], writers: int, kinds: Collection[str] = ()) -> None:
     """`StateMismatch` by file if some writers left their signal and others did not. `writers` is their number as far as it
     is known, `kinds` of weights are there. Without any signal only the tensors tell whether they are complete.
     """
@@ -76,17 +77,17 @@ def check_signals(names: Iterable[str], writers: int, kinds: Iterable[str] = ())
             ranks[signal[1]].add(int(signal[2]))
         if random is not None and random[1] is not None:
             writers = max(writers, int(random[1]) + 1)
-    if any(kind.startswith(".") for kind in ranks):
-        for kind in kinds:
-            ranks[f".{kind}_weight.done."].update(())
-    world = max([writers, *(max(found, default=-1) + 1 for found in ranks.values())]) if ranks else 0
-    for kind, found in sorted(ranks.items()):
+    if not ranks:
+        return
+    world = max([writers, *(max(found) + 1 for found in ranks.values())])
+    # Ranks that have none of the masters signal these even where no rank does, so only kinds that are there count.
+    wanted = [f".{kind}_weight.done." for kind in kinds] if any(kind.startswith(".") for kind in ranks) else []
+    for kind in (*wanted, *(["saved_signal_"] if "saved_signal_" in ranks else [])):
         for rank in range(world):
-            if rank not in found:
+            if rank not in ranks.get(kind, ()):
                 raise StateMismatch(
                     f"{kind}{rank} is missing, while other writers say that they are complete: rank {rank} may have been "
                     "stopped while it saved",
-                    hint="import another step; or, if you know that all files are complete, remove the signal files "
-                    f"({kind}*)",
+                    hint="import another step; or, if you know that all files are complete, remove the signal files",
                     file=f"{kind}{rank}",
                 )

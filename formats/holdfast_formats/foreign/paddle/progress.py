@@ -1,7 +1,7 @@
 """How far the training was: Paddle's trainer state and scheduler, and the steps that its beta powers tell.
 
-Paddle keeps β^(t+1) of each parameter, multiplied up in F32, where torch keeps the step t. The number of steps comes from the
-trainer's state; the powers must agree with it, unless they are too small to be told apart.
+Paddle keeps β^(t+1) of each parameter, multiplied up in F32, where torch keeps the step t. The number of steps comes from
+the trainer's state; the powers must agree with it, unless they are too small to be told apart.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.foreign import json_values
+from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_pickle
 
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
@@ -27,7 +30,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # below this a power has lost digits
 _ROUNDING = 1.2e-7  # of a product in F32, and of β itself
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The training's step (None: no file says it), its documents by key, and the files that they came from."""
 
     step: int | None
@@ -36,10 +39,10 @@ class Progress(NamedTuple):
     learning_rate: float | None = None
 
 
-def read(files: ForeignFiles) -> Progress:
+def read(files: ForeignFiles) -> TrainingProgress:
     """What the directory says of the training; `StateMismatch` by file where a number is not one."""
     documents: dict[str, Any] = {}
-    used, step = [], None
+    used, step, rate = [], None, None
     for path in TRAINER_STATES:
         if files.size(path) is None:
             continue
@@ -47,15 +50,22 @@ def read(files: ForeignFiles) -> Progress:
         told = found.get("global_step") if isinstance(found, dict) else None
         if not isinstance(told, int) or isinstance(told, bool) or told < 0 or step not in (None, told):
             raise StateMismatch(f"{path} says that global_step is {told!r}", file=path)
-        step, documents["paddle_trainer_state"] = told, found
+        step, documents["paddle_trainer_state"] = told, document(found)
         used.append(path)
     for path, key in _DOCUMENTS.items():
         if files.size(path) is not None:
-            documents[key] = _plain(files, read_pickle(files, path, _RECORDS))
+            found = _plain(files, read_pickle(files, path, _RECORDS))
+            documents[key] = document(found)
             used.append(path)
-    scheduler = documents.get("paddle_scheduler")
-    rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    return Progress(step, documents, tuple(used), rate if isinstance(rate, float) else None)
+            if key == "paddle_scheduler" and isinstance(found, dict):
+                rate = found.get("last_lr")
+    known = isinstance(rate, float) and math.isfinite(rate)
+    return TrainingProgress(step, documents, tuple(used), rate if known else None)
+
+
+def document(value: Any) -> Any:
+    """A value as documents have it."""
+    return json_values.encode(value, lambda _, other: repr(other))
 
 
 def _trainer_state(files: ForeignFiles, path: str) -> Any:
@@ -68,69 +78,61 @@ def _trainer_state(files: ForeignFiles, path: str) -> Any:
 
 
 def _plain(files: ForeignFiles, value: Any) -> Any:
-    """The value as JSON has it. Numbers that JSON lacks become texts, and so does what is neither data nor a container."""
+    """The value without records and small arrays: these become dicts and lists."""
     if isinstance(value, PickledRecord):
         return _plain(files, value.state if value.state is not None else value.items)
     if isinstance(value, dict):
-        return {str(key): _plain(files, inner) for key, inner in value.items()}
+        return {key: _plain(files, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(files, inner) for inner in value]
+        return type(value)(_plain(files, inner) for inner in value)
     if isinstance(value, PickledArray) and math.prod(value.shape) <= SMALL_VALUES_MAX:
-        return _plain(files, small_values(files, value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        return small_values(files, value)
+    return value
 
 
 def small_values(files: ForeignFiles, array: PickledArray) -> Any:
     """The values of a small array as nested lists."""
     stored = StoredArray(array.file, "", array.dtype, array.shape, array.offset, array.strides)
-    from holdfast_formats.foreign.filling import fetched
-
     return fetched(files, stored.tensor("extra", "value")).tolist()
 
 
-def betas(files: ForeignFiles, powers: Iterable[StoredArray], step: int) -> tuple[float, float] | None:
+def betas(files: ForeignFiles, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:
     """β1 and β2, as the beta powers after `step` steps tell them; None where they are too small to tell.
 
     Raises `StateMismatch` by key and file for a power of no β after so many steps, or of another β than the others.
     """
-    known: dict[str, tuple[float, StoredArray]] = {}
-    read: dict[tuple[str, int], float] = {}
+    known: dict[str, tuple[float, LocalTensorParts]] = {}
     for power in powers:
         kind = next(kind for kind in POWERS if power.key.endswith(kind))
         if power.dtype != "F32" or math.prod(power.shape) != 1:
             raise _odd(power, f"{power.dtype} of shape {list(power.shape)} instead of one F32")
-        data = files.read(power.file, power.start, 4)
-        value = float(np.frombuffer(data, "<f4")[0]) if len(data) == 4 else math.nan
-        read[power.file, power.start] = value
+        value = float(fetched(files, power.tensor("optim", power.key)).reshape(-1)[0])
         if value == 0 or abs(value) < _TINY:
             continue
         beta = _beta(value, step)
         if beta is None:
-            raise _odd(power, f"{value!r}, which is β^(t+1) of no usual β after t = {step} steps", power=value)
+            raise _odd(power, f"{value!r}, which is β^(t+1) of no usual β after t = {step} steps")
         other = known.setdefault(kind, (beta, power))
         if other[0] != beta:
-            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is one of {other[0]}", power=value)
+            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is one of {other[0]}")
     return (known[POWERS[0]][0], known[POWERS[1]][0]) if len(known) == len(POWERS) else None
 
 
 def _beta(value: float, step: int) -> float | None:
-    """The β of three digits after its nines whose power this is, to the rounding of F32."""
+    """The β of at most two digits after its nines whose power this is, to the rounding of F32."""
     if not 0 < value < 1:
         return None
-    rest = float(f"{1 - value ** (1 / (step + 1)):.3g}")
+    rest = float(f"{1 - value ** (1 / (step + 1)):.2g}")
     beta = round(1 - rest, 12)
     if not 0 < beta < 1:
         return None
     return beta if abs(value / beta ** (step + 1) - 1) <= _ROUNDING * (step + 2) else None
 
 
-def _odd(power: StoredArray, why: str, **members: Any) -> CheckpointError:
+def _odd(power: LocalTensorParts, why: str) -> CheckpointError:
     return StateMismatch(
         f"{power.file}: {power.key!r} is {why}",
-        hint="the optimizer's files and the trainer's state are of different steps, perhaps; --as-is imports them as they are",
+        hint="the optimizer's files and the trainer's state may be of different steps; --as-is imports them as they are",
         file=power.file,
         tensor=power.key,
-        **members,
     )

@@ -38,9 +38,9 @@ class Bytes(NamedTuple):
         codes = fetch(self.codes, box).astype(np.float64)
         scales = [self._scale(one, box, fetch) for one in self.scales]
         if len(scales) == 1:
-            return (codes / 127 * scales[0]).astype(np.float32)
+            return np.asarray(codes / 127 * scales[0], np.float32)
         with np.errstate(divide="ignore", over="ignore"):
-            return _second(codes / 255, scales[0], scales[1]).astype(np.float32)
+            return np.asarray(_second(codes / 255, scales[0], scales[1]), np.float32)
 
     @staticmethod
     def _scale(scale: ForeignTensor, box: Box, fetch: FetchBox) -> NDArray[Any]:
@@ -67,7 +67,7 @@ class HalfBytes(NamedTuple):
         if len(scales) == 1:
             high = (both >> 4).astype(np.int8)
             signed = np.where(high > 7, high - 16, high).astype(np.float32)
-            return signed / np.float32(7) * scales[0]
+            return np.asarray(signed / np.float32(7) * scales[0])
         with np.errstate(divide="ignore", over="ignore"):
             return _second((both & 15).astype(np.float32) / np.float32(15), scales[0], scales[1])
 
@@ -77,13 +77,13 @@ class HalfBytes(NamedTuple):
         (row, column), (rows, columns) = box
         first, last = row // GROUP_ROWS, -(-(row + rows) // GROUP_ROWS)
         found = fetch(scale, Box((first, column), (last - first, columns)))
-        return found[np.arange(row, row + rows) // GROUP_ROWS - first]
+        return np.asarray(found[np.arange(row, row + rows) // GROUP_ROWS - first])
 
 
 def _second(part: NDArray[Any], lowest: NDArray[Any], highest: NDArray[Any]) -> NDArray[Any]:
     """The second moment, whose root's inverse is this part of the way from the lowest to the highest."""
     one, epsilon = part.dtype.type(1), part.dtype.type(_EPSILON)
-    return np.square(one / (part * (highest - lowest) + lowest) - epsilon)  # lo = hi: part does not matter
+    return np.asarray(np.square(one / (part * (highest - lowest) + lowest) - epsilon))  # lo = hi: any part is lo
 
 
 def is_quantised(held: Mapping[str, StoredArray]) -> bool:

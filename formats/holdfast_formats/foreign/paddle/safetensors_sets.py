@@ -29,22 +29,23 @@ class FileSet(NamedTuple):
     """
 
     index_name: str
-    index: Mapping[str, Any]
+    stated: Mapping[str, Any]  # what the index says
     arrays: Mapping[str, list[StoredArray]]
     formats: Mapping[str, str | None]
     numpy_bits: bool
     ranks: Mapping[str, int]
     degree: int
     writers: int
+    sharded: bool = False  # whether sharding ranks have files of their own
 
     @property
     def used(self) -> tuple[str, ...]:
-        return (*self.formats, *((self.index_name,) if self.index else ()))
+        return (*self.formats, *((self.index_name,) if self.stated else ()))
 
     def said(self, key: str) -> Any:
         """A value of the index, at its top or in its metadata."""
-        metadata = self.index.get("metadata")
-        return self.index.get(key, metadata.get(key) if isinstance(metadata, dict) else None)
+        metadata = self.stated.get("metadata")
+        return self.stated.get(key, metadata.get(key) if isinstance(metadata, dict) else None)
 
 
 def is_of_set(name: str, stem: str) -> bool:
@@ -72,16 +73,18 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
         for array in found.arrays:
             arrays[array.key].append(array)
     numbers = [match for name in held if (match := _NUMBERED.fullmatch(name[len(stem) :]))]
-    ranks, degree, count = {}, 1, max((int(match[2]) for match in numbers), default=0)
+    ranks: dict[str, int] = {}
+    degree, count = 1, max((int(match[2]) for match in numbers), default=0)
     if len(numbers) < len(held) and held != [f"{stem}.safetensors"]:
         if numbers:
             raise StateMismatch(
-                f"{numbers[0].string and held[0]} and {held[-1]} are of different saves: one is merged, the other of a rank",
+                f"{held[0]} and {held[-1]} are of different saves: one is merged, the other of a rank",
                 hint="remove the files of the other save",
                 file=held[-1],
             )
         ranks, degree, count = _ranks(held, stem, index.get("optim_shard_num"))
-    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count)
+    sharded = bool(ranks) and any("shard" in name[len(stem) :].partition(".safetensors")[0] for name in held)
+    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count, sharded)
     if index and not ranks:
         _check_index(made)
     elif numbers and not index:
@@ -89,9 +92,9 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
     return made
 
 
-def _order(name: str, stem: str) -> tuple[int, str]:
+def _order(name: str, stem: str) -> tuple[int, list[int], str]:
     match = _NUMBERED.fullmatch(name[len(stem) :])
-    return (int(match[1]) if match else 0, name)
+    return (int(match[1]) if match else 0, [int(number) for number in re.findall(r"\d+", name[len(stem) :])], name)
 
 
 def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int], int, int]:
@@ -107,11 +110,11 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
     first = next(iter(places))
     degrees = [max(dict(place).get(axis, 0) for place in places) + 1 for axis, _ in first]
     wanted = range(1, shards + 1) if isinstance(shards, int) and shards > 1 else None
-    for place in product(*(range(degree) for degree in degrees)):
-        named = tuple((axis, number) for (axis, _), number in zip(first, place, strict=True))
+    for numbered in product(*(range(degree) for degree in degrees)):
+        named = tuple((axis, number) for (axis, _), number in zip(first, numbered, strict=True))
         found = places.get(named, set())
         numbers = range(1, max(found, default=0) + 1) if wanted is None else wanted
-        if not found or ((found != {0} or wanted) and found != set(numbers)):
+        if not found or (found not in ({0}, set(numbers)) if wanted is None else found != set(wanted)):
             suffix = "_".join(f"{axis}{number:02d}" for axis, number in named)
             missing = sorted(set(numbers) - found)
             name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing[0]:04d}" if missing else "")
@@ -130,7 +133,7 @@ def _product(numbers: Iterable[int]) -> int:
 
 def _check_index(held: FileSet) -> None:
     """Every key of the index is where it says, and nothing else is there, but for what Paddle forgets to list."""
-    placed = held.index.get("weight_map")
+    placed = held.stated.get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CorruptManifest(f"{held.index_name} has no weight_map of keys and files", file=held.index_name)
     for key, file in placed.items():

@@ -41,7 +41,7 @@ class StoredArray(NamedTuple):
         """Elements from `first` on of this one-dimensional array as the elements [start, stop) of a row-major tensor."""
         if len(self.shape) != 1 or first + stop - start > self.shape[0]:
             raise StateMismatch(
-                f"{self.file}: {self.key!r} of shape {list(self.shape)} has not the {stop - start} elements that follow {first}",
+                f"{self.file}: {self.key!r} of shape {list(self.shape)} lacks {stop - start} elements from {first} on",
                 file=self.file,
                 tensor=self.key,
             )

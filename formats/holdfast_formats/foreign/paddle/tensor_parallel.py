@@ -12,11 +12,28 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor
+from holdfast_formats.foreign.listing import Decoder, ForeignPiece, ForeignTensor
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.region import Box, Shape, intersect
 from holdfast_formats.tensors import TensorSpec
 
+# Layers that Paddle cuts along the last dimension and along the first one; a column's bias is cut, a row's is not.
+_COLUMNS = frozenset(
+    [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "gate_up_fused_proj",
+        "up_gate_proj",
+    ]
+)
+_ROWS = frozenset(["o_proj", "down_proj", "embed_tokens", "lm_head"])
 _GATE_UP = frozenset({"gate_up_proj", "gate_up_fused_proj", "up_gate_proj"})
 
 
@@ -31,9 +48,10 @@ class LocalTensorParts(NamedTuple):
     copies: tuple[ForeignPiece, ...]
     file: str
     key: str
+    decoder: Decoder | None = None  # instead of pieces
 
     def tensor(self, group: str, name: str) -> ForeignTensor:
-        return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), self.pieces, self.copies)
+        return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), self.pieces, self.copies, self.decoder)
 
     def odd(self, why: str) -> StateMismatch:
         """An error about this part by key and file."""
@@ -70,6 +88,27 @@ def proportions(name: str, config: Mapping[str, Any] | None) -> tuple[int, ...]:
     return (1,)
 
 
+def local_shape(name: str, shape: Shape, degree: int) -> Shape:
+    """The shape of a rank's part, by the name of its layer; that of the whole where no cut is known."""
+    larger = whole_shape(name, shape, degree)
+    if larger is None:
+        return shape
+    return tuple(n if n == m else n // degree for n, m in zip(shape, larger, strict=True))
+
+
+def whole_shape(name: str, local: Shape, degree: int) -> Shape | None:
+    """The shape of a tensor whose parts of `degree` ranks have shape `local`, by the name of its layer; None if that does
+    not tell.
+    """
+    layer, _, kind = name.rpartition(".")
+    layer = layer.rpartition(".")[2]
+    if layer in _COLUMNS and kind in ("weight", "bias"):
+        return (*local[:-1], local[-1] * degree) if local else None
+    if layer in _ROWS and kind == "weight":
+        return (local[0] * degree, *local[1:]) if local else None
+    return None
+
+
 def joined(
     held: Mapping[int, LocalTensorParts], degree: int, shape: Shape, parts: tuple[int, ...] = (1,)
 ) -> LocalTensorParts:
@@ -82,9 +121,11 @@ def joined(
     for other in ranks:
         if other.dtype != first.dtype or other.shape != first.shape:
             raise other.odd(f"another rank has {first.dtype} of shape {list(first.shape)} in {first.file}")
+    if any(other.decoder is not None for other in ranks) and len(ranks) > 1:
+        raise first.odd("pickles of protocol 2 cannot be put together: save it again with a newer Paddle")
     if first.shape == shape:
-        copies = [piece for other in ranks for piece in (*other.pieces, *other.copies)]
-        return first._replace(copies=tuple(copies[len(first.pieces) :]))
+        again = [piece for other in ranks for piece in (*other.pieces, *other.copies)]
+        return first._replace(copies=tuple(again[len(first.pieces) :]))
     missing = [rank for rank in range(degree) if rank not in held]
     if missing:
         raise first.odd(f"the whole tensor has {list(shape)}, and tensor-parallel rank {missing[0]} has nothing of it")

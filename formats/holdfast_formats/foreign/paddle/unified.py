@@ -16,11 +16,13 @@ from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress,
 from holdfast_formats.foreign.paddle.gathering import Gathering
 from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set
 from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
+from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.region import Shape
 
 NAME = "paddle-uc"
 MODEL, MASTERS, OPTIMIZER = "model", "master_weights", "optimizer"
 _KINDS = {MODEL: "model", MASTERS: "master", OPTIMIZER: "optimizer"}  # as signals name them
+POWER = (1,)  # the shape of a beta power
 _STAGES = (None, "O0", "O1", "O2")
 
 
@@ -138,17 +140,17 @@ class UnifiedReader:
                 raise tensor_parallel.of_arrays(next(iter(powers.values()))).odd(f"{owner!r} has no moments")
         if count:
             self.gathering.notes.append(
-                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost stays "
-                "lost"
+                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost "
+                "stays lost"
             )
 
     def _powers(self, held: FileSet, owner: str, powers: Mapping[str, list[StoredArray]]) -> None:
         for kind, arrays in powers.items():
             if self.options.as_is:
-                tensor = self.tensor(held, TensorKey("optim", f"{owner}/{kind}"), arrays, arrays[0].shape)
+                tensor = self.tensor(held, TensorKey("optim", f"{owner}/{kind}"), arrays, POWER)
                 self.gathering.weight(tensor, owner)
         if not self.options.as_is:
-            self.gathering.powers(array for arrays in powers.values() for array in arrays)
+            self.gathering.powers(tensor_parallel.of_arrays([array]) for arrays in powers.values() for array in arrays)
 
     def _decoded(self, held: FileSet, owner: str, found: Mapping[str, list[StoredArray]]) -> None:
         for arrays in found.values():
@@ -161,38 +163,55 @@ class UnifiedReader:
         """The tensor of a key's arrays. `shape` is the whole one in Paddle's layout, where it is known."""
         if held.ranks:
             return self._of_ranks(held, key, arrays, shape)
-        if shape is None or all(array.shape == shape for array in arrays):
+        slices = self.options.assemble_flat and len(arrays) > 1 and shape != POWER  # one may be as long as the whole
+        if shape is None or (all(array.shape == shape for array in arrays) and not slices):
             return tensor_parallel.of_arrays(arrays).tensor(*key)
         if not all(len(array.shape) == 1 for array in arrays):
             raise tensor_parallel.of_arrays(arrays).odd(f"the model's weight has shape {list(shape)} in Paddle's layout")
         if not self.options.assemble_flat:
-            raise _flat(arrays, shape)
-        if not any("are flat slices" in note for note in self.gathering.notes):
-            self.gathering.notes.append(
-                "masters and moments are flat slices (sharding stage 1 v2), put together in order of files"
-            )
+            raise _flat(max([arrays, *self._cut(held)], key=len))
+        note = "masters and moments are flat slices (sharding stage 1 v2), put together in the order of the files"
+        if note not in self.gathering.notes:
+            self.gathering.notes.append(note)
         return flat.assembled(arrays, shape).tensor(*key)
+
+    def _cut(self, held: FileSet) -> list[list[StoredArray]]:
+        """Keys that are in several files, as a parameter is whose slices two ranks have."""
+        found = [arrays for key, arrays in held.arrays.items() if not key.endswith(progress.POWERS)]
+        return [arrays for arrays in found if len(arrays) > 1]
 
     def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
         by_rank: dict[int, list[StoredArray]] = defaultdict(list)
         for array in arrays:
             by_rank[held.ranks[array.file]].append(array)
-        parts = {rank: tensor_parallel.of_arrays(found) for rank, found in by_rank.items()}
+        owner = key.name.rpartition("/")[0] if key.group == "optim" else key.name
+        local = None if shape is None else tensor_parallel.local_shape(owner, shape, held.degree)
+        parts = {rank: self._of_shards(held, found, shape, local) for rank, found in by_rank.items()}
         first = next(iter(parts.values()))
         if shape is None:
             if held.degree > 1 and key.name.rpartition("/")[2] not in progress.POWERS:
                 raise first.odd("the whole shape is not known, since the model's files have no weight of this name")
             shape = first.shape
-        owner = key.name.rpartition("/")[0] if key.group == "optim" else key.name
         fused = tensor_parallel.proportions(owner, self.gathering.config)
         return tensor_parallel.joined(parts, held.degree, shape, fused).tensor(*key)
 
+    def _of_shards(
+        self, held: FileSet, arrays: Sequence[StoredArray], shape: Shape | None, local: Shape | None
+    ) -> LocalTensorParts:
+        """What a tensor-parallel rank has: whole with one of its sharding ranks (v1), or in flat slices with all (v2)."""
+        vectors = all(len(array.shape) == 1 for array in arrays)
+        if shape is None or local is None or not vectors or not held.sharded:
+            return tensor_parallel.of_arrays(arrays)
+        if len(arrays) == 1 and arrays[0].shape in (shape, local):
+            return tensor_parallel.of_arrays(arrays)
+        return flat.assembled(arrays, local)
 
-def _flat(arrays: Sequence[StoredArray], shape: Shape) -> StateMismatch:
+
+def _flat(arrays: Sequence[StoredArray]) -> StateMismatch:
     files = list(dict.fromkeys(array.file for array in arrays))
     return StateMismatch(
-        f"{arrays[0].key!r} is flat in {' and '.join(files)}, with {' and '.join(str(array.shape[0]) for array in arrays)} "
-        f"elements instead of {list(shape)}: Paddle's sharding stage 1 v2 saved slices, which it cannot load itself",
+        f"{arrays[0].key!r} is flat, with {' and '.join(f'{array.shape[0]} elements in {array.file}' for array in arrays)}: "
+        "Paddle's sharding stage 1 v2 saved slices, which it cannot load itself",
         hint="--assemble-flat puts them together in the order of the files",
         file=files[0],
         files=files,

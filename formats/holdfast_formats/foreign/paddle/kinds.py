@@ -1,0 +1,8 @@
+"""The kinds of Paddle's checkpoints. A directory is of one of them."""
+
+from __future__ import annotations
+
+from holdfast_formats.foreign.kinds import ForeignKind
+from holdfast_formats.foreign.paddle import flex, lora, sharding_io, unified
+
+PADDLE_KINDS: tuple[ForeignKind, ...] = (unified.KIND, flex.KIND, sharding_io.KIND, lora.KIND)

@@ -1,0 +1,116 @@
+"""What `model_meta.json`, or the weights themselves, say of the parameters of each rank: names, shapes, dtypes.
+
+Paddle's optimizers know a parameter by a static name such as `linear_0.w_0`, its model by a structured one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign.paddle.pickled_dicts import SavedDict
+from holdfast_formats.region import Shape
+
+META = "model_meta.json"
+_AXES = {"tp": "tp", "pp": "pp", "shard": "shard", "sharding": "shard", "moe": "moe", "ep": "moe"}
+_DTYPES = {10: "F32", 11: "F64", 15: "F16", 16: "BF16", 4: "F16", 5: "F32", 6: "F64", 22: "BF16"}  # phi's, then VarType's
+
+
+class RankPlace(NamedTuple):
+    """A rank by its numbers in the axes of parallelism."""
+
+    tp: int = 0
+    pp: int = 0
+    shard: int = 0
+    moe: int = 0
+
+
+def place_of(suffix: str) -> RankPlace:
+    """The rank that a suffix such as `tp00_pp01` names."""
+    found = re.findall(r"([a-z]+)(\d+)", suffix)
+    return RankPlace(**{_AXES[axis]: int(number) for axis, number in found if axis in _AXES})
+
+
+class NamedParameter(NamedTuple):
+    """What the metadata say of a parameter on a rank."""
+
+    name: str
+    shape: Shape | None
+    dtype: str | None
+    distributed: bool | None
+
+
+class StaticNames:
+    """Structured names by static ones, and what is known of parameters, for each tensor-parallel rank and stage."""
+
+    def __init__(self, meta: Mapping[str, Any] | None) -> None:
+        self.known = meta is not None
+        self.flat = False
+        self._static: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._canonical: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._parameters: dict[tuple[int, int, int], dict[str, NamedParameter]] = {}
+        for key, stated in ((meta or {}).get("sharding_metas") or {}).items():
+            numbers = {_AXES[axis]: int(number) for axis, number in re.findall(r"([a-z]+)(\d+)", key) if axis in _AXES}
+            at = RankPlace(**numbers)
+            where = (at.tp, at.pp, at.moe)
+            if not isinstance(stated, dict) or not isinstance(stated.get("structure_name_mapping"), dict):
+                raise CorruptManifest(f"{META}: {key} has no structure_name_mapping", file=META)
+            described = stated.get("param_meta") or {}
+            for name, static in stated["structure_name_mapping"].items():
+                self._name(where, name, str(static))
+                self._parameters.setdefault(where, {})[name] = _parameter(name, described.get(name))
+            self.flat |= str(stated.get("sharding_strategy")).lower().endswith("v2")
+
+    def add(self, place: RankPlace, saved: SavedDict) -> None:
+        """Names that a rank's weights were saved with."""
+        for name, static in saved.static.items():
+            self._name((place.tp, place.pp, place.moe), name, static)
+        if not self.known:
+            for name, tensor in saved.tensors.items():
+                held = self._parameters.setdefault((place.tp, place.pp, place.moe), {})
+                held[name] = NamedParameter(name, tensor.shape, tensor.dtype, None)
+
+    def _name(self, where: tuple[int, int, int], name: str, static: str) -> None:
+        """Tied parameters have one static name; the first of their names stands for them."""
+        first = self._static.setdefault(where, {}).setdefault(static, name)
+        self._canonical.setdefault(where, {}).setdefault(name, first)
+
+    def canonical(self, place: RankPlace, name: str) -> str:
+        """The name under which tied parameters are saved; of others their own."""
+        return self._canonical.get((place.tp, place.pp, place.moe), {}).get(name, name)
+
+    def statics(self, place: RankPlace) -> Mapping[str, str]:
+        at = (place.tp, place.pp, place.moe)
+        return self._static.get(at) or self._static.get((place.tp, place.pp, 0)) or {}
+
+    def parameter(self, place: RankPlace, name: str) -> NamedParameter:
+        at = (place.tp, place.pp, place.moe)
+        held = self._parameters.get(at) or self._parameters.get((place.tp, place.pp, 0)) or {}
+        return held.get(name) or NamedParameter(name, None, None, None)
+
+    def parameters(self) -> Iterator[tuple[RankPlace, NamedParameter]]:
+        """All of them, with their ranks."""
+        for (tp, pp, moe), held in sorted(self._parameters.items()):
+            for parameter in held.values():
+                yield RankPlace(tp, pp, 0, moe), parameter
+
+    def split(self, place: RankPlace, key: str, file: str) -> tuple[str, str]:
+        """The parameter and the type of a key of the optimizer, such as `linear_0.w_0_fp32_master_0_moment1_0`."""
+        statics = self.statics(place)
+        for at in range(len(key) - 1, 0, -1):
+            if key[at] == "_" and key[:at] in statics:
+                return statics[key[:at]], re.sub(r"^fp32_master_\d+_", "", key[at + 1 :])
+        raise StateMismatch(
+            f"{file}: {key!r} is of no parameter that {META if self.known else 'the weights'} names",
+            hint="copy the files of all ranks",
+            file=file,
+            tensor=key,
+        )
+
+
+def _parameter(name: str, stated: Any) -> NamedParameter:
+    if not isinstance(stated, list) or len(stated) < 3 or not isinstance(stated[0], list):
+        return NamedParameter(name, None, None, None)
+    return NamedParameter(name, tuple(stated[0]), _DTYPES.get(stated[1]), bool(stated[2]))
