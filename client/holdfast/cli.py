@@ -17,10 +17,10 @@ from .commands import (
     jobs,
     keep,
     ls,
-    mapping_programs,
     marks,
     nodes,
     open,
+    programs,
     repair,
     restore,
     serve,
@@ -73,7 +73,7 @@ for _command in (
     app.command(epilog=EXIT_STATUSES)(_command)
 app.add_typer(jobs.app, name="jobs", epilog=EXIT_STATUSES)
 app.add_typer(token.app, name="token", epilog=EXIT_STATUSES)
-app.add_typer(mapping_programs.app, name="programs", epilog=EXIT_STATUSES)
+app.add_typer(programs.app, name="programs", epilog=EXIT_STATUSES)
 
 app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
 app.command("import", epilog=EXIT_STATUSES)(import_.import_)
