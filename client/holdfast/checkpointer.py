@@ -24,13 +24,15 @@ from holdfast.stage.origin import TrainingOrigin
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
+from holdfast.stage.rhythm import SaveRhythm
 from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_choices, check_metrics, check_step
 from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slot_contents import SlotContents
 from holdfast.stage.slots import Slots
 from holdfast.state import assets as asset_files
+from holdfast.state import exclusion
 from holdfast.state.masters import Masters
-from holdfast.state.train_state import Snapshot, TrainState
+from holdfast.state.train_state import MASTER, Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from holdfast_formats import naming
@@ -103,6 +105,7 @@ class Checkpointer:
         self._asked_to_prepare = False
         self._closed = False
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
+        self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
@@ -154,6 +157,8 @@ class Checkpointer:
         check: Check | None = None,
         existing: Existing = "refuse",
         assets: Mapping[str, Any] | None = None,
+        exclude: Sequence[str] = (),
+        every: Mapping[str, SupportsIndex] | None = None,
     ) -> SaveTicket:
         """Take the state as it is now and return at once; copying, writing and committing go on in the background.
 
@@ -171,7 +176,9 @@ class Checkpointer:
 
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
         `assets` are files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside
-        the constructor's; where both have a name, this step's is stored.
+        the constructor's; where both have a name, this step's is stored. `exclude` are patterns over `group/name` that are
+        left out: what is trained is refused. `every={"optim": 5}` saves this group with every 5th of the saves that say so,
+        the first one included. The ticket's `notes` say what was left out.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
         `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless training
         had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
@@ -182,7 +189,11 @@ class Checkpointer:
         """
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)
+        left_out = exclusion.check(exclude, "exclude")
         ticket = SaveTicket(self.run, check_step(step), 0)
+        if every is not None:
+            groups, note = self._rhythm.due(every, groups, self._state.groups())
+            ticket.notes = () if note is None else (note,)
         if existing == "same":
             under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups)
             if under_way is not None:
@@ -192,14 +203,9 @@ class Checkpointer:
         how = check_check(self._check if check is None else check) == "full"
         if existing == "replace":
             self._origin.replaces()
-        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept)
-        task = self._begin(asked)
+        task = self._begin(SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out))
         if task is not None and wait is not None:
-            began = time.monotonic()
-            task.complete()
-            if wait == "durable" or ticket.dropped:
-                ticket.result()
-            task.held(time.monotonic() - began, last=True)
+            self._see_through(task, ticket, wait)
         return ticket
 
     def fence(self) -> None:
@@ -222,28 +228,34 @@ class Checkpointer:
         healthy: bool = False,
         prove_first: bool = False,
         masters: Masters | None = None,
+        cast: bool = False,
+        exclude: Sequence[str] = (),
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
 
-        With no `step`, the newest one that is sound and has the wanted groups, less those that `ignore` excludes whole, and
-        those that it `needs` besides, because somebody restores them later:
+        With no `step`, the newest one that is sound and has the wanted groups, less those that `exclude` leaves out whole,
+        and those that it `needs` besides, because somebody restores them later:
         `StateMismatch` where there are checkpoints and none has all of them, unless `strict` is False: then the newest of
         those that have the most. Or with `healthy` the newest of those that
         were read back and have no new NaN or infinities: every rank of a launch gets the same answer, and goes on when
         all of them have read it. Where one turns out damaged, all take the one before it, and the log,
-        `notices` and `last_restore` say so; a step that is named is restored or it is an error. `ignore` takes patterns over
-        `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
-        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched, and so are
-        files that are missing or too short. Every byte is proven before it is handed over. `CorruptExtent` names file,
-        tensor and range; it is raised where a step was named, where nothing sound is left, and where ranks cannot agree on
-        an older step any more. Live tensors may be overwritten in part then, with what was proven or zeros: its hint says
-        so, and until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. With
-        `prove_first` everything is proven before anything is overwritten, which reads it twice: for who would go on with
-        the old state. Weights restored without their full-precision masters are refused, for the next step would undo it:
+        `notices` and `last_restore` say so; a step that is named is restored or it is an error.
+
+        `exclude` takes patterns over `group/name`, as `save()` does; `ignore` is its older name. With `strict`, missing and
+        unexpected names raise `StateMismatch`; without it they are in `last_restore`. Shapes and dtypes that differ are
+        refused, before anything is touched, and so are files that are missing or too short; with `cast`, floats of another
+        dtype are rounded as by torch's `.to`, and the notes say which. Every byte is proven before it is handed over.
+        `CorruptExtent` names file, tensor and range; it is raised where a step was named, where nothing sound is left, and
+        where ranks cannot agree on an older step any more. Live tensors may be overwritten in part then, with what was
+        proven or zeros: its hint says so, and until a restore succeeds, `save()` and steps of optimizers in the state raise
+        `StateOverwritten`. With `prove_first` everything is proven before anything is overwritten, which reads it twice: for
+        who would go on with the old state. Weights restored without their full-precision masters are refused, for the next
+        step would undo it:
         `masters="from-model"` sets the masters from them.
         """
         asked = None if step is None else check_step(step)
-        part = WantedPart(groups, ignore, strict, prove_first, masters)
+        left_out = (*exclusion.check(exclude, "exclude"), *exclusion.check(ignore, "ignore"))
+        part = WantedPart(groups, left_out, strict, prove_first, masters, cast)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored
@@ -344,9 +356,10 @@ class Checkpointer:
         self._tickets.warn()
         self._state.wholeness.check()
         self._hooks.renew()
-        snapshot = self._contents.snapshot(asked.groups)
+        snapshot = self._contents.snapshot(asked.groups, asked.exclude)
         layout = self._contents.lay_out(snapshot, asked.assets)
         ticket = asked.ticket
+        self._note(ticket, snapshot.notes)
         try:
             ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
             task = self._task_of(asked, snapshot, layout)
@@ -358,6 +371,21 @@ class Checkpointer:
         task.begin(waited=asked.wait is not None)
         task.held(time.monotonic() - began)
         return task
+
+    def _see_through(self, task: SaveTask, ticket: SaveTicket, wait: Wait) -> None:
+        began = time.monotonic()
+        task.complete()
+        if wait == "durable" or ticket.dropped:
+            ticket.result()
+        task.held(time.monotonic() - began, last=True)
+
+    def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
+        """Say what a save leaves out; in the log when it is news."""
+        ticket.notes = (*ticket.notes, *notes)
+        for note in notes:
+            if note not in self._noted:
+                log.info("save of %s@%s: %s", self.run, ticket.step, note)
+        self._noted = frozenset(notes)
 
     def _put_off(self, asked: SaveRequest, during: str) -> None:
         """A signal handler saves, and this thread is in the middle of something: the save is made right after that."""
@@ -371,6 +399,8 @@ class Checkpointer:
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
+        if groups is None and part.masters is not None:
+            needed = tuple(group for group in needed if group != MASTER)  # where there are none, the weights make them
         needed = tuple(dict.fromkeys((*needed, *needs)))
         asked = fallback.RestoreRequest(step, needed, part, step is None and groups is None, healthy)
         rank = RestoringRank(self.run, self._launch, self._session, self._state)

@@ -43,6 +43,7 @@ class SaveTicket:
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
         self.groups: tuple[str, ...] = ()  # once it has begun
+        self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
         self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
         self._staged = Latch()
         self._decided = Latch()  # staged, or ended without

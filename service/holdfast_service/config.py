@@ -9,6 +9,8 @@ import argparse
 import os
 import platform
 import re
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -26,6 +28,7 @@ REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
+ON_COMMIT_TIMEOUT_S = 600.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
 _EPILOG = (
@@ -61,6 +64,8 @@ class Config(BaseModel):
     exchange: tuple[str, int] | None = None
     scrub_bytes_per_second: int = Field(default=SCRUB_BYTES_PER_SECOND, ge=0)
     scrub_every: float = Field(default=SCRUB_EVERY_S, gt=0)
+    on_commit: str | None = None
+    on_commit_timeout: float = Field(default=ON_COMMIT_TIMEOUT_S, gt=0)
     silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
@@ -95,6 +100,13 @@ class Config(BaseModel):
     def _parse_rate(cls, value: object) -> object:
         return 0 if value == NO_SCRUB else value
 
+    @field_validator("on_commit")
+    @classmethod
+    def _check_command(cls, value: str | None) -> str | None:
+        if value is not None:
+            command_words(value)
+        return value
+
     @property
     def catalog_url(self) -> str:
         return self.catalog or catalog_url(self.root)
@@ -108,6 +120,27 @@ def is_shared(url: str) -> bool:
 def catalog_url(root: Path) -> str:
     """The default catalog URL of a root."""
     return f"sqlite:///{root.resolve() / 'catalog.sqlite'}"
+
+
+def command_words(command: str) -> tuple[str, ...]:
+    """The words of a command, as a shell would split them, the first one the path of a program; no shell sees them.
+
+    `ValueError` for a command without words, with an open quotation, or whose program is not to be found.
+    """
+    words = shlex.split(command)
+    program = shutil.which(words[0]) if words else None
+    if program is None:
+        raise ValueError(f"{words[0]!r} is no program that can be run" if words else "the command is empty")
+    return (str(Path(program).absolute()), *words[1:])
+
+
+def command_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a command that the daemon runs inherits: all but the daemon's own settings, which may hold passwords, and what
+    the service manager passed to it.
+    """
+    known = os.environ if environment is None else environment
+    own = (ENVIRONMENT_PREFIX, "LISTEN_")
+    return {k: v for k, v in known.items() if not k.startswith(own) and k not in ("NOTIFY_SOCKET", "FDSTORE")}
 
 
 def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
@@ -252,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
     )
+    _add_command(parser)
     _add_doors(parser)
     parser.add_argument(
         "--silence-max", metavar="SECONDS", help="a remote rank that is silent for this long counts as dead (default: 60)"
@@ -260,6 +294,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
     parser.add_argument("--log-format", metavar="text|json", help="log lines as text, or as JSON (default: text)")
     return parser
+
+
+def _add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the flags about the command that is run after commits."""
+    parser.add_argument(
+        "--on-commit",
+        metavar="COMMAND",
+        help="run this command after each commit, with HOLDFAST_RUN, HOLDFAST_STEP, HOLDFAST_PATH and others in its "
+        "environment; no shell is used",
+    )
+    parser.add_argument("--on-commit-timeout", metavar="SECONDS", help="end that command after this time (default: 600)")
 
 
 def _add_doors(parser: argparse.ArgumentParser) -> None:

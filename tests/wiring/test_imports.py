@@ -16,7 +16,14 @@ from safetensors.numpy import load_file, save_file
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSpace, StateMismatch
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    InvalidRequest,
+    NoSpace,
+    StateMismatch,
+)
 from holdfast_formats.foreign import hugging_face, optimizer_state
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor
@@ -138,6 +145,15 @@ def test_a_dry_run_is_the_report(world: CopiesWorld, importer: Importer, own: Po
     assert dry["groups"] == done["groups"] and dry["written"] == done["written"]
     without = [{name: value for name, value in file.items() if name != "xxh3"} for file in done["source"]["files"]]
     assert dry["source"]["files"] == without
+
+
+def test_names_that_are_no_unicode(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
+    """A file's name may be any bytes; the report, which is JSON, has them written out."""
+    source = a_model(tmp_path / "hf", sharded=False)
+    (source / os.fsdecode(b"\xff.gguf")).write_bytes(b"")
+    done = importer.bring(PosixTier(source), WantedImport("mine", 1), Quiet())
+    assert "\\udcff.gguf" in [file["file"] for file in done["source"]["files"]]
+    json.dumps(done, ensure_ascii=False).encode()
 
 
 def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path) -> None:
@@ -267,6 +283,23 @@ def test_a_job_that_had_committed_is_done(world: CopiesWorld, importer: Importer
     ):
         with pytest.raises(AlreadyCommitted):
             importer.bring(source, wanted, Quiet())
+
+
+class AwayCatalog:
+    """A database that does not answer."""
+
+    def read(self) -> Any:
+        raise CatalogUnavailable("the catalog is away")
+
+
+def test_nothing_of_a_job_is_swept_while_nobody_knows_the_jobs(world: CopiesWorld) -> None:
+    """Without the catalog all that jobs have staged stays; what saves have left is swept as ever."""
+    place = naming.job_place("mine", 7, "f" * 16)
+    for path in (place.path, naming.progress_path(place.path), naming.staging_path("mine", 3, 1)):
+        world.tier.put(f"{path}/file", b"x")
+    away: Any = AwayCatalog()
+    assert world.decisions.store.sweep(wanted_places(away, world.tier)) == [naming.staging_path("mine", 3, 1)]
+    assert len(world.decisions.store.sweep(wanted_places(world.catalog.database, world.tier))) == 2
 
 
 def test_a_place_of_staging_is_that_of_the_job(world: CopiesWorld) -> None:

@@ -250,6 +250,7 @@ def broken(directory: Path, how: str) -> None:
         save_file({"scalar": np.array(1)}, directory / "another.safetensors")
     elif how == "none":
         model.unlink()
+        (directory / "pytorch_model.bin").unlink()
     else:
         weight_map = {
             "traversal": {name: "../../secret.safetensors" for name in ARRAYS},
@@ -266,7 +267,7 @@ def broken(directory: Path, how: str) -> None:
         ("cut", CorruptManifest),
         ("huge header", CorruptManifest),
         ("twice", StateMismatch),
-        ("none", CheckpointError),
+        ("none", StateMismatch),
         ("traversal", InvalidRequest),
         ("missing tensor", StateMismatch),
         ("unlisted tensor", StateMismatch),
@@ -319,6 +320,10 @@ def test_an_import_fences_nobody_off(world: CopiesWorld, transfers: Transfers, t
         ("import", 6, {"from": "nowhere"}, InvalidRequest),
         ("import", 6, {"from": ["hf"]}, InvalidRequest),
         ("import", 5, {"from": "hf"}, AlreadyCommitted),
+        ("import", 6, {"from": "hf", "kind": "paper"}, InvalidRequest),
+        ("import", 6, {"from": "hf", "as_is": "yes"}, InvalidRequest),
+        ("import", 6, {"from": "hf", "program": 3}, InvalidRequest),
+        ("import", 6, {"from": "hf", "dryrun": True}, InvalidRequest),
     ],
 )
 def test_what_could_only_fail_is_no_job(
@@ -334,7 +339,8 @@ def test_what_could_only_fail_is_no_job(
     with pytest.raises(error):
         transfers.check(JobRequest(kind=kind, run=RUN, step=step, arguments=arguments))
     transfers.check(JobRequest(kind="export", run=RUN, step=5, arguments={"to": "x"}))
-    transfers.check(JobRequest(kind="import", run=RUN, step=6, arguments={"from": "hf"}))
+    sound = {"from": "hf", "kind": "hf", "as_is": False, "dry_run": True}
+    transfers.check(JobRequest(kind="import", run=RUN, step=6, arguments=sound))
 
 
 def test_a_source_has_to_be_a_directory(tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def _print_report(done: dict[str, Any]) -> None:
     for name, group in sorted(done.get("groups", {}).items()):
         values = [f"value {key}" for key in group.get("values", ())]
         size = console.human_bytes(group["bytes"])
-        groups.add_row(name, str(group["tensors"]), size, " ".join(group["dtypes"]), ", ".join([*group["names"], *values]))
+        examples = Text(", ".join([*group["names"], *values]))  # names may look like markup
+        groups.add_row(name, str(group["tensors"]), size, " ".join(group["dtypes"]), examples)
     files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",))
     for file in source["files"][:FILES_SHOWN]:
         size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])

@@ -1,4 +1,4 @@
-"""`holdfast wait`: wait until every save is durable and verified."""
+"""`holdfast wait`: wait until a step is a verified checkpoint, or until every save is durable and verified."""
 
 from __future__ import annotations
 
@@ -7,38 +7,103 @@ from typing import Annotated
 
 import typer
 
+from holdfast.commands.marks import named
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
+from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, from_problem
+from holdfast_formats.rest import bodies
 
 LOOK_S = 0.25
 TIMEOUT_S = 300.0
 
+Target = Annotated[str | None, typer.Argument(metavar="RUN@STEP", help="Wait until this step is saved and verified.")]
 Idle = Annotated[bool, typer.Option("--idle", help="Wait until no save is in progress and every checkpoint is verified.")]
+Committed = Annotated[bool, typer.Option("--committed", help="Do not wait until RUN@STEP is read back and verified.")]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Give up after this many seconds.")]
 
 
-def wait(idle: Idle = False, timeout: Timeout = TIMEOUT_S, url: Url = None, as_json: AsJson = False) -> None:
-    """Wait until the daemon has written and verified all saves: before you drain a machine or unmount a volume.
+def wait(
+    target: Target = None,
+    idle: Idle = False,
+    committed: Committed = False,
+    timeout: Timeout = TIMEOUT_S,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wait until a step is a checkpoint that was read back, or until the daemon has written and verified all saves.
 
-    If no daemon runs, there is nothing to wait for. Exit status 6 if the timeout is over first.
+    With --idle, if no daemon runs, there is nothing to wait for. With RUN@STEP, a daemon that does not answer is asked
+    again until the time is over. Exit status 6 if the time is over first, 5 if the checkpoint turns out damaged.
     """
     with console.reporting(as_json):
-        if not idle:
-            raise InvalidRequest("no condition to wait for: pass --idle", hint="see `holdfast wait --help`")
-        began = time.monotonic()
+        if idle == (target is not None) or (idle and committed):
+            raise InvalidRequest(
+                "wait for one thing: RUN@STEP, perhaps --committed, or --idle", hint="see `holdfast wait --help`"
+            )
         with Api(url or default_url()) as api:
-            while _busy(api):
-                if time.monotonic() - began >= timeout:
-                    raise DeadlineExceeded(
-                        f"saves were still in progress after {timeout:.0f} s",
-                        hint="`holdfast top` and GET /v1/rounds show the saves",
-                    )
-                time.sleep(LOOK_S)
+            if target is None:
+                _wait_idle(api, timeout, as_json)
+            else:
+                _Awaited(api, *named(target), committed).wait(timeout, as_json)
+
+
+class _Awaited:
+    """One step of a run that is waited for."""
+
+    def __init__(self, api: Api, run: str, step: int, committed: bool) -> None:
+        self._api, self._run, self._step, self._committed = api, run, step, committed
+        self._why = f"{run}@{step} is no checkpoint yet"
+
+    def wait(self, timeout: float, as_json: bool) -> None:
+        """Return when it is there; raises its damage, or `DeadlineExceeded`."""
+        began = time.monotonic()
+        while (found := self._look()) is None:
+            if time.monotonic() - began >= timeout:
+                raise DeadlineExceeded(
+                    f"after {timeout:.0f} s, {self._why}",
+                    hint=f"see `holdfast ls {self._run}`, and `holdfast watch {self._run} --after 0` for saves that failed",
+                )
+            time.sleep(LOOK_S)
         if as_json:
-            console.print_json({"idle": True, "seconds": round(time.monotonic() - began, 3)})
+            seconds = round(time.monotonic() - began, 3)
+            console.print_json({"run": self._run, "step": self._step, "state": found.state, "seconds": seconds})
+        else:
+            console.out().print(f"{self._run}@{self._step} is {found.state}", markup=False, highlight=False)
+
+    def _look(self) -> bodies.CheckpointInfo | None:
+        """The checkpoint if it is what is waited for. One that training left behind is not: its step is saved anew."""
+        try:
+            found = self._api.checkpoint(self._run, self._step)
+        except NotFound:
+            self._why = f"{self._run}@{self._step} is no checkpoint yet"
+            return None
+        except Unavailable as away:
+            self._why = away.detail
+            return None
+        if found.abandoned:
+            self._why = f"{self._run}@{self._step} is abandoned, and has not been saved anew"
+            return None
+        if found.damage is not None:
+            raise from_problem(found.damage)
+        if not (found.verified or self._committed):
+            self._why = f"{self._run}@{self._step} is committed and not verified yet"
+            return None
+        return found
+
+
+def _wait_idle(api: Api, timeout: float, as_json: bool) -> None:
+    began = time.monotonic()
+    while _busy(api):
+        if time.monotonic() - began >= timeout:
+            raise DeadlineExceeded(
+                f"saves were still in progress after {timeout:.0f} s",
+                hint="`holdfast top` and GET /v1/rounds show the saves",
+            )
+        time.sleep(LOOK_S)
+    if as_json:
+        console.print_json({"idle": True, "seconds": round(time.monotonic() - began, 3)})
 
 
 def _busy(api: Api) -> bool:

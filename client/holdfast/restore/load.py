@@ -41,13 +41,16 @@ class RestoreReport(NamedTuple):
 
 
 class WantedPart(NamedTuple):
-    """Which part of a checkpoint to restore, whether names may be missing, and whether to verify everything first."""
+    """Which part of a checkpoint to restore, whether names may be missing, whether to verify everything first, and what to
+    do about full-precision masters and other float dtypes.
+    """
 
     groups: Collection[str] | None
     ignore: Sequence[str]
     strict: bool
     prove_first: bool = False
     masters: Masters | None = None
+    cast: bool = False
 
 
 class RestoringRank(NamedTuple):
@@ -70,11 +73,11 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     layout = None if state.declared is None else state.declared.layout
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
-    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters)
+    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters, wanted.cast)
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
-    names = [leaf.path for leaf in restoration.leaves]
+    names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
     into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
     try:
         filled = fill(reader, wants, session.held, launch.rank, into, session.held_elsewhere)

@@ -40,6 +40,7 @@ class SaveRequest(NamedTuple):
     full: bool  # compare all copied bytes
     existing: Existing = "refuse"
     assets: Mapping[str, bytes] = NO_ASSETS  # of this step; empty on every rank but rank 0
+    exclude: tuple[str, ...] = ()
 
     def ends_by(self, error: CheckpointError, attempt: int | None, tickets: Tickets) -> bool:
         """End this save by its ticket, because it could not begin; False if its caller must know at once instead.

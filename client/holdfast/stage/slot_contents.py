@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.stage import background_safe, staging
 from holdfast.stage.growth import Need
@@ -25,15 +25,16 @@ class SlotContents:
         self._fenced, self._file_bytes_max = fenced, file_bytes_max
         self.layout = staging.NOTHING  # of the last save
 
-    def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """Take a snapshot of the state and its random streams. What the user's objects draw meanwhile is put back.
+    def snapshot(self, groups: Collection[str] | None = None, exclude: Sequence[str] = ()) -> Snapshot:
+        """Take a snapshot of the state and its random streams, without what is excluded. What the user's objects draw
+        meanwhile is put back.
 
         An adapter's contents draw nothing, and may be saved by a thread while the training draws.
         """
         if any(isinstance(value, Given) for value in self._state.state.values()):
-            return self._state.snapshot(groups)
+            return self._state.snapshot(groups, exclude)
         with self._state.random.kept():
-            return self._state.snapshot(groups)
+            return self._state.snapshot(groups, exclude)
 
     def lay_out(self, snapshot: Snapshot, assets: Mapping[str, bytes] = NO_ASSETS) -> SlotLayout:
         """The places of everything in a slot, with the assets of one save beside those of all saves, or instead of them.

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
+from holdfast.state.streams import HeldStreams
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_sharded, objects
 from holdfast.tensors.json_values import referred
@@ -35,6 +37,9 @@ class Stateful(NamedTuple):
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want the stored document and its tensors, in new memory: the object gets them in `load_state_dict`."""
+        text = stored.value(GROUP, self.key)
+        if isinstance(self.target, HeldStreams) and text is not None and selection.takes(GROUP, self.key):
+            self.target.refuse_unfit(json_values.loads(text, self.key, lambda kind, name: torch.empty(0)))
         return _plan(self.key, stored, selection, self._shards, self.target.load_state_dict)
 
     def _tree(self) -> trees.Tree:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -20,11 +20,14 @@ from holdfast_formats.region import Box, intersect
 
 Masters = Literal["from-model"]
 LISTED_MAX = 5
+PROBED = 512  # rows of which one element is compared first
+MASTER_GROUP = "master"
 
 
 class HasMasters(Protocol):
     """An optimizer that may keep full-precision copies."""
 
+    def parameter_names(self) -> Iterable[str]: ...
     def masters(self) -> Iterable[tuple[str, Storable, Storable]]: ...
 
 
@@ -36,44 +39,126 @@ class MasterPair(NamedTuple):
     master: Storable
 
 
-def pairs(
-    optimizers: Iterable[HasMasters], weights: Mapping[str, Storable], masters: Mapping[str, Storable]
-) -> list[MasterPair]:
-    """Every weight that has a full-precision copy: in an optimizer's state, or by name in the mapping of masters."""
+class BesideWeights(NamedTuple):
+    """What a state has beside its weights, and a restore of these must not leave behind.
+
+    `nameless` are full-precision copies that no weight has the name of, by name; `averages` are those of EMA.
+    """
+
+    weights: tuple[Storable, ...]
+    pairs: tuple[MasterPair, ...]
+    nameless: tuple[MasterPair, ...]
+    averages: tuple[Storable, ...]
+
+
+def beside(
+    optimizers: Sequence[HasMasters],
+    weights: Mapping[str, Storable],
+    masters: Mapping[str, Storable],
+    averages: Iterable[Storable],
+) -> BesideWeights:
+    """Find every full-precision copy of a weight: in an optimizer's state, by name in the mapping of masters, and the
+    tensors of another module which an optimizer steps in the place of the weights of the same names.
+
+    `weights` have their names in the group `model`, and others the name of their group in front.
+    """
     found = [MasterPair(*one) for optimizer in optimizers for one in optimizer.masters()]
-    return [*found, *(MasterPair(name, weights[name], masters[name]) for name in masters if name in weights)]
+    found += [MasterPair(name, weights[name], masters[name]) for name in masters if name in weights]
+    stepped = {name for optimizer in optimizers for name in optimizer.parameter_names()}
+    for name in (name for name in weights if name in stepped):
+        weight = weights.get(inner := name.partition(".")[2])
+        if weight is not None and inner not in stepped and is_wider(weights[name], weight):
+            found.append(MasterPair(inner, weight, weights[name]))
+    nameless = tuple(MasterPair(name, value, value) for name, value in masters.items() if name not in weights)
+    return BesideWeights(tuple(weights.values()), tuple(found), nameless, tuple(averages))
 
 
-def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Masters | None) -> MatchedLeaves:
+def is_wider(copy: Storable, weight: Storable) -> bool:
+    """Whether both are floats of one shape, and the copy has more bits."""
+    return (
+        copy.dtype.is_floating_point
+        and weight.dtype.is_floating_point
+        and copy.dtype.itemsize > weight.dtype.itemsize
+        and global_shape(copy) == global_shape(weight)
+    )
+
+
+def is_copy(value: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a tensor that an optimizer keeps, under whatever name, is the weight in more bits: rounded it equals it."""
+    if not is_wider(value, weight) or value.shape != weight.shape or not weight.numel():
+        return False
+    if not has_memory(value) or not has_memory(weight):  # a class of its own may not know how to compare
+        return False
+    with torch.no_grad():
+        weight = weight.detach()
+        few = tuple(slice(0, PROBED) if not i else slice(0, 1) for i in range(weight.dim()))
+        if not torch.equal(value[few].to(weight.dtype), weight[few]):
+            return False
+        return torch.equal(value.to(weight.dtype), weight) and bool(weight.any())
+
+
+def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | None) -> MatchedLeaves:
     """Return the restoration if every restored weight's copy is restored too; with "from-model", copies are set from the
-    weights.
+    weights. An average that is left behind is noted.
 
     Raises `StateMismatch` with the names otherwise.
     """
     if wish not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {wish!r}")
-    filled = _Spans(memory_span(piece.tensor) for leaf in restoration.leaves for piece in leaf.pieces)
-    stale = [pair for pair in found if _in(pair.weight, filled) and _stays(pair.master, filled)]
-    if not stale:
-        return restoration
-    names = ", ".join(pair.name for pair in stale[:LISTED_MAX])
-    if wish is None:
+    filled = _Spans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
+    weights_filled = any(_in(weight, filled) for weight in found.weights)
+    if weights_filled and any(_stays(average, filled) for average in found.averages):
+        text = "the group ema was not restored with the weights: it still averages those of before"
+        restoration = restoration._replace(notes=[*restoration.notes, text])
+    nameless = [pair.name for pair in found.nameless if weights_filled and _stays(pair.master, filled)]
+    if nameless:
         raise StateMismatch(
-            f"{len(stale)} full-precision masters ({names}{', …' if len(stale) > LISTED_MAX else ''}) would "
-            "not be restored with their weights: the next optimizer step would undo the restore",
-            hint="restore the group master as well, or pass masters='from-model' to copy the masters from the "
-            "restored weights",
-            stale=[pair.name for pair in stale],
+            f"{len(nameless)} tensors of the group master ({_listed(nameless)}) would not be restored with the weights, and "
+            "no weight has their names: nobody can tell which weights the next optimizer step would undo",
+            hint="restore the group master as well, or name the masters as the weights",
+            stale=nameless,
         )
-    for pair in stale:
+    stale = [pair for pair in found.pairs if _in(pair.weight, filled) and _stays(pair.master, filled)]
+    lacking = [MasterPair(*one) for one in restoration.lacking]
+    if not stale and not lacking:
+        if wish is None:
+            return restoration
+        text = "no full-precision master was set from the weights: the state has none, or they were restored"
+        return restoration._replace(notes=[*restoration.notes, text])
+    return _renewing(restoration, stale, lacking) if wish else _refuse(stale, lacking)
+
+
+def _refuse(stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> NoReturn:
+    names = [pair.name for pair in (*stale, *lacking)]
+    raise StateMismatch(
+        f"{len(names)} full-precision masters ({_listed(names)}) would not be restored with their "
+        + ("weights: the next optimizer step would undo the restore" if stale else "moments: the optimizer has none yet"),
+        hint="restore the group master as well, or whichever group has them here; or pass masters='from-model' to copy the "
+        "masters from the restored weights",
+        stale=names,
+    )
+
+
+def _renewing(restoration: MatchedLeaves, stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> MatchedLeaves:
+    every = (*stale, *lacking)
+    for pair in every:
         if _copies(pair) is None:
             raise StateMismatch(
                 f"the master of {pair.name} is sharded differently from its weight on this rank, so it cannot "
                 "be copied from it",
                 hint="restore the group master as well",
             )
-    note = f"{len(stale)} full-precision masters were copied from the restored weights ({names})"
-    return restoration._replace(actions=(*restoration.actions, partial(_renew, stale)), notes=[*restoration.notes, note])
+    names = [pair.name for pair in every]
+    note = f"{len(every)} full-precision masters were copied from the restored weights ({_listed(names)})"
+    return restoration._replace(
+        actions=(*restoration.actions, partial(_renew, every)),
+        notes=[*restoration.notes, note],
+        renewed=tuple(f"{MASTER_GROUP}/{name}" for name in names),
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED_MAX]) + (", …" if len(names) > LISTED_MAX else "")
 
 
 def _is_alike(pair: MasterPair) -> bool:

@@ -65,12 +65,14 @@ def clean(name: str) -> str:
 class ModuleState(NamedTuple):
     """The live tensors of a module, and its submodules with a value of their own, both by clean name.
 
-    Call `release` after tensors were restored.
+    Call `release` after tensors were restored. `unsaved` are names that the module says it makes itself, and that a save
+    leaves out.
     """
 
     tensors: dict[str, Storable]
     extras: dict[str, tuple[nn.Module, Any]]
     release: tuple[Callable[[], None], ...] = ()
+    unsaved: frozenset[str] = frozenset()
 
 
 def module_state(module: nn.Module, path: str) -> ModuleState:
@@ -79,12 +81,13 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
             raise InvalidRequest(f"{path}: the averaged model has its own tensor named 'n_averaged'")
-        return ModuleState({**inner.tensors, "n_averaged": module.n_averaged}, inner.extras, inner.release)
+        return inner._replace(tensors={**inner.tensors, "n_averaged": module.n_averaged})
     module = unwrap(module)
     if fsdp1.is_flat(module):
         found = fsdp1.flat_state(module, path)
         cleaned = {clean(name): value for name, value in found.tensors.items()}
-        return ModuleState(cleaned, {clean(name): value for name, value in found.extras.items()}, found.release)
+        values = {clean(name): value for name, value in found.extras.items()}
+        return ModuleState(cleaned, values, found.release, _made_by_itself(module, cleaned))
     owners = {clean(_below(name, EXTRA_STATE)): child for name, child in module.named_modules(remove_duplicate=False)}
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
@@ -100,7 +103,25 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
             tensors[name] = value
         else:
             raise InvalidRequest(f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor")
-    return ModuleState(tensors, extras)
+    return ModuleState(tensors, extras, unsaved=_made_by_itself(module, tensors))
+
+
+def _made_by_itself(module: nn.Module, tensors: Mapping[str, Storable]) -> frozenset[str]:
+    """The names in `_keys_to_ignore_on_save` of a model of transformers. What is trained, or tied, is stored."""
+    try:
+        named: object = getattr(module, "_keys_to_ignore_on_save", None)
+    except Exception:  # a module's own __getattr__ may raise anything
+        named = None
+    if not isinstance(named, list | tuple | set | frozenset):
+        return frozenset()
+    found = frozenset(name for name in named if isinstance(name, str) and name in tensors and not is_trained(tensors[name]))
+    aliases = tied(tensors) if found else {}
+    return found - aliases.keys() - set(aliases.values())
+
+
+def is_trained(value: Storable) -> bool:
+    """Whether a tensor, or the parameter of which Fragments are parts, requires a gradient."""
+    return any((part.held if isinstance(part, Fragment) else part).requires_grad for part in parts_of(value))
 
 
 def mapping_state(value: Mapping[str, Any], path: str) -> ModuleState:
@@ -225,7 +246,7 @@ class NamedTensors(NamedTuple):
         """Add the live tensors, each memory once, and the modules' own values."""
         aliases = tied(self.state.tensors)
         for name, value in self.state.tensors.items():
-            if name not in aliases:
+            if name not in aliases and name not in self.state.unsaved:
                 content.add(self.group, self._stored_name(name), value)
         for alias, canonical in aliases.items():
             content.aliases.setdefault(self.group, {})[self._stored_name(alias)] = self._stored_name(canonical)
@@ -241,7 +262,12 @@ class NamedTensors(NamedTuple):
         aliases = tied(self.state.tensors)
         for name, value in self.state.tensors.items():
             stored_name = self._stored_name(name)
-            if name not in aliases and selection.takes(self.group, stored_name):
+            left_out = name in self.state.unsaved and stored.canonical(self.group, stored_name) is None
+            if name in aliases or not selection.takes(self.group, stored_name):
+                continue
+            if left_out:
+                plan.notes.append(f"{self.group}/{stored_name} is not in the checkpoint: the module says it makes it itself")
+            else:
                 plan.want(self.group, stored_name, value)
         plan.actions += self.state.release
         names = {self._stored_name(alias): self._stored_name(canonical) for alias, canonical in aliases.items()}
@@ -250,6 +276,16 @@ class NamedTensors(NamedTuple):
             if selection.takes(self.group, name):
                 self._plan_extra(plan, stored, name, owner)
         return plan
+
+    def left_out(self) -> list[str]:
+        """The names that a save leaves out because the module says so."""
+        if not self.state.unsaved:
+            return []
+        return [f"{self.group}/{self._stored_name(name)}" for name in self.state.tensors if name in self.state.unsaved]
+
+    def still_left_out(self) -> bool:
+        """Whether those are still what they were: none is trained by now."""
+        return not any(is_trained(self.state.tensors[name]) for name in self.state.unsaved)
 
     def _plan_extra(self, plan: PartPlan, stored: OfferedLeaves, name: str, owner: nn.Module) -> None:
         plan.documents.append((self.group, name))

@@ -72,7 +72,9 @@ class Named:
                 f"{path}: only= of Named keeps none of the names of its modules ({examples})",
                 hint="patterns match the whole name: write '*lora_*' rather than 'lora_'",
             )
-        return ModuleState(merged.tensors, merged.values, tuple(action for one in found for action in one.release))
+        unsaved = frozenset(self._stored(path, name) for one in found for name in one.unsaved if self._keeps(name))
+        release = tuple(action for one in found for action in one.release)
+        return ModuleState(merged.tensors, merged.values, release, unsaved)
 
     def left_out(self, path: str) -> Iterator[tuple[str, Storable]]:
         """The tensors that `only` leaves out, by their own names."""

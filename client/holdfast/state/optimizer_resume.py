@@ -24,7 +24,7 @@ from holdfast.state.optimizers import (
 )
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import Fragment, FragmentList, global_shape, is_dtensor
-from holdfast.tensors.leaves import Key, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.region import Shape
@@ -98,9 +98,22 @@ class _Resumption:
                 if name in parameters and stored and self.selection.takes(MASTER_GROUP, name):
                     self._claim(parameters[name], key, (MASTER_GROUP, name), kinds.get(key, ""))
                 elif name in parameters and key not in self.state.state_of(parameters[name]):
-                    self.plan.notes.append(
-                        f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
-                    )
+                    self._lack(parameters[name], key, kinds.get(key, ""))
+
+    def _lack(self, parameter: Parameter, key: str, kind: str) -> None:
+        """The optimizer that was saved had a copy of this parameter. One that has no state yet needs one to go on; one that
+        has state without a copy keeps none.
+        """
+        dtype = stored_dtype(self.stored, parameter.name)
+        if self.state.state_of(parameter) or dtype.itemsize <= parameter.tensor.dtype.itemsize:
+            self.plan.notes.append(
+                f"{self.state.key}: {parameter.name} is restored without its {key}, because group master is not restored"
+            )
+        elif not is_elsewhere(parameter):
+            made = _fresh(parameter, key, dtype, global_shape(parameter.value), kind).tensor
+            self.created.append((parameter, key, made))
+            weight = parameter.tensor if isinstance(parameter.value, FragmentList) else parameter.value
+            self.plan.lacking.append(LackingCopy(parameter.name, weight, made))
 
     def _claim(self, parameter: Parameter, key: str, target: Key, kind: str) -> None:
         """Fill the live tensor under this key, or a new one made from the stored spec."""
@@ -137,6 +150,12 @@ class _Resumption:
     def _put(self, live: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
         for key, value in values.items():
             live[key] = self.keeper.put(live.get(key), value, f"{self.state.key}/{where}/{key}")
+
+
+def stored_dtype(stored: OfferedLeaves, name: str) -> torch.dtype:
+    """The dtype of a parameter's full-precision copy in the checkpoint, or that of most if it was not stored."""
+    spec = stored.spec(MASTER_GROUP, name)
+    return torch.float32 if spec is None else torch_dtype(spec[0], name)
 
 
 def read_document(text: str, key: str, stored: OfferedLeaves, plan: PartPlan) -> dict[str, Any] | None:

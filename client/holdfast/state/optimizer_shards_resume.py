@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from holdfast.state.containers import ContainerKeeper
-from holdfast.state.optimizer_resume import hyper_parameters, merged, read_document
+from holdfast.state.optimizer_resume import hyper_parameters, merged, read_document, stored_dtype
 from holdfast.state.optimizer_shards import ShardedOptimizer, checked, is_storable
 from holdfast.state.optimizers import GROUP, MASTER_GROUP
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, global_shape, local_tensors
-from holdfast.tensors.leaves import Key, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.region import Shape
 
@@ -72,9 +72,21 @@ class _Resumption:
                 if self.stored.spec(MASTER_GROUP, name) is not None and self.selection.takes(MASTER_GROUP, name):
                     self._claim(name, live or key, (MASTER_GROUP, name))
                 elif live is None:
-                    self.plan.notes.append(
-                        f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
-                    )
+                    self._lack(name, key)
+
+    def _lack(self, name: str, key: str) -> None:
+        """The optimizer that was saved had a copy of this parameter. One that has no state yet needs one to go on; one that
+        has state without a copy keeps none.
+        """
+        weight, dtype = self.state.weights[name], stored_dtype(self.stored, name)
+        if self.state.kept[name] or dtype.itemsize <= weight.dtype.itemsize:
+            self.plan.notes.append(
+                f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
+            )
+            return
+        made = self._fresh(name, key, dtype, global_shape(weight))
+        self.values.setdefault(name, {})[key] = made.given if isinstance(made, FragmentList) else made
+        self.plan.lacking.append(LackingCopy(name, weight, made))
 
     def _claim(self, name: str, key: str, target: Key) -> None:
         """Fill the live tensor under this key, or a new one made from the stored spec."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from holdfast.state import masters
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import (
     Fragment,
@@ -33,7 +34,7 @@ from holdfast.tensors.torch_dtypes import has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest
 
 GROUP = "optim"
-MASTER_GROUP = "master"
+MASTER_GROUP = masters.MASTER_GROUP
 
 # Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
 MASTER_KEYS = frozenset(
@@ -124,7 +125,9 @@ class OptimizerState(NamedTuple):
             # The Fragments of a list are views of the parameter, which has the form of the copy.
             weight = parameter.tensor if isinstance(parameter.value, FragmentList) else parameter.value
             for key, value in self.state_of(parameter).items():
-                if isinstance(value, torch.Tensor) and is_master(parameter, key, value):
+                if isinstance(value, torch.Tensor) and (
+                    is_master(parameter, key, value) or masters.is_copy(local_tensor(value), parameter.local)
+                ):
                     yield parameter.name, weight, value
 
     def tensors(self) -> Iterator[Storable]:

@@ -159,7 +159,7 @@ class RandomState(NamedTuple):
         plan = PartPlan(claimed={(GROUP, KEY)})
         text = stored.value(GROUP, KEY)
         names = stored.specs.get(GROUP, {})
-        ranks = sorted({int(n[len(RANK_PREFIX) :].split("/")[0]) for n in names if _is_stream(n)})
+        ranks = sorted({int(n[len(RANK_PREFIX) :].split("/")[0]) for n in names if is_stream(n)})
         if not selection.takes(GROUP, KEY):
             return plan
         if text is None or not ranks:
@@ -212,6 +212,7 @@ def _prefix(rank: int) -> str:
     return f"{RANK_PREFIX}{rank:05d}/{KEY}/"
 
 
-def _is_stream(name: str) -> bool:
+def is_stream(name: str) -> bool:
+    """Whether this is the name of a rank's random stream in the group `extra`."""
     parts = name.split("/")
     return len(parts) == 4 and name.startswith(RANK_PREFIX) and parts[1].isdecimal() and parts[2] == KEY

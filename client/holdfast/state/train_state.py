@@ -9,6 +9,7 @@
     torch optimizers, OptimizerShards                         optim     <parameter>/<state key>
     tensors and mappings of tensors under k                   extra     k, k/<name>
     with state_dict and load_state_dict                       extra     k and ranks/<rank>/k/…
+    a torch.Generator, a tracker of random streams            extra     k and ranks/<rank>/k/…
     other plain values                                        extra     k
     Given                                                     its own   its own
     random streams, unasked                                   extra     ranks/<rank>/rng/…
@@ -23,34 +24,32 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from holdfast.layout.declared import DeclaredLayout, Live
 from holdfast.layout.local_views import land
 from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import (
+    entries,
     extras,
+    masters,
     optimizer_resume,
     optimizer_shards_resume,
     optimizer_wrappers,
     optimizers,
     rng,
     sharding_marks,
+    streams,
 )
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
+from holdfast.state.exclusion import Exclusion, is_extra_alone, trained
 from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
-from holdfast.state.masters import MasterPair, Masters, pairs, settle
+from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
     EMA,
     MODEL,
-    ModuleState,
     NamedTensors,
-    is_tensor,
-    is_tensors,
-    mapping_state,
-    module_state,
     refuse_empty_lists,
 )
 from holdfast.state.named import Named, modules_of
@@ -58,23 +57,20 @@ from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
-from holdfast.tensors.fragments import Storable, fragment_list, is_sharded
+from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
-from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 __all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
 MASTER, OPTIM, EXTRA = optimizers.MASTER_GROUP, optimizers.GROUP, extras.GROUP
-_ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
-_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are reserved
 
 
 class Snapshot(NamedTuple):
     """What this rank would save: leaves are views of live memory, everything else was copied for the snapshot.
 
-    The first `steady` leaves will probably be the same at the next save.
+    The first `steady` leaves will probably be the same at the next save. `notes` say what was left out.
     """
 
     groups: tuple[str, ...]
@@ -83,6 +79,7 @@ class Snapshot(NamedTuple):
     aliases: dict[str, dict[str, str]]
     mesh: dict[str, int]
     steady: int
+    notes: tuple[str, ...] = ()
 
 
 class StatePart(Protocol):
@@ -112,16 +109,16 @@ class Parts(NamedTuple):
     def all(self) -> tuple[StatePart, ...]:
         return (*self.named, *self.optimizers, *self.others)
 
-    @property
-    def masters(self) -> list[MasterPair]:
-        """The weights that have full-precision copies."""
+    def beside_weights(self) -> BesideWeights:
+        """The weights, and what is kept of them besides: full-precision copies and averages."""
         weights: dict[str, Storable] = {}
         for part in self.named:
             if part.group not in (MASTER, EMA, EXTRA):
                 prefix = "" if part.group == MODEL else f"{part.group}."
                 weights.update({prefix + name: value for name, value in part.state.tensors.items()})
         copies = {name: value for part in self.named if part.group == MASTER for name, value in part.state.tensors.items()}
-        return pairs(self.optimizers, weights, copies)
+        averages = [value for part in self.named if part.group == EMA for value in part.tensors()]
+        return masters.beside(self.optimizers, weights, copies, averages)
 
     def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
         """What each entry wants from the checkpoint."""
@@ -133,6 +130,13 @@ class Parts(NamedTuple):
             for part in self.optimizers
         ]
         return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
+
+
+class SnapshotOf(NamedTuple):
+    """A snapshot, and the parts of the state that it was taken of."""
+
+    parts: Parts
+    taken: Snapshot
 
 
 class _Walk(NamedTuple):
@@ -167,10 +171,42 @@ class TrainState:
         """The groups that this state has now; an optimizer's first step may add `master`."""
         return self._parts().groups
 
-    def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """The live state of these groups (all, if None); `Refused` with the path of anything that cannot be stored."""
-        if groups is not None:
-            return self._part_of(groups)
+    def snapshot(self, groups: Collection[str] | None = None, exclude: Sequence[str] = ()) -> Snapshot:
+        """The live state of these groups (all, if None); `Refused` with the path of anything that cannot be stored.
+
+        What the patterns `exclude` leave out is in the notes. `InvalidRequest`, by name, for what is trained.
+        """
+        parts, whole = self._snapshot_of_all() if groups is None else self._part_of(groups)
+        ignored = [name for part in parts.named if part.group in whole.groups for name in part.left_out()]
+        if ignored:
+            text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
+            whole = whole._replace(notes=(text,))
+        return self._without(whole, parts, exclude) if exclude else whole
+
+    def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:
+        if any(isinstance(part, Given) for part in parts.others):
+            raise InvalidRequest("exclude= does not go with a state that an adapter gives", hint="leave it out there")
+        stepped = (name for optimizer in parts.optimizers for name in optimizer.parameter_names())
+        found = Exclusion(exclude, whole.leaves, whole.values, whole.aliases, trained(parts.named, stepped))
+        if self.declared is not None and not is_extra_alone(found):
+            raise InvalidRequest(
+                "exclude= beside layout= can leave out entries of the group extra alone: names are those of whole tensors",
+                hint="leave tensors out of the state, or save without them by groups=",
+            )
+        kept = [leaf for leaf in whole.leaves if leaf.key not in found.leaves]
+        steady = sum(leaf.key not in found.leaves for leaf in whole.leaves[: whole.steady])
+        values = {
+            group: {key: text for key, text in held.items() if (group, key) not in found.texts}
+            for group, held in whole.values.items()
+        }
+        aliases = {
+            group: {alias: name for alias, name in tied.items() if (group, name) not in found.leaves}
+            for group, tied in whole.aliases.items()
+        }
+        notes = (*whole.notes, found.note())
+        return whole._replace(leaves=tuple(kept), values=values, aliases=aliases, steady=steady, notes=notes)
+
+    def _snapshot_of_all(self) -> SnapshotOf:
         walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
         content = Content(known=self._known, taken=walk.content.leaves)
         for document in walk.documents:
@@ -182,9 +218,10 @@ class TrainState:
         values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
         mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
         given = any(isinstance(part, Given) for part in walk.parts.others)
-        return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(leaves if given else walk.content.leaves))
+        steady = len(leaves if given else walk.content.leaves)
+        return SnapshotOf(walk.parts, Snapshot(walk.parts.groups, leaves, values, aliases, mesh, steady))
 
-    def _part_of(self, groups: Collection[str]) -> Snapshot:
+    def _part_of(self, groups: Collection[str]) -> SnapshotOf:
         parts = self._parts()
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
@@ -194,7 +231,7 @@ class TrainState:
                 part.collect(content)
         kept = tuple(group for group in parts.groups if group in wanted)
         content = content if self.declared is None else self.declared.outward(content, _live(parts.named))
-        return Snapshot(
+        made = Snapshot(
             kept,
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
             self._values(kept, content.values),
@@ -202,6 +239,7 @@ class TrainState:
             content.mesh,
             0,
         )
+        return SnapshotOf(parts, made)
 
     def _walked(self) -> _Walk:
         """Walk through everything, and note what shows later whether this must be repeated."""
@@ -223,7 +261,7 @@ class TrainState:
                 continue
             if optimizer_wrappers.is_optimizer(value):
                 watch.see_optimizers(value)
-            elif not _is_loose(key, value) and isinstance(value, Mapping):
+            elif not entries.is_loose(key, value) and isinstance(value, Mapping):
                 watch.see(value)
         for optimizer in parts.optimizers:
             if isinstance(optimizer, ShardedOptimizer):
@@ -241,8 +279,9 @@ class TrainState:
         """
         return (
             list(self.state) == list(walk.entries)
-            and all(now is walk.entries[key] or _is_value(key, now) for key, now in self.state.items())
-            and all(now is walk.entries[key] or _is_value(key, walk.entries[key]) for key, now in self.state.items())
+            and all(now is walk.entries[key] or entries.is_value(key, now) for key, now in self.state.items())
+            and all(now is walk.entries[key] or entries.is_value(key, walk.entries[key]) for key, now in self.state.items())
+            and all(part.still_left_out() for part in walk.parts.named)
             and walk.watch.unchanged()
         )
 
@@ -253,29 +292,34 @@ class TrainState:
         ignore: Sequence[str] = (),
         strict: bool = True,
         from_model: Masters | None = None,
+        cast: bool = False,
     ) -> MatchedLeaves:
         """Compare the live state with the checkpoint and determine where which bytes go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` with the names of all tensors of a wrong shape or
         dtype. If strict, it also names everything that only one side has. It raises too if weights would be restored without
         their live masters, unless `from_model` says to set these. Groups that the live state lacks are left out, with a
-        note.
+        note. With `cast`, floats of another dtype are rounded.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
                 f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
             )
         parts = self._parts(stored)
-        selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
+        wanted = check_groups(groups, parts.groups)
+        if groups is None and from_model is not None and not stored.specs.get(MASTER):
+            wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights
+        selection = Selection(wanted, tuple(ignore), cast)
+        beside = parts.beside_weights()
         if self.declared is None:
             found = match_leaves(parts.plans(stored, selection), stored, selection, strict)
-            return parts.keeper.noting(settle(found, parts.masters, from_model))
+            return parts.keeper.noting(settle(found, beside, from_model))
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
         plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
-        found = settle(match_leaves(plans, shown.stored, selection, strict), parts.masters, from_model)
+        found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes))
 
     def _streams(self, others: Sequence[StatePart]) -> RandomState:
@@ -293,11 +337,13 @@ class TrainState:
         random streams.
         """
         for key, value in self.state.items():
-            _check_key(key)
+            entries.check_key(key)
             refuse_empty_lists(key, value, key in (MODEL, MASTER, EMA))
-        modules = _module_groups(self.state)
-        collections = [_named(key, value, modules, self.rank) for key, value in self.state.items()]
+        modules = entries.module_groups(self.state)
+        collections = [entries.named_tensors(key, value, modules, self.rank) for key, value in self.state.items()]
         tensors = [part for part in collections if part is not None]
+        if self.declared is not None:  # it says what all ranks hold together, so all of it is stored
+            tensors = [part._replace(state=part.state._replace(unsaved=frozenset())) for part in tensors]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = optimizers_of(self.state, tensors, self.declared is not None)
@@ -305,17 +351,20 @@ class TrainState:
         others: list[AskedEntry] = [*given]
         keeper = ContainerKeeper()
         for key, value in self.state.items():
-            if _is_loose(key, value):
-                others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state, keeper))
+            if entries.is_loose(key, value):
+                target = streams.stateful(key, value)
+                others.append(Value(key, self.state, keeper) if target is None else Stateful(key, target, self.rank))
         groups = {part.group for part in tensors}.union(
             {EXTRA}, {OPTIM} if optimizers_now else (), *(g.groups for g in given)
         )
         stores_masters = stored is not None and MASTER in stored.specs and bool(stored.specs[MASTER])
         if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
             groups.add(MASTER)
-        ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
-        streams = () if given else (self._streams(others),)
-        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *streams), keeper)
+        ordered = sorted(
+            groups, key=lambda group: (entries.GROUP_ORDER.index(group) if group in entries.GROUP_ORDER else 0, group)
+        )
+        rest = () if given else (self._streams(others),)
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *rest), keeper)
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
@@ -335,64 +384,3 @@ def _live(named: Sequence[NamedTensors]) -> Live:
     return Live(
         tuple(parameters or model), foreign, frozenset(key for key, value in tensors.items() if 0 in value.shape) - foreign
     )
-
-
-def _check_key(key: object) -> None:
-    if not isinstance(key, str) or not key or "/" in key or key.startswith("$"):
-        raise InvalidRequest(
-            f"the state's key {key!r} is not allowed", hint="use text without '/' that does not begin with '$'"
-        )
-    if key in _RESERVED_KEYS:
-        raise InvalidRequest(
-            f"the state's key {key!r} is reserved", hint="random states are saved automatically under this key"
-        )
-
-
-def _is_stateful(value: object) -> bool:
-    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
-def _is_loose(key: str, value: object) -> bool:
-    named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
-    return not (named or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value))
-
-
-def _is_value(key: str, value: object) -> bool:
-    return _is_loose(key, value) and not _is_stateful(value)
-
-
-def _is_group_mapping(key: str, value: object) -> bool:
-    """Whether an entry's key makes it a group of its own, even if it has no tensor."""
-    return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or is_tensors(value))
-
-
-def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> group of every module."""
-    modules = [k for k, v in state.items() if modules_of(v) and k != EMA and not isinstance(v, AveragedModel)]
-    averages = [k for k, v in state.items() if k == EMA or isinstance(v, AveragedModel)]
-    if len(averages) > 1:
-        raise InvalidRequest(
-            f"{' and '.join(averages)} would both be saved as the group {EMA!r}", hint="keep one, or make one a mapping"
-        )
-    groups = {key: EMA for key in averages}
-    for key in modules:
-        only = len(modules) == 1 and MODEL not in state and not isinstance(state[key], Named)
-        group = MODEL if key == MODEL or only else naming.check_group(key)
-        if key in _ORDER and key != MODEL:
-            raise InvalidRequest(f"a module cannot have the key {key!r}: it is a reserved group name")
-        groups[key] = group
-    return groups
-
-
-def _named(key: str, value: Any, modules: Mapping[str, str], rank: int) -> NamedTensors | None:
-    if isinstance(value, nn.Module | Named):
-        found = value.state(key) if isinstance(value, Named) else module_state(value, key)
-        return NamedTensors(modules[key], key, found, "", rank)
-    if _is_group_mapping(key, value):
-        return NamedTensors(key, key, mapping_state(value, key), "", rank)
-    if is_tensor(value):
-        return NamedTensors(EXTRA, key, ModuleState({"": fragment_list(value, key) or value}, {}), key, rank)
-    if is_tensors(value):
-        return NamedTensors(EXTRA, key, mapping_state(value, key), f"{key}/", rank)
-    return None

@@ -62,7 +62,8 @@ def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = Fals
     at = _expression("state_dict()" if inside else f'state["{path}"]', trail)
     if inside and (isinstance(value, nn.Module) or _is_stateful(value)):
         return f"write {at}.state_dict() in its place, and give that to its load_state_dict() after the restore"
-    if trail and (isinstance(value, nn.Module | torch.optim.Optimizer) or _is_stateful(value)):
+    owned = isinstance(value, nn.Module | torch.optim.Optimizer) or _is_stateful(value)
+    if trail and (owned or (isinstance(value, torch.Generator) and not inside)):
         own = "_".join((path, *(step.strip("[]") for step in trail)))
         return f'give it its own entry: state["{own}"] = {at}, and remove it from state["{path}"]'
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

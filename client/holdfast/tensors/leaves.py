@@ -72,10 +72,14 @@ class OfferedLeaves(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`."""
+    """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`.
+
+    `cast`: floats of another dtype are taken too, and rounded.
+    """
 
     groups: frozenset[str]
     ignore: tuple[str, ...] = ()
+    cast: bool = False
 
     def takes(self, group: str, name: str) -> bool:
         return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
@@ -138,12 +142,20 @@ class Content:
         self.values[group, key] = text
 
 
+class LackingCopy(NamedTuple):
+    """A full-precision copy without which an optimizer cannot go on from what is restored of it: new memory for it."""
+
+    name: str
+    weight: Storable
+    copy: Storable
+
+
 @dataclass
 class PartPlan:
     """What a part of the state wants from a checkpoint, and what it does once the wanted leaves are filled.
 
     `wanted` are live tensors, or new ones that `actions` install. `documents` are the JSON keys that it needs. `claimed` are
-    other names of the checkpoint that it uses or leaves out on purpose.
+    other names of the checkpoint that it uses or leaves out on purpose. `lacking` is installed too, if it is filled.
     """
 
     wanted: list[Leaf] = field(default_factory=list)
@@ -153,6 +165,7 @@ class PartPlan:
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
+    lacking: list[LackingCopy] = field(default_factory=list)
 
     def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Ask for a tensor's bytes."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors import casting
+from holdfast.tensors.casting import Cast
+from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import StateMismatch
 
 LISTED_MAX = 20  # names in an error's text; its members have all of them
@@ -18,7 +20,8 @@ class MatchedLeaves(NamedTuple):
     """Where the bytes of a checkpoint go.
 
     Fill the pieces of every leaf with the stored tensor of the leaf's name, whole or part, then call `apply`. `missing` and
-    `unexpected` are names `group/name`. `notes` say what was decided meanwhile; `apply` adds those in `late`.
+    `unexpected` are names `group/name`. `notes` say what was decided meanwhile; `apply` adds those in `late`. `casts` are
+    filled in memory of the stored dtype first. `lacking` are copies that nothing fills yet, `renewed` what actions set.
     """
 
     leaves: tuple[Leaf, ...]
@@ -27,6 +30,16 @@ class MatchedLeaves(NamedTuple):
     notes: list[str]
     actions: tuple[Callable[[], None], ...]
     late: list[str]
+    casts: tuple[Cast, ...] = ()
+    lacking: tuple[LackingCopy, ...] = ()
+    renewed: tuple[str, ...] = ()
+
+    @property
+    def live(self) -> Iterator[Leaf]:
+        """The leaves in the memory where their bytes end up."""
+        apart = {id(cast.stored) for cast in self.casts}
+        yield from (leaf for leaf in self.leaves if id(leaf) not in apart)
+        yield from (cast.live for cast in self.casts)
 
     def apply(self) -> None:
         """Install everything but tensor memory: new optimizer state, schedulers, loaders, plain values,
@@ -48,6 +61,8 @@ class _Comparison:
         self.claimed: set[Key] = set()
         self.late: list[str] = []
         self.checks: list[Callable[[], None]] = []
+        self.casts: list[Cast] = []
+        self.castable = 0  # of the mismatched ones
         self._places: dict[tuple[object, ...], Leaf] = {}
 
     def take(self, plan: PartPlan) -> None:
@@ -75,12 +90,17 @@ class _Comparison:
             return
         self.claimed.add((leaf.group, found))
         dtype, shape = self.stored.spec(leaf.group, found) or ("nothing", ())
-        if (dtype, shape) != (leaf.dtype, leaf.shape):
+        cast = self.selection.cast and shape == leaf.shape and casting.possible(dtype, leaf.dtype)
+        if (dtype, shape) != (leaf.dtype, leaf.shape) and not cast:
+            self.castable += shape == leaf.shape and casting.possible(dtype, leaf.dtype)
             self.mismatched.append(f"{leaf.path}: stored {dtype} {list(shape)}, live {leaf.dtype} {list(leaf.shape)}")
             return
         memory = tuple((piece.box, piece.tensor.data_ptr()) for piece in leaf.pieces)
         if (leaf.group, found, memory) not in self.leaves:
-            self.leaves[leaf.group, found, memory] = self._apart(leaf._replace(name=found))
+            live = self._apart(leaf._replace(name=found))
+            if cast:
+                self.casts.append(casting.apart(live, dtype))
+            self.leaves[leaf.group, found, memory] = self.casts[-1].stored if cast else live
 
     def _apart(self, leaf: Leaf) -> Leaf:
         """The leaf. If another stored tensor goes into the same memory, it gets new memory, and both are compared once
@@ -132,9 +152,19 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
         comparison.notes.append(f"groups in the checkpoint that are not restored: {', '.join(idle)}")
-    actions = (*comparison.checks, *(action for plan in plans for action in plan.actions))
-    leaves = tuple(comparison.leaves.values())
-    return MatchedLeaves(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
+    casts = tuple(comparison.casts)
+    filling = (partial(casting.fill, casts),) if casts else ()
+    actions = (*filling, *comparison.checks, *(action for plan in plans for action in plan.actions))
+    return MatchedLeaves(
+        tuple(comparison.leaves.values()),
+        comparison.missing,
+        unexpected,
+        [*comparison.notes, *casting.notes(casts)],
+        actions,
+        comparison.late,
+        casts,
+        tuple(lacking for plan in plans for lacking in plan.lacking),
+    )
 
 
 def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
@@ -157,8 +187,12 @@ def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> Non
         parts += [_listed("are missing from the checkpoint", missing), _listed("are not in the live state", unexpected)]
     raise StateMismatch(
         "the checkpoint does not fit the live state: " + "; ".join(part for part in parts if part),
-        hint="build the state as it was saved, choose groups=, exclude names with ignore=, or pass strict=False (it "
-        "excuses missing and unexpected names only)",
+        hint="build the state as it was saved, choose groups=, exclude names with exclude=, or pass strict=False (it "
+        "excuses missing and unexpected names only)"
+        + (
+            f"; cast=True rounds floats of another dtype, which {comparison.castable} of these are"
+            * bool(comparison.castable)
+        ),
         mismatched=mismatched,
         missing=missing,
         unexpected=unexpected,

@@ -106,6 +106,7 @@ class Decisions:
         self._publishing.let_go = self._let_go
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
+        self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self.care: RootCare | None = None  # of a root that several nodes serve
         self.shared_checks: SharedChecks | None = None
@@ -281,6 +282,7 @@ class Decisions:
         self.findings.made(made.run, made.step)
         self._records.committed(round_id, made, known, staged.place if staged else None)
         self._let_go(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
+        self.on_commit(made)
         return made
 
     def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
@@ -363,7 +365,9 @@ class Decisions:
 
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""
-        return Imports(self.store, self._catalog, self.events, self.admit, self.standing.way)
+        imports = Imports(self.store, self._catalog, self.events, self.admit, self.standing.way)
+        imports.on_commit = self.on_commit
+        return imports
 
     def repair_book(self) -> RepairBook:
         """Where repairs are recorded."""

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._conversations: set[Conversation] = set()
         self._closing = threading.Event()
+        self.at_work: Callable[[], bool] = lambda: False  # with what is no save
         self._listener = listen(path, callers)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="holdfast-accept", daemon=True),
@@ -56,7 +58,7 @@ class Daemon:
     @property
     def busy(self) -> bool:
         """Whether anybody is connected, or anything is still to be saved or verified."""
-        return self.ranks > 0 or self.saver.busy
+        return self.ranks > 0 or self.saver.busy or self.at_work()
 
     def close(self) -> None:
         """Stop listening, write complete saves, and disconnect the ranks."""

@@ -21,7 +21,7 @@ from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_service import __version__
-from holdfast_service.config import Config, fd_store, is_shared
+from holdfast_service.config import Config, command_environment, command_words, fd_store, is_shared
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
@@ -39,6 +39,7 @@ from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.commit_commands import Command, CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
@@ -149,6 +150,10 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     spill = Spill(root) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
+    commands = _commit_commands(config, control, url)
+    if commands is not None:
+        stack.callback(commands.close)
+        decisions.on_commit = commands.committed
     decisions.recover(adoption.start)
     scrub = _scrub(config, checker, decisions, saver, cluster)
     stack.callback(scrub.close)
@@ -159,6 +164,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     parts = DataPlane(arena, saver, decisions, adoption, peers)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
+    if commands is not None:
+        daemon.at_work = commands.busy
     stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
@@ -169,6 +176,14 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange
     return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
+
+
+def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
+    if config.on_commit is None:
+        return None
+    about = {"HOLDFAST_ROOT": str(control.root), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
+    command = Command(command_words(config.on_commit), {**command_environment(), **about}, config.on_commit_timeout)
+    return CommitCommands(command, control.decisions.events, control.decisions.recorded, control.root)
 
 
 def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bodies.Node]:

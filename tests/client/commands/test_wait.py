@@ -16,7 +16,7 @@ from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_service.config import notify_socket
 from holdfast_service.wiring.watching import notify_ready
-from tests.checkpoints import build_root
+from tests.checkpoints import build_root, flip
 from tests.daemons import running
 from tests.serving import served
 
@@ -53,6 +53,36 @@ def test_nobody_there_and_nothing_asked() -> None:
     """A daemon that is gone has nothing left to do; waiting for nothing in particular is refused."""
     assert call("--idle", "--url", "http://127.0.0.1:9").exit_code == 0
     assert call().exit_code == 2
+    assert call("llama@1", "--idle").exit_code == 2 and call("--idle", "--committed").exit_code == 2
+    assert call("llama", "--timeout", "0").exit_code == 2 and call("llama@latest", "--timeout", "0").exit_code == 2
+
+
+def test_waits_for_a_step(tmp_path: Path) -> None:
+    """It is asked while the step is written, and answers when it is committed, or verified; before its save it waits."""
+    flags = ("--write-bytes-per-second", "1000000")
+    with running(tmp_path / "root", *flags, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        with Checkpointer("llama", {"model": torch.nn.Linear(1000, 500)}, at=str(daemon.socket)) as checkpointer:
+            early = call("llama@2", "--timeout", "0.3", "--url", daemon.url)
+            assert (early.exit_code, "llama@2 is no checkpoint yet" in early.stderr) == (6, True)
+            ticket = checkpointer.save(2)
+            assert not ticket.done
+            assert call("llama@2", "--committed", "--url", daemon.url).stdout.startswith("llama@2 is ")
+            assert api.checkpoint("llama", 2).step == 2
+            ended = json.loads(call("llama@2", "--json", "--url", daemon.url).stdout)
+            assert ended["state"] == "verified" and api.checkpoint("llama", 2).verified
+        assert call("llama@2", "--timeout", "0", "--url", daemon.url).stdout == "llama@2 is verified\n"
+
+
+def test_a_damaged_step_ends_it(tmp_path: Path) -> None:
+    """Its damage is raised with its own exit status; nobody there is asked again until the time is over."""
+    built = build_root(tmp_path, {"tiny": (1,)})["tiny", 1]
+    flip(built.path / "model-00001-of-00002.safetensors", 3000)
+    with served(tmp_path) as service, Api(service.url) as api:
+        api.request("POST", "/v1/jobs", json={"kind": "verify", "run": "tiny", "step": 1})
+        ended = call("tiny@1", "--timeout", "60", "--url", service.url)
+    assert (ended.exit_code, "corrupt-extent" in ended.stderr) == (5, True)
+    gone = call("tiny@1", "--timeout", "0.3", "--url", "http://127.0.0.1:9")
+    assert (gone.exit_code, "deadline-exceeded" in gone.stderr) == (6, True)
 
 
 @pytest.mark.parametrize("abstract", [False, True])

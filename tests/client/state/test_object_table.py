@@ -167,6 +167,8 @@ def held(state: Made) -> list[Any]:
             value = dict(value.state_dict())
         elif callable(getattr(value, "state_dict", None)):
             value = value.state_dict()
+        elif isinstance(value, torch.Generator):
+            value = value.get_state()
         flat = {keystr(path): item for path, item in tree_flatten_with_path(value)[0]}
         found += [key, *((path, _comparable(flat[path])) for path in sorted(flat))]
     return found
@@ -278,7 +280,7 @@ OTHERS: dict[str, tuple[Callable[[int], Made], bool]] = {
     "homemade optimizer": (lambda seed: {"optim": frameworks.Homemade(nn.Linear(2, seed))}, False),
     "function": (lambda seed: {"f": len}, False),
     "object": (lambda seed: {"o": object()}, False),
-    "raw generator": (lambda seed: {"g": torch.Generator()}, False),
+    "raw generator": (lambda seed: {"g": torch.Generator().manual_seed(seed)}, True),
     "plain loader": (lambda seed: {"loader": torch.utils.data.DataLoader([1, 2, 3])}, False),
 }
 

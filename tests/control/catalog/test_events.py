@@ -88,3 +88,19 @@ def test_a_failing_catalog_fails_nothing(events: Events, caplog: pytest.LogCaptu
         session.connection().exec_driver_sql("DROP TABLE events")
     events.add("checkpoint-committed", "step 1", "a", 1)
     assert "is not recorded" in caplog.text
+
+
+def test_what_is_recorded_once(events: Events) -> None:
+    """The same of a step is no news, whoever tells it; other details are."""
+    other = Events(events._database, "node-2", lambda: "2026-01-01T00:00:01Z")
+    told = [
+        one.record_once("commit-command-started", "it is", "a", step, attempt=attempt)
+        for step, attempt in ((1, 1), (1, 2), (2, 1))
+        for one in (events, other, events)
+    ]
+    assert told == [True, False, False] * 3
+    assert [(e.step, e.detail["attempt"], e.node) for e in events.after(0, 9)] == [
+        (1, 1, "node-1"),
+        (1, 2, "node-1"),
+        (2, 1, "node-1"),
+    ]

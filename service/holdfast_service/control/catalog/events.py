@@ -70,21 +70,32 @@ class Events:
         assert kind in EVENTS, kind
         with self._database.write() as session:
             _in_turn(session)
-            made = EventRow(
-                at=at or self._now(),
-                kind=kind,
-                level=level,
-                node=self._node,
-                run=run,
-                step=step,
-                text=text,
-                detail=detail,
-            )
-            session.add(made)
-            session.flush()
-            self._trim(session, made.id)
+            self._insert(session, self._row(kind, text, run, step, at=at or self._now(), level=level, detail=detail))
         self.counts[kind] += 1
         self._notify(added=1)
+
+    def record_once(self, kind: str, text: str, run: str, step: int, **detail: Any) -> bool:
+        """Record an event, unless one of this kind with the same details is there, perhaps by another node; whether it was
+        new. Raises `CatalogUnavailable`.
+        """
+        assert kind in EVENTS, kind
+        with self._database.write() as session:
+            _in_turn(session)
+            alike = select(EventRow).where(EventRow.kind == kind, EventRow.run == run, EventRow.step == step)
+            if any(row.detail == detail for row in session.scalars(alike)):
+                return False
+            self._insert(session, self._row(kind, text, run, step, at=self._now(), level="info", detail=detail))
+        self.counts[kind] += 1
+        self._notify(added=1)
+        return True
+
+    def _row(self, kind: str, text: str, run: str | None, step: int | None, **more: Any) -> EventRow:
+        return EventRow(kind=kind, text=text, run=run, step=step, node=self._node, **more)
+
+    def _insert(self, session: Session, made: EventRow) -> None:
+        session.add(made)
+        session.flush()
+        self._trim(session, made.id)
 
     def _trim(self, session: Session, newest: int) -> None:
         """Forget the oldest, now and then. Ids have holes, so that it is counted what is kept."""

@@ -28,6 +28,7 @@ class Imports:
     ) -> None:
         self._store, self._catalog, self._events = store, catalog, events
         self.admit, self.way = admit, way
+        self.on_commit: Callable[[Manifest], None] = lambda made: None
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
         """The attempt of an import; `AlreadyCommitted` if the step is already a checkpoint.
@@ -50,4 +51,5 @@ class Imports:
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was imported and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
+        self.on_commit(made)
         return made

@@ -17,11 +17,11 @@ def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     files = []
     for use in listing.files:
         size = planned.source.size(use.file)
-        told: dict[str, Any] = {"file": use.file, "bytes": size, "use": use.use}
+        told: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
         if read and size is not None and use.use != "unused":
             told["xxh3"] = planned.source.digest_of(use.file)
         if use.reason:
-            told["reason"] = use.reason
+            told["reason"] = _unicode(use.reason)
         files.append(told)
     given = {name: value for name, value in options._asdict().items() if value and name != "kind"}
     said = {} if listing.step is None else {"step": listing.step}
@@ -62,4 +62,9 @@ def _notes(planned: PlannedImport) -> list[str]:
     notes, listing = [*planned.listing.notes, *planned.wanted.notes], planned.listing
     if listing.step is not None and listing.step != planned.plan.step:
         notes.append(f"the training was at step {listing.step}; the checkpoint is imported as step {planned.plan.step}")
-    return notes
+    return [_unicode(note) for note in notes]
+
+
+def _unicode(text: str) -> str:
+    """The text, with bytes of file names that are no Unicode written out: JSON of other programs cannot hold them."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,138 @@
+"""Leaves names out of a save: never what is trained, nor a part of something that only makes sense whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from holdfast.state import extras, optimizers, rng
+from holdfast.state.modules import EMA, MODEL, NamedTensors, is_trained
+from holdfast.tensors.json_values import referred
+from holdfast.tensors.leaves import Key, Leaf, is_ignored
+from holdfast_formats.errors import InvalidRequest
+
+LISTED_MAX = 20
+
+Texts = Mapping[str, Mapping[str, str]]
+
+
+def check(patterns: object, option: str) -> tuple[str, ...]:
+    """The patterns of this option; `InvalidRequest` for anything but a sequence of texts."""
+    if isinstance(patterns, str):
+        raise InvalidRequest(
+            f"{option} must be a sequence of patterns, not the text {patterns!r}", hint=f"{option}=({patterns!r},)"
+        )
+    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    strange = [pattern for pattern in found if not isinstance(pattern, str)]
+    if strange:
+        raise InvalidRequest(f"{option} must be a sequence of patterns over group/name, and has {strange[0]!r}")
+    return found
+
+
+def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, str]:
+    """What is trained, by group and name, and why it counts as such. `stepped` are names of parameters as optimizers have
+    them.
+    """
+    why: dict[Key, str] = {}
+    keys: dict[str, Key] = {}
+    for part in named:
+        prefix = "" if part.group == MODEL else f"{part.group}."
+        for name, value in part.state.tensors.items():
+            key = part.group, part.prefix + name
+            keys[prefix + name] = key
+            if is_trained(value):
+                why[key] = "it is trained (requires_grad)"
+    for name in stepped:
+        if name in keys:
+            why[keys[name]] = "an optimizer of the state steps it"
+    averaged = {name for group, name in why if group == MODEL}
+    why.update({(EMA, name): f"{MODEL}/{name} is trained" for name in averaged})
+    return why
+
+
+class Exclusion:
+    """What patterns leave out of one snapshot, found and checked.
+
+    Raises `InvalidRequest`, by name, for what is trained, for what optimizers keep, for a part of an entry or of tied
+    tensors, and for a whole group.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        leaves: Sequence[Leaf],
+        values: Texts,
+        aliases: Texts,
+        why: Mapping[Key, str],
+    ) -> None:
+        self._patterns = patterns
+        for group in {leaf.group for leaf in leaves}:
+            if is_ignored(group, patterns):
+                raise InvalidRequest(
+                    f"exclude= leaves out the whole group {group}", hint="say which groups to save with groups= instead"
+                )
+        self.texts = {(group, key) for group, kept in values.items() for key in kept if self._matches((group, key))}
+        held = {leaf.key for leaf in leaves}
+        self.leaves = {key for key in held if self._matches(key)}
+        for key in (*self.leaves, *self.texts):
+            self._refuse_trained(key, why)
+        self._whole_entries(values, held)
+        self._whole_ties(aliases)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({f"{group}/{name}" for group, name in (*self.leaves, *self.texts)})
+
+    def note(self) -> str:
+        """One sentence on what is left out."""
+        names = self.names
+        if not names:
+            return f"exclude= matches no name of the state: {', '.join(self._patterns)}"
+        more = ", …" if len(names) > LISTED_MAX else ""
+        return f"left out by exclude=, so not in the checkpoint: {', '.join(names[:LISTED_MAX])}{more}"
+
+    def _matches(self, key: Key) -> bool:
+        return any(fnmatchcase("/".join(key), pattern) for pattern in self._patterns)
+
+    def _refuse_trained(self, key: Key, why: Mapping[Key, str]) -> None:
+        group, name = key
+        reason = why.get(key)
+        if group in (optimizers.GROUP, optimizers.MASTER_GROUP):
+            reason = "the optimizer could not go on without it"
+        if reason is not None:
+            raise InvalidRequest(
+                f"exclude= leaves out {group}/{name}, and {reason}: what it learned would be lost",
+                hint="freeze it with requires_grad_(False), leave whole groups out with groups=, or store a part of a model "
+                "under a key of its own with Named(…, only=…)",
+            )
+
+    def _whole_entries(self, values: Texts, held: set[Key]) -> None:
+        """With an entry goes all that it refers to. Refuse a part of one: it could not be restored."""
+        streams = {key for key in held if key[0] == rng.GROUP and rng.is_stream(key[1])}
+        for group, kept in values.items():
+            for key, text in kept.items():
+                inside = {(group, name) for name in referred(text)}
+                if group == rng.GROUP and key == rng.KEY:
+                    inside = streams
+                if (group, key) in self.texts:
+                    self.leaves |= inside & held
+                elif inside & self.leaves:
+                    part = min(inside & self.leaves)
+                    raise InvalidRequest(
+                        f"exclude= leaves out {'/'.join(part)}, which is a part of {group}/{key} and not to be had alone",
+                        hint=f"exclude {group}/{key}, or nothing of it",
+                    )
+
+    def _whole_ties(self, aliases: Texts) -> None:
+        for group, tied in aliases.items():
+            for alias, canonical in tied.items():
+                if (group, canonical) in self.leaves and not self._matches((group, alias)):
+                    raise InvalidRequest(
+                        f"exclude= leaves out {group}/{canonical}, and {group}/{alias} is the same tensor",
+                        hint="exclude both names, or none",
+                    )
+
+
+def is_extra_alone(exclusion: Exclusion) -> bool:
+    """Whether nothing but entries of the group `extra` is left out."""
+    return all(group == extras.GROUP for group, _ in exclusion.leaves)

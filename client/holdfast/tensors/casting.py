@@ -1,0 +1,70 @@
+"""Stored floats in live tensors of another float dtype: rounded to nearest even, as torch's `.to` does, and said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.tensors.leaves import Leaf
+from holdfast.tensors.torch_dtypes import torch_dtype
+from holdfast_formats.errors import StateMismatch
+
+# Those whose value is what they say. Floats of 8 and 4 bits come with scales, so their bits alone are no weights.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+LISTED_MAX = 5
+
+
+class Cast(NamedTuple):
+    """A live leaf, and the same with memory of the stored dtype, which is filled first."""
+
+    live: Leaf
+    stored: Leaf
+
+
+def possible(stored: str, live: str) -> bool:
+    """Whether values of a stored dtype may be rounded, or widened, to a live one."""
+    return stored != live and stored in FLOATS and live in FLOATS
+
+
+def apart(live: Leaf, dtype: str) -> Cast:
+    """The cast of a leaf that is stored with this dtype. Its new memory is on the CPU, where files are read into."""
+    kind = torch_dtype(dtype, live.path)
+    pieces = tuple(
+        piece._replace(tensor=torch.empty(tuple(piece.tensor.shape), dtype=kind, device="cpu")) for piece in live.pieces
+    )
+    return Cast(live, live._replace(dtype=dtype, pieces=pieces))
+
+
+def fill(casts: Sequence[Cast]) -> None:
+    """Put what was read into the live tensors; `StateMismatch` for a finite value that the live dtype does not reach."""
+    with torch.no_grad():
+        for live, stored in casts:
+            for into, read in zip(live.pieces, stored.pieces, strict=True):
+                rounded = read.tensor.to(into.tensor.dtype)
+                if torch.finfo(rounded.dtype).max < torch.finfo(read.tensor.dtype).max:
+                    _refuse_infinities(live, read.tensor, rounded)
+                into.tensor.copy_(rounded)
+
+
+def _refuse_infinities(live: Leaf, read: torch.Tensor, rounded: torch.Tensor) -> None:
+    finite = torch.isfinite(read)
+    if not bool(torch.isfinite(rounded)[finite].all()):
+        raise StateMismatch(
+            f"{live.path}: stored values up to {float(read[finite].abs().max()):.3g} do not fit into {live.dtype}",
+            hint="use a live dtype with more range, or exclude this name with exclude=",
+        )
+
+
+def notes(casts: Sequence[Cast]) -> list[str]:
+    """What was cast, by dtypes."""
+    names: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for live, stored in casts:
+        names[f"{stored.dtype} to {live.dtype}"][live.path] = None
+    return [
+        f"{len(found)} {'tensor was' if len(found) == 1 else 'tensors were'} cast from {kinds} "
+        f"({', '.join(list(found)[:LISTED_MAX])}{', …' if len(found) > LISTED_MAX else ''})"
+        for kinds, found in names.items()
+    ]
