@@ -20,6 +20,7 @@ from .commands import (
     marks,
     nodes,
     open,
+    programs,
     repair,
     restore,
     serve,
@@ -72,6 +73,7 @@ for _command in (
     app.command(epilog=EXIT_STATUSES)(_command)
 app.add_typer(jobs.app, name="jobs", epilog=EXIT_STATUSES)
 app.add_typer(token.app, name="token", epilog=EXIT_STATUSES)
+app.add_typer(programs.app, name="programs", epilog=EXIT_STATUSES)
 
 app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
 app.command("import", epilog=EXIT_STATUSES)(import_.import_)

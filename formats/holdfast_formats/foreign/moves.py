@@ -132,9 +132,22 @@ def _spanned(box: Box, steps: Shape) -> Box:
 
 
 def _plain_targets(moves: Sequence[BoxMove]) -> list[Box]:
-    """Boxes that overlap if targets do, and no others: each stepped dimension is cut into its elements."""
+    """Boxes that overlap if targets do, and no others.
+
+    Where all targets have the same steps, a dimension of step s becomes two, of an element's place ÷ s and of the rest.
+    Where they differ, each stepped dimension is cut into its elements.
+    """
     if not any(move.target_step for move in moves):
         return [move.target for move in moves]
+    if len({move.target_step for move in moves}) == 1:
+        sides = [list(zip(move.target.offset, move.target.shape, move.target_step, strict=True)) for move in moves]
+        return [
+            Box(
+                tuple(n for o, _, step in one for n in (o // step, o % step)),
+                tuple(n for _, count, step in one for n in (count, min(count, 1))),
+            )
+            for one in sides
+        ]
     found = []
     for move in moves:
         steps = move.target_step or (1,) * len(move.target.shape)

@@ -118,6 +118,8 @@ def picked(arranged: Arrangement, axis: int, start: int, count: int, step: int =
     moves = tuple(
         found for move in arranged.moves for found in _picked(move, axis, range(start, start + count * step, step))
     )
+    if not count and not moves:  # no element, and yet made of these tensors
+        moves = tuple(_part(move, axis, range(0), 0, 1) for move in arranged.moves[:1])
     shape = (*arranged.shape[:axis], count, *arranged.shape[axis + 1 :])
     return arranged._replace(shape=shape, moves=moves)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.optimizer_state import GROUP as OPTIMIZER
@@ -41,7 +41,7 @@ def compile_program(
     """
     try:
         return _compiled(program, specs, config, targets, ranks or Ranks())
-    except (InvalidRequest, StateMismatch) as problem:
+    except (InvalidRequest, LimitExceeded, StateMismatch) as problem:
         kind = type(problem)
         raise kind(f"program {program.name!r}: {problem.detail}", hint=problem.hint, **problem.members) from None
 

@@ -99,6 +99,7 @@ class FollowingTensors:
                 self._equal[present] = None
 
     def _make(self, mapped: MappedTensor) -> None:
+        mapped.spec.check()
         self._tensors[mapped.key] = mapped
 
     def _add(self, plane: Plane, held: Mapping[str, TensorSpec], name: str, one: Arrangement) -> None:

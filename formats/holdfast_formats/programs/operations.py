@@ -87,7 +87,7 @@ def operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
 def _operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
     said = step.statement
     made = list(inputs)
-    if said.plain:
+    if said.plain and len(made) == 1:
         return made
     if any(operand.turned for operand in said.left):
         turns = said.left if len(said.left) == len(made) else said.left * len(made)
@@ -133,7 +133,9 @@ def _axis(step: Step, default: int, dimensions: int) -> int:
     axis = step.number("axis")
     axis = default if axis is None else axis
     if axis >= dimensions:
-        raise StateMismatch(f"{step.inputs[0]!r} has no dimension {axis}", hint=f"axis= is 0 to {dimensions - 1} here")
+        raise StateMismatch(
+            f"{step.inputs[0]!r}: there is no dimension {axis}", hint=f"it has {dimensions} dimensions, counted from 0"
+        )
     return axis
 
 

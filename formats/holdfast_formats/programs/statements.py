@@ -283,6 +283,11 @@ class _Reader:
         kinds = words & {"fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same"}
         if len(kinds) > 1:
             raise self._error(0, f"{' and '.join(sorted(kinds))} exclude each other")
+        for side in (left, right):
+            names = [operand.pattern.text for operand in side if operand.pattern is not None]
+            twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+            if twice is not None:
+                raise self._error(0, f"{twice!r} is there twice")
         if len(left) > 1 and len(right) > 1:
             raise self._error(0, "many tensors become one, or one becomes many, but not many become many")
         self._check_attributes(made, words)

@@ -215,3 +215,45 @@ def test_decoded_tensors_are_moved_as_others() -> None:
     found = filling.elements(files, {decoded.key: decoded}, mapped, 2, 9)
     np.testing.assert_array_equal(found, (values / 2).T.reshape(-1)[2:9])
     assert found.dtype == dtypes.to_numpy("F32")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), cut=st.integers(0, 12))
+def test_elements_that_are_steps_apart_are_exact(data: st.DataObject, cut: int) -> None:
+    """A move with steps, of source and target: any stretch of the tensor is what numpy's strided slices make."""
+    values = _values((12, 3))
+    files, tensor = _stored(values, cut=cut, order=tuple(data.draw(st.permutations(range(2)))))
+    step, target_step = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    count = data.draw(st.integers(1, 11 // step + 1))
+    first = data.draw(st.integers(0, 11 - (count - 1) * step))
+    rows = (count - 1) * target_step + 1
+    wanted = np.zeros((3, rows), "<f4")
+    wanted[:, ::target_step] = values[first : first + (count - 1) * step + 1 : step].T
+    move = BoxMove(tensor.key, Box((first, 0), (count, 3)), Box((0, 0), (3, count)), (1, 0), (step, 1), (1, target_step))
+    mapped = MappedTensor(TensorSpec("model", "y", "F32", (3, rows)), (move,), padded=True)
+    moves.check(mapped, {tensor.key: tensor.spec})
+    start = data.draw(st.integers(0, 3 * rows))
+    stop = data.draw(st.integers(start, 3 * rows))
+    made = filling.elements(files, {tensor.key: tensor}, mapped, start, stop)
+    np.testing.assert_array_equal(made, wanted.reshape(-1)[start:stop])
+
+
+def test_steps_are_checked_as_boxes_are() -> None:
+    """Rows that interleave do not overlap; those that meet are refused, and so is what leaves the source."""
+    spec = TensorSpec("model", "x", "F32", (4, 2))
+    sources = {TensorKey("model", "x"): spec}
+
+    def mapped(*firsts: int, step: int = 1) -> MappedTensor:
+        placed = (
+            BoxMove(TensorKey("model", "x"), Box((0, 0), (2, 2)), Box((first, 0), (2, 2)), (0, 1), (step, 1), (2, 1))
+            for first in firsts
+        )
+        return MappedTensor(TensorSpec("model", "y", "F32", (4, 2)), tuple(placed))
+
+    moves.check(mapped(0, 1), sources)
+    with pytest.raises(StateMismatch, match="written twice"):
+        moves.check(mapped(0, 0), sources)
+    with pytest.raises(StateMismatch, match="outside shape"):
+        moves.check(mapped(0, 2), sources)
+    with pytest.raises(StateMismatch, match="outside shape"):
+        moves.check(mapped(0, 1, step=4), sources)

@@ -9,8 +9,10 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.programs import Ranks, compile_program, read_program, statements_only
+from holdfast_formats.programs import Ranks, compile_program, environment, matching, read_program, statements_only
 from holdfast_formats.programs.compiled import CompiledProgram
+from holdfast_formats.programs.following import lossless
+from holdfast_formats.programs.operations import dtype_named
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.programs.arrays import Arrays, applied, key, specs
 
@@ -139,7 +141,7 @@ def test_tensors_of_several_dtypes_are_not_fused() -> None:
         ("b -> c, d, axis=1\na -> _", StateMismatch, "3 in dimension 1 cannot be split into 2"),
         ("b -> c, d, sizes=[1, 2]\na -> _", StateMismatch, "has 2 in dimension 0, not 1 times 1\\+2"),
         ("a -> c, axis=3, d\nb -> _", InvalidRequest, "no attribute 'd'"),
-        ("a -> c, d, axis=3\nb -> _", StateMismatch, "has no dimension 3"),
+        ("a -> c, d, axis=3\nb -> _", StateMismatch, "there is no dimension 3"),
         ("e.$LAYER_ID.q, e.$LAYER_ID.k -> f.$LAYER_ID\n* -> *", StateMismatch, "'e.2.k' is missing"),
         ("g.*.w -> f\n* -> *", StateMismatch, "'g.1.w' is missing; the next is 'g.2.w'"),
         ("b -> c, permute=[0,0]\na -> _", StateMismatch, "does not order"),
@@ -150,6 +152,8 @@ def test_tensors_of_several_dtypes_are_not_fused() -> None:
         ("b -> c, pad_to=1\n* -> *", StateMismatch, "more than pad_to=1"),
         ("b -> c, pad_to={heads}\n* -> *", InvalidRequest, "the size 'heads' is unknown"),
         ("_ -> c\n* -> *", InvalidRequest, "shape= is missing"),
+        ("a -> __metadata__\n* -> *", InvalidRequest, "reserves that name"),
+        ("a -> " + "n" * 1025 + "\n* -> *", LimitExceeded, "must have 1 to 1024 bytes"),
         ("a -> c, dtype=floaty\n* -> *", InvalidRequest, "there is no dtype 'floaty'"),
         ("b -> c, rotary=halves, num_heads=3\n* -> *", StateMismatch, "not 3 heads of pairs"),
         ("e.$LAYER_ID_OFFSET.q -> h.$LAYER_ID_OFFSET\n* -> *", StateMismatch, "has no name for -1"),
@@ -241,3 +245,40 @@ def test_rows_say_what_becomes_of_what() -> None:
         "v": "rearranged",
         "n": "added",
     }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exact"),
+    [
+        ("BF16", "F32", True),
+        ("F32", "BF16", False),
+        ("F16", "BF16", False),
+        ("BF16", "F16", False),
+        ("F8_E4M3", "BF16", True),
+    ],
+)
+def test_a_cast_is_lossless_if_every_value_has_its_own(before: str, after: str, exact: bool) -> None:
+    """By digits and range of the two types."""
+    assert lossless(before, after) is exact
+
+
+def test_dtypes_are_named_as_people_name_them() -> None:
+    """By torch, Paddle and safetensors."""
+    assert {dtype_named(name, "x") for name in ("torch.bfloat16", "bfloat16", "paddle.bfloat16", "BF16")} == {"BF16"}
+
+
+def test_a_program_has_a_limit_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that multiplies its work ends with an error."""
+    assert matching.STEPS_MAX == environment.STEPS_MAX
+    monkeypatch.setattr(environment, "STEPS_MAX", 3)
+    start: Arrays = {key(f"l.{layer}.w"): _numbers(1) for layer in range(4)}
+    with pytest.raises(LimitExceeded, match="more than 3 steps"):
+        _compiled("l.$LAYER_ID.w -> m.$LAYER_ID.w", start)
+
+
+def test_a_variable_on_the_left_joins() -> None:
+    """All its tensors become one, in the order of their numbers; tensors without elements are split like others."""
+    start: Arrays = {key(f"e.{number}"): _numbers(1, start=number) for number in (10, 9, 11)} | {key("z"): _numbers(0, 3)}
+    made = applied(_compiled("e.$EXPERT_ID -> all\nz -> x, y", start), start)
+    assert made[key("all")].tolist() == [9, 10, 11]
+    assert made[key("x")].shape == made[key("y")].shape == (0, 3)

@@ -54,6 +54,7 @@ def test_every_form_is_read() -> None:
         ("/a/, b -> c", 1, "stands alone"),
         ("a -> /b/", 1, "needs an expression on the left"),
         ("/(a|ab)c/ -> b", 1, "none begins with another"),
+        ("a, b, a -> c", 1, "'a' is there twice"),
         ("a[0:0] -> b", 2, "is no range"),
         ("a -> b, num_heads=4", 1, "num_heads does nothing"),
         ("a -> b, zeros", 1, "zeros does nothing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,9 @@ import transformers
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.programs import compile_program, find, inverted, load, packaged
+from holdfast_formats.programs import compile_program, find, inverted, load, packaged, read_program
+from holdfast_formats.programs.choice import written
+from holdfast_formats.programs.statements import parse_statements
 from tests.formats.layout.rules.test_transformers import ERNIE, LATENT, SMALL
 from tests.formats.programs.arrays import Arrays, applied, key, same, specs
 from tests.formats.programs.reference_models import Megatron, Paddle, System, Titan, logits
@@ -182,4 +185,27 @@ def test_a_program_that_does_not_exist_is_refused() -> None:
         find("hf", "paddle", {})
     with pytest.raises(InvalidRequest, match="there is no program 'x'"):
         load("x")
+    assert 'name = "hf-titan"' in written("hf-titan")
     assert load("hf-titan-inverse").statements == inverted(load("hf-titan")).statements
+
+
+GUIDE = Path(__file__).parents[3] / "docs" / "programs.md"
+
+
+def test_the_guide_lists_every_program() -> None:
+    """Layout, name and model types, as the files say them."""
+    rows = re.findall(r"^\| `([a-z-]+)` \| `([a-z0-9-]+)` \| (.+) \|$", GUIDE.read_text("utf-8"), re.MULTILINE)
+    said = {name: (target, types.split(", ")) for target, name, types in rows}
+    assert said == {name: (load(name).target, list(load(name).model_types)) for name in packaged()}
+
+
+def test_every_statement_of_the_guide_is_read() -> None:
+    """The example program, and each form in the table of statements."""
+    text = GUIDE.read_text("utf-8")
+    (example,) = re.findall(r'```toml\n(name = "mine".*?)```', text, re.DOTALL)
+    assert len(read_program(example).statements) == 5
+    table = text[text.index("## What statements do") : text.index("## What follows a weight")]
+    forms = [form for row in table.splitlines() for form in re.findall(r"`([^`]*->[^`]*)`", row)]
+    assert len(forms) > 20
+    for form in forms:
+        assert len(parse_statements(form, ["vocab"])) == 1, form
