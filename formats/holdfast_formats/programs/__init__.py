@@ -6,15 +6,15 @@ checkpoint and its config.json, which box of which tensor goes where.
 
 from holdfast_formats.programs.choice import find, load, packaged
 from holdfast_formats.programs.compilation import compile_program
-from holdfast_formats.programs.compiled import Becoming, Cast, CompiledProgram, LostElements
+from holdfast_formats.programs.compiled import Becoming, CompiledProgram, DtypeChange, LostElements
 from holdfast_formats.programs.document import Program, read_program, statements_only
 from holdfast_formats.programs.inversion import inverted
 from holdfast_formats.programs.operations import Ranks
 
 __all__ = [
     "Becoming",
-    "Cast",
     "CompiledProgram",
+    "DtypeChange",
     "LostElements",
     "Program",
     "Ranks",

@@ -10,7 +10,7 @@ from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.tensors import TensorSpec
 
 
-class Cast(NamedTuple):
+class DtypeChange(NamedTuple):
     """A tensor whose dtype changes; `lossless` if every value can be had back."""
 
     key: TensorKey
@@ -49,7 +49,7 @@ class CompiledProgram(NamedTuple):
     tensors: Mapping[TensorKey, MappedTensor]
     lost: tuple[LostElements, ...]
     added: tuple[TensorKey, ...]
-    casts: tuple[Cast, ...]
+    casts: tuple[DtypeChange, ...]
     equal: tuple[tuple[TensorKey, ...], ...]
     zeros: tuple[TensorKey, ...]
     names: Mapping[str, tuple[str, ...]]

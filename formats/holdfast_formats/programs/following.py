@@ -14,7 +14,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.programs.arrangement import Arrangement
-from holdfast_formats.programs.compiled import Cast, CompiledProgram, LostElements
+from holdfast_formats.programs.compiled import CompiledProgram, DtypeChange, LostElements
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.region import Shape, whole
 from holdfast_formats.tensors import TensorSpec
@@ -36,7 +36,7 @@ class FollowingTensors:
     def __init__(self, around: Environment, parameters: Mapping[str, Shape]) -> None:
         self._around, self._parameters = around, parameters
         self._tensors: dict[TensorKey, MappedTensor] = {}
-        self._casts: list[Cast] = []
+        self._casts: list[DtypeChange] = []
         self._equal: dict[tuple[TensorKey, ...], None] = {}
         self._added: list[TensorKey] = []
 
@@ -148,7 +148,9 @@ class FollowingTensors:
             return specs[0].dtype
         assert one.dtype is not None  # casting
         for before in dict.fromkeys(spec.dtype for spec in specs if spec.dtype != one.dtype):
-            self._casts.append(Cast(TensorKey(plane.group, name), before, one.dtype, lossless(before, one.dtype, name)))
+            self._casts.append(
+                DtypeChange(TensorKey(plane.group, name), before, one.dtype, lossless(before, one.dtype, name))
+            )
         return one.dtype
 
     def _dropped(self, planes: Planes) -> list[LostElements]:
