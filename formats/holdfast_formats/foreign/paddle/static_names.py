@@ -6,7 +6,7 @@ Paddle's optimizers know a parameter by a static name such as `linear_0.w_0`, it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
@@ -31,6 +31,16 @@ def place_of(suffix: str) -> RankPlace:
     """The rank that a suffix such as `tp00_pp01` names."""
     found = re.findall(r"([a-z]+)(\d+)", suffix)
     return RankPlace(**{_AXES[axis]: int(number) for axis, number in found if axis in _AXES})
+
+
+def every_place(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All numbers of ranks in axes of these sizes, one after the other: names of files may claim any size."""
+    if not sizes:
+        yield ()
+        return
+    for number in range(sizes[0]):
+        for rest in every_place(sizes[1:]):
+            yield (number, *rest)
 
 
 class NamedParameter(NamedTuple):

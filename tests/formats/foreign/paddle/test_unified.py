@@ -158,6 +158,12 @@ def test_a_missing_part_of_a_shard(tmp_path: Path) -> None:
     (folder / "optimizer.tp01.safetensors_shard_0002").unlink()
     with pytest.raises(CorruptManifest, match=r"optimizer\.tp01\.safetensors_shard_0002 is missing"):
         read(KIND, folder)
+    (folder / "optimizer.safetensors.index.json").write_text(json.dumps({"optim_shard_num": 2**70}))
+    with pytest.raises(CorruptManifest, match=r"optimizer\.tp00\.safetensors_shard_0003 is missing"):
+        read(KIND, folder)
+    (folder / "optimizer.tp01.safetensors_shard_0001").rename(folder / "optimizer.tp99999999999.safetensors_shard_0001")
+    with pytest.raises(CorruptManifest, match="is missing"):
+        read(KIND, folder)
 
 
 def test_beta_powers_in_two_files(tmp_path: Path) -> None:
