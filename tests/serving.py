@@ -36,8 +36,8 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def services(root: Path) -> Iterator[Services]:
-    """Services over a root, every committed checkpoint of it in the catalog."""
+def services(root: Path, place: Path | None = None) -> Iterator[Services]:
+    """Services over a root, every committed checkpoint of it in the catalog; jobs may name directories below `place`."""
     tier = PosixTier(root)
     catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
     decisions = Decisions(tier, catalog, None)
@@ -52,7 +52,7 @@ def services(root: Path) -> Iterator[Services]:
     saver = Saver(tier, decisions, "node-1", checker)
     scrub = Scrub(checker, decisions, saver, ScrubPlan(None, None))
     repairer = Repairer(tier, decisions, decisions.repair_book(), dict)
-    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer)
+    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer, place)
     runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))
     try:
         made = Services(tier, catalog, str(root), "9.9", node, decisions.rotation, decisions.events, root)
@@ -66,10 +66,13 @@ def services(root: Path) -> Iterator[Services]:
 
 
 @contextmanager
-def served(directory: Path, **changes: object) -> Iterator[Served]:
+def served(directory: Path, place: Path | None = None, **changes: object) -> Iterator[Served]:
     """The API over a root directory, on a free port of the loopback; `changes` replace parts of its `Services`."""
     # The protocol is named so that asyncio recognises TCP and sends small answers at once (TCP_NODELAY).
-    with services(directory) as made, socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+    with (
+        services(directory, place) as made,
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener,
+    ):
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # from here on nobody is refused, though the server has still to start
         made = replace(made, **changes)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ def pages(at: Live) -> dict[str, str]:
         "health": f"/runs/{FAULTY}/health",
         "nodes": "/nodes",
         "jobs": "/jobs",
+        "import": "/import",
         "events": "/events",
         "tokens": "/tokens",
         "login": "/login",

@@ -345,6 +345,18 @@ class TierSuite:
         assert tier.list("b") == ["file", "x"]
         assert tier.list("a") == tier.list("missing") == tier.list("missing/below") == []
 
+    def test_the_stamp_of_a_file(self, tier: Tier, raw: Raw) -> None:
+        """The same while nothing changes; another when it is replaced by as many bytes; none without a file."""
+        tier.put("top/file", b"x")
+        before = tier.stamp("top/file")
+        tier.put("top/other", b"x")
+        assert tier.stamp("top/file") == before != ""
+        tier.replace("top/file", b"y")
+        replaced = tier.stamp("top/file")
+        assert replaced != before
+        tier.remove_file("top/file")
+        assert tier.stamp("top/file") == tier.stamp("top") == tier.stamp("missing/file") == ""
+
     def test_stamps(self, tier: Tier, raw: Raw) -> None:
         """Directories that hold all the names, by name, and what is asked for itself; nothing where there is none."""
         for path in ("top/a/ONE", "top/a/TWO", "top/b/ONE", "top/c/TWO/below", "top/c/ONE", "top/ONE", "top/TWO"):

@@ -30,7 +30,8 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixStore, PosixTier
-from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
+from holdfast_service.wiring.progress import Quiet
+from holdfast_service.wiring.transfers import Transfers, open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
@@ -110,7 +111,7 @@ def test_a_hugging_face_directory_is_packed_and_committed(
     names = {"COMMIT", "manifest.json", "state.json", "config.json", "model.safetensors", "model.safetensors.index.json"}
     assert {entry.name for entry in path.iterdir()} == names
     assert world.catalog.checkpoint("brought", 7).verified
-    assert told.reports[-1][0] == sum(array.nbytes for array in ARRAYS.values())
+    assert told.reports[-1][0] == told.reports[-1][1] >= 2 * sum(array.nbytes for array in ARRAYS.values())
     assert contents_of_files(source) == before and not world.tier.list(f"brought/{naming.STAGING}")
 
 
@@ -249,6 +250,7 @@ def broken(directory: Path, how: str) -> None:
         save_file({"scalar": np.array(1)}, directory / "another.safetensors")
     elif how == "none":
         model.unlink()
+        (directory / "pytorch_model.bin").unlink()
     else:
         weight_map = {
             "traversal": {name: "../../secret.safetensors" for name in ARRAYS},
@@ -265,7 +267,7 @@ def broken(directory: Path, how: str) -> None:
         ("cut", CorruptManifest),
         ("huge header", CorruptManifest),
         ("twice", StateMismatch),
-        ("none", InvalidRequest),
+        ("none", StateMismatch),
         ("traversal", InvalidRequest),
         ("missing tensor", StateMismatch),
         ("unlisted tensor", StateMismatch),
@@ -318,6 +320,10 @@ def test_an_import_fences_nobody_off(world: CopiesWorld, transfers: Transfers, t
         ("import", 6, {"from": "nowhere"}, InvalidRequest),
         ("import", 6, {"from": ["hf"]}, InvalidRequest),
         ("import", 5, {"from": "hf"}, AlreadyCommitted),
+        ("import", 6, {"from": "hf", "kind": "paper"}, InvalidRequest),
+        ("import", 6, {"from": "hf", "as_is": "yes"}, InvalidRequest),
+        ("import", 6, {"from": "hf", "program": 3}, InvalidRequest),
+        ("import", 6, {"from": "hf", "dryrun": True}, InvalidRequest),
     ],
 )
 def test_what_could_only_fail_is_no_job(
@@ -333,7 +339,8 @@ def test_what_could_only_fail_is_no_job(
     with pytest.raises(error):
         transfers.check(JobRequest(kind=kind, run=RUN, step=step, arguments=arguments))
     transfers.check(JobRequest(kind="export", run=RUN, step=5, arguments={"to": "x"}))
-    transfers.check(JobRequest(kind="import", run=RUN, step=6, arguments={"from": "hf"}))
+    sound = {"from": "hf", "kind": "hf", "as_is": False, "dry_run": True}
+    transfers.check(JobRequest(kind="import", run=RUN, step=6, arguments=sound))
 
 
 def test_a_source_has_to_be_a_directory(tmp_path: Path) -> None:

@@ -1,29 +1,66 @@
-"""`holdfast export`: copy a checkpoint, or only its model, into a new directory that appears when it is complete."""
+"""`holdfast export`: copy a checkpoint, only its model, or what another program loads of it, into a new directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
+from holdfast.config import default_url
 from holdfast.export.publish import export as export_to
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
+from holdfast.rest import delegated
+from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.operations import JobRequest
 
-Target = Annotated[Path, typer.Argument(metavar="DEST", help="Target directory; it must be empty or not exist yet.")]
+from .programs import program_text
+
+LEFT_OUT_SHOWN = 20
+
+Target = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DEST",
+        help="Target directory; it must be empty or not exist yet. With --as and a service: a new path below its "
+        "--export-root.",
+    ),
+]
 ModelOnly = Annotated[
     bool, typer.Option("--model-only", help="Export only the model and its assets: a plain Hugging Face directory.")
 ]
+As = Annotated[
+    str | None,
+    typer.Option("--as", metavar="KIND", help="Export for another program: hf, peft, dcp, paddle-uc or paddle-flex."),
+]
+Weights = Annotated[
+    str | None, typer.Option("--weights", metavar="GROUP", help="With --as hf, the weights: model, ema or master.")
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert the weights, to bf16 for example.")]
+Layout = Annotated[
+    str | None, typer.Option("--layout", metavar="NAME", help="With --as dcp, the keys: fsdp, torchtitan or plain.")
+]
+Program = Annotated[
+    str | None,
+    typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),
+]
 
 
-def export(
+def export(  # noqa: PLR0913 - typer makes an option of each
     checkpoint: Checkpoint,
     target: Target,
     model_only: ModelOnly = False,
+    kind: As = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    layout: Layout = None,
+    program: Program = None,
     root: Root = None,
     url: Url = None,
     as_json: AsJson = False,
@@ -31,16 +68,64 @@ def export(
     """Copy a checkpoint to a directory and verify every byte on the way.
 
     DEST gets its name only after the copy is complete and durable. A full export is a checkpoint itself and can be
-    imported elsewhere.
+    imported elsewhere. With --as, the directory is what another program loads; the report says what was converted
+    and what was left out.
     """
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         reader = CheckpointReader.open(source)
-        groups = ["model"] if model_only else []
-        with console.progress("exporting", reader.manifest.bytes, shown=not as_json) as bar:
-            copied = export_to(reader, target, groups, lambda count: bar.advance(bar.task_ids[0], count))
+        text = None if program is None else program_text(program)
+        given = {"as": kind, "weights": weights, "dtype": dtype, "layout": layout, "program": text}
+        arguments = {name: value for name, value in given.items() if value is not None}
+        if kind is not None:
+            _refuse_both(model_only)
+            done = _converted(reader, source, target, arguments, url, as_json)
+        else:
+            if arguments:
+                raise InvalidRequest(f"--{min(arguments)} needs --as", hint="say for which program, for example --as hf")
+            done = _copied(reader, target, model_only, as_json)
     if as_json:
-        console.print_json({"to": str(target), **copied._asdict()})
+        console.print_json(done)
         return
-    what = "a checkpoint" if copied.committed else "a plain directory of the model"
-    size = console.human_bytes(copied.bytes)
-    console.out().print(Text.assemble(("exported  ", "green"), f"{target}: {size} in {copied.files} files, {what}"))
+    _print(target, done)
+
+
+def _refuse_both(model_only: bool) -> None:
+    if model_only:
+        raise InvalidRequest("--model-only and --as cannot be combined", hint="--as hf exports only the model as well")
+
+
+def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: bool) -> dict[str, Any]:
+    groups = ["model"] if model_only else []
+    with console.progress("exporting", reader.manifest.bytes, shown=not as_json) as bar:
+        copied = export_to(reader, target, groups, lambda count: bar.advance(bar.task_ids[0], count))
+    return {"to": str(target), **copied._asdict()}
+
+
+def _converted(
+    reader: CheckpointReader, source: object, target: Path, arguments: dict[str, str], url: str | None, as_json: bool
+) -> dict[str, Any]:
+    """Have a program of the service do it, on this machine where the checkpoint is here, else as a job."""
+    made = reader.manifest
+    if isinstance(source, DirectorySource):
+        words = [f"--{name}={value}" for name, value in arguments.items()]
+        return delegated.offline("export", str(source.path), str(target), *words)
+    wanted = JobRequest(kind="export", run=made.run, step=made.step, arguments={"to": str(target), **arguments})
+    with Api(url or default_url()) as api, console.progress("exporting", 0, shown=not as_json) as bar:
+        return delegated.as_job(api, wanted, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total))
+
+
+def _print(target: Path, done: dict[str, Any]) -> None:
+    out = console.out()
+    size = console.human_bytes(int(done["bytes"]))
+    what = "a checkpoint" if done["committed"] else "a plain directory of the model"
+    if "as" in done:
+        what = f"as {done['as']}, {done['tensors']} tensors, read back"
+    out.print(Text.assemble(("exported  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
+    for note in done.get("notes", ()):
+        out.print(Text.assemble(("note  ", "bold"), note))
+    left = done.get("left_out", ())
+    for one in left[:LEFT_OUT_SHOWN]:
+        out.print(Text.assemble(("left out  ", "yellow"), f"{one['what']}: {one['reason']}"))
+    more = len(left) - LEFT_OUT_SHOWN + int(done.get("more_left_out", 0))
+    if more > 0:
+        out.print(f"and {more} more; --json lists them")

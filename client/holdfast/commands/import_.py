@@ -1,4 +1,4 @@
-"""`holdfast import`: create a checkpoint from a Hugging Face directory or from an exported checkpoint."""
+"""`holdfast import`: create a checkpoint from one of another program, or from an exported checkpoint."""
 
 from __future__ import annotations
 
@@ -16,39 +16,103 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
+from .programs import program_text
+
+FILES_SHOWN = 40
 
 Source = Annotated[
     str,
     typer.Argument(metavar="SRC", help="Source directory. With a service: a path relative to its --export-root."),
 ]
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]
+Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, where more than one fits.")]
+Program = Annotated[
+    str | None,
+    typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),
+]
+AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
+Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would become of what, and write nothing.")]
 
 
-def import_(source: Source, checkpoint: Wanted, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Create a committed checkpoint from a directory. Every byte is digested, written, and read back before the
-    commit.
+def import_(  # noqa: PLR0913 - typer makes an option of each
+    source: Source,
+    checkpoint: Wanted,
+    kind: Kind = None,
+    program: Program = None,
+    as_is: AsIs = False,
+    assemble_flat: Flat = False,
+    dry_run: DryRun = False,
+    root: Root = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a committed checkpoint from a checkpoint of another program. Every byte is digested, written, and read
+    back before the commit.
 
-    From a Hugging Face directory (one safetensors file, or several with an index), the tensors become the group
-    `model` and the small files become assets. A Holdfast checkpoint is verified on the way and keeps all its
-    groups. Symbolic links are not followed. With --root no daemon may be serving that directory; otherwise the
-    service does the import.
+    What SRC is follows from its files. What is not understood is refused by name: nothing is left out without a
+    reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its groups. With --root
+    no daemon may be serving that directory; otherwise the service does the import, and goes on with it after a restart.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if root is not None and url is not None:
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
+        text = None if program is None else program_text(program)
+        given = {"kind": kind, "program": text, "as_is": as_is, "assemble_flat": assemble_flat, "dry_run": dry_run}
+        arguments = {name: value for name, value in given.items() if value}
         if root is not None:
-            done = delegated.offline("import", source, f"{run}@{step}", "--root", str(root))
+            done = delegated.offline("import", source, f"{run}@{step}", "--root", str(root), *_options(arguments))
         else:
-            done = _by_service(url, JobRequest(kind="import", run=run, step=step, arguments={"from": source}), as_json)
+            wanted = JobRequest(kind="import", run=run, step=step, arguments={"from": source, **arguments})
+            done = _by_service(url, wanted, as_json)
     if as_json:
         console.print_json(done)
         return
+    if dry_run:
+        _print_report(done)
     size = console.human_bytes(int(done["bytes"]))
-    told = f"{run}@{step}: {done['tensors']} tensors, {size} in {done['files']} files, verified"
-    console.out().print(Text.assemble(("imported  ", "green"), told))
+    what = f"{run}@{step}: {done['tensors']} tensors, {size} in {done['files']} files"
+    if dry_run:
+        console.out().print(Text.assemble(("would import  ", "yellow"), f"{what}; nothing was written"))
+        return
+    console.out().print(Text.assemble(("imported  ", "green"), f"{what}, verified"))
+    for note in done.get("source", {}).get("notes", []):
+        console.out().print(Text.assemble(("note  ", "bold"), note))
 
 
 def _by_service(url: str | None, wanted: JobRequest, as_json: bool) -> dict[str, Any]:
     with Api(url or default_url()) as api, console.progress("importing", 0, shown=not as_json) as bar:
         return delegated.as_job(api, wanted, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total))
+
+
+def _options(arguments: dict[str, Any]) -> list[str]:
+    """The arguments as words of the offline program's command line."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = "--from" if name == "kind" else f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [f"{option}={value}"]
+    return words
+
+
+def _print_report(done: dict[str, Any]) -> None:
+    source = done["source"]
+    groups = console.table("GROUP", "TENSORS", "BYTES", "DTYPES", "FOR EXAMPLE", right=("TENSORS", "BYTES"))
+    for name, group in sorted(done.get("groups", {}).items()):
+        values = [f"value {key}" for key in group.get("values", ())]
+        size = console.human_bytes(group["bytes"])
+        examples = Text(", ".join([*group["names"], *values]))  # names may look like markup
+        groups.add_row(name, str(group["tensors"]), size, " ".join(group["dtypes"]), examples)
+    files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",))
+    for file in source["files"][:FILES_SHOWN]:
+        size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])
+        files.add_row(Text(file["file"]), size, file["use"], Text(file.get("reason", "")))
+    out = console.out()
+    out.print(f"kind: {source['kind']}")
+    out.print(groups)
+    out.print(files)
+    more = len(source["files"]) - FILES_SHOWN + source.get("more_files", 0)
+    if more > 0:
+        out.print(f"and {more} more files; --json lists them")
+    for note in source["notes"]:
+        out.print(Text.assemble(("note  ", "bold"), note))

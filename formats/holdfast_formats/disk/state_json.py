@@ -3,7 +3,8 @@
     {"format": 1, "step": 500, "metrics": {"loss": 2.5},
      "groups": {"extra": {"scheduler": {"all": …}, "loader": {"ranks": {"0": …, "1": …}}}}}
 
-A value on which all ranks agree is stored once, under `all`; the others under `ranks`, by rank.
+A value on which all ranks agree is stored once, under `all`; the others under `ranks`, by rank. `source` says what an
+imported checkpoint was made of, for people; no reader needs it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 
 FORMAT = 1
+SOURCE = "source"
 Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
 
 
@@ -49,6 +51,21 @@ def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks:
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     except ValueError as error:
         raise InvalidRequest(f"the state or its metrics contain a number that JSON cannot represent: {error}") from error
+
+
+def with_source(encoded: bytes, source: Mapping[str, Any]) -> bytes:
+    """The same state, of a checkpoint that was made of what `source` describes: a JSON object."""
+    document = {**json.loads(encoded), SOURCE: source}
+    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def source_of(encoded: bytes) -> Mapping[str, Any] | None:
+    """What an imported checkpoint was made of; None for one that was saved. `CorruptManifest` for an invalid document."""
+    with _read(encoded):
+        found = json.loads(encoded).get(SOURCE)
+        if found is not None and not isinstance(found, dict):
+            raise ValueError("its source is not an object")
+        return found
 
 
 def _no_constant(text: str) -> None:

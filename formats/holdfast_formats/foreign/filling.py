@@ -14,7 +14,7 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, narrowed
-from holdfast_formats.region import Box, flat_boxes, intersect, whole
+from holdfast_formats.region import Box, Shape, flat_boxes, intersect, whole
 
 SPAN_BYTES_MAX = 2**24  # read at once: of a piece whose elements do not follow each other, with the gaps
 SPARSE = 4  # gaps are read too, unless they are so many times as long as what is wanted
@@ -36,8 +36,12 @@ def elements(
             part = narrowed(move, box)
             if part is None:
                 continue
-            place = _part(target, part.target.within(box))
-            fill(files, tensors[part.source], part.box, _as_source(place, part.axes, len(part.box.shape)))
+            place = _part(target, part.target.within(box), part.target_step)
+            into = _as_source(place, part.axes, len(part.box.shape))
+            if part.step:
+                _fill_steps(files, tensors[part.source], part.box, part.step, into)
+            else:
+                fill(files, tensors[part.source], part.box, into)
     return made
 
 
@@ -64,6 +68,22 @@ def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any
         raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
 
 
+def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shape, into: NDArray[Any]) -> None:
+    """`fill`, of elements that are `step` apart: with those between them, in parts of about `SPAN_BYTES_MAX`."""
+    outer = next((d for d, (n, by) in enumerate(zip(box.shape, step, strict=True)) if n > 1 and by > 1), 0)
+    spanned = [(n - 1) * by + 1 for n, by in zip(box.shape, step, strict=True)]
+    row = prod(spanned[:outer]) * prod(spanned[outer + 1 :]) * step[outer] * dtypes.to_numpy(tensor.spec.dtype).itemsize
+    rows = max(SPAN_BYTES_MAX // max(row, 1), 1)
+    for begin in range(0, box.shape[outer], rows):
+        count = min(rows, box.shape[outer] - begin)
+        offset, shape = list(box.offset), list(spanned)
+        offset[outer] += begin * step[outer]
+        shape[outer] = (count - 1) * step[outer] + 1
+        held = fetched(files, tensor, Box(tuple(offset), tuple(shape)))
+        place = into[(slice(None),) * outer + (slice(begin, begin + count),)]
+        assign(place, held[tuple(slice(None, None, by) for by in step)], tensor.spec.name)
+
+
 def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
     """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number."""
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
@@ -76,9 +96,12 @@ def _whole_number(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biu"
 
 
-def _part(array: NDArray[Any], box: Box) -> NDArray[Any]:
-    """A box of an array, as a view also where there are no dimensions."""
+def _part(array: NDArray[Any], box: Box, step: Shape = ()) -> NDArray[Any]:
+    """A box of an array, as a view also where there are no dimensions; its elements may be `step` apart."""
     index: tuple[Any, ...] = (*box.slices, ...)
+    if step:
+        sides = zip(box.offset, box.shape, step, strict=True)
+        index = (*(slice(o, o + (n - 1) * by + 1, by) for o, n, by in sides), ...)
     part: NDArray[Any] = array[index]
     return part
 

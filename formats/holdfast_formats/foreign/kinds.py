@@ -1,4 +1,4 @@
-"""The kinds of foreign checkpoints, and which of them a directory is."""
+"""What a kind of foreign checkpoint is, and which kind a directory is. `known_kinds` has them all."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ class ReadOptions(NamedTuple):
 
 class ForeignKind(NamedTuple):
     """A kind of checkpoint: its name as `--from` takes it, what people call it, how it is recognised (by names of files and
-    headers, never by loading), and how it is read.
+    headers, never by loading), and how it is read. A kind that others extend is the `last` choice: it is not asked for a
+    directory that another one recognises.
     """
 
     name: str
     title: str
     recognises: Callable[[ForeignFiles], bool]
     read: Callable[[ForeignFiles, ReadOptions], ForeignListing]
+    last: bool = False
 
 
-KINDS: tuple[ForeignKind, ...] = ()
-
-
-def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ...] = KINDS) -> ForeignKind:
+def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     """The kind of a directory, or the `wanted` one.
 
     Raises `InvalidRequest` for a kind that does not exist, `StateMismatch` where none fits, or more than one.
@@ -42,7 +41,8 @@ def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ..
         if not found:
             raise InvalidRequest(f"there is no kind {wanted!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
         return found[0]
-    fitting = [kind for kind in kinds if kind.recognises(files)]
+    fitting = [kind for kind in kinds if not kind.last and kind.recognises(files)]
+    fitting = fitting or [kind for kind in kinds if kind.last and kind.recognises(files)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -1,12 +1,14 @@
 """Maps tensors of one checkpoint to those of another: which box of which source fills which box of a target.
 
 A move covers what formats differ in: names, transposition, concatenation, splits, fused and stacked tensors, slices and
-padding. A target's dtype may differ from its sources'; floating-point values are then rounded to the nearest, ties to even.
+padding, and rows that are interleaved. A target's dtype may differ from its sources'; floating-point values are then rounded
+to the nearest, ties to even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from holdfast_formats.errors import StateMismatch
@@ -18,12 +20,20 @@ from holdfast_formats.tensors import TensorSpec
 class BoxMove(NamedTuple):
     """`box` of the source goes to the box `target`. The target's dimension d is the source's dimension `axes[d]`; None is
     a dimension of one that the source lacks. A source dimension that no axis names has one element in `box`.
+
+    `step` and `target_step` are the distances between the elements of a box in each dimension; empty, and usually, all 1.
     """
 
     source: TensorKey
     box: Box
     target: Box
     axes: tuple[int | None, ...]
+    step: Shape = ()
+    target_step: Shape = ()
+
+    @property
+    def stepped(self) -> bool:
+        return bool(self.step or self.target_step)
 
 
 class MappedTensor(NamedTuple):
@@ -60,8 +70,8 @@ def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None
     for move in mapped.moves:
         if move.source not in sources:
             raise StateMismatch(f"tensor {name!r} is made of {move.source.name!r}, which is not there", tensor=name)
-        check_box(move.box, sources[move.source].shape, move.source.name)
-        check_box(move.target, shape, name)
+        check_box(_spanned(move.box, move.step), sources[move.source].shape, move.source.name)
+        check_box(_spanned(move.target, move.target_step), shape, name)
         named = [axis for axis in move.axes if axis is not None]
         left = set(range(len(move.box.shape))) - set(named)
         fits = len(named) == len(set(named)) and len(move.axes) == len(shape) and all(move.box.shape[d] == 1 for d in left)
@@ -70,7 +80,7 @@ def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None
                 f"{list(move.box.shape)} of {move.source.name!r} does not fill {list(move.target.shape)} of {name!r}",
                 tensor=name,
             )
-    if first_overlap([move.target for move in mapped.moves]) is not None:
+    if first_overlap(_plain_targets(mapped.moves)) is not None:
         raise StateMismatch(f"a part of tensor {name!r} would be written twice", tensor=name)
     missing = whole(shape).volume - sum(move.target.volume for move in mapped.moves)
     if missing and not mapped.padded:
@@ -79,6 +89,8 @@ def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None
 
 def narrowed(move: BoxMove, box: Box) -> BoxMove | None:
     """The share of a move that fills `box` of the target; None if it fills nothing of it."""
+    if move.stepped:
+        return _narrowed_steps(move, box)
     common = intersect(move.target, box)
     if common is None:
         return None
@@ -92,3 +104,43 @@ def narrowed(move: BoxMove, box: Box) -> BoxMove | None:
 
 def _turned(shape: Shape, axes: tuple[int | None, ...]) -> Shape:
     return tuple(1 if axis is None else shape[axis] for axis in axes)
+
+
+def _narrowed_steps(move: BoxMove, box: Box) -> BoxMove | None:
+    target_steps = move.target_step or (1,) * len(move.target.shape)
+    steps = move.step or (1,) * len(move.box.shape)
+    offset, shape = list(move.box.offset), list(move.box.shape)
+    begin, length = list(move.target.offset), list(move.target.shape)
+    for d, (axis, step) in enumerate(zip(move.axes, target_steps, strict=True)):
+        low = max(-((begin[d] - box.offset[d]) // step), 0)
+        high = min(-((begin[d] - box.offset[d] - box.shape[d]) // step), length[d])
+        if high <= low:
+            return None
+        begin[d] += low * step
+        length[d] = high - low
+        if axis is not None:
+            offset[axis] += low * steps[axis]
+            shape[axis] = high - low
+    return move._replace(box=Box(tuple(offset), tuple(shape)), target=Box(tuple(begin), tuple(length)))
+
+
+def _spanned(box: Box, steps: Shape) -> Box:
+    """The smallest box without steps that contains one with steps."""
+    if not steps or 0 in box.shape:
+        return box
+    return Box(box.offset, tuple((n - 1) * step + 1 for n, step in zip(box.shape, steps, strict=True)))
+
+
+def _plain_targets(moves: Sequence[BoxMove]) -> list[Box]:
+    """Boxes that overlap if targets do, and no others: each stepped dimension is cut into its elements."""
+    if not any(move.target_step for move in moves):
+        return [move.target for move in moves]
+    found = []
+    for move in moves:
+        steps = move.target_step or (1,) * len(move.target.shape)
+        corners = product(*(range(n) if step > 1 else (0,) for n, step in zip(move.target.shape, steps, strict=True)))
+        shape = tuple(1 if step > 1 else n for n, step in zip(move.target.shape, steps, strict=True))
+        for index in corners:
+            corner = (o + i * step for o, i, step in zip(move.target.offset, index, steps, strict=True))
+            found.append(Box(tuple(corner), shape))
+    return found

@@ -1,1 +1,28 @@
-"""Mapping programs: statements that say how the tensors of one checkpoint become those of another."""
+"""Mapping programs: statements that say how the tensors of one checkpoint become those of another.
+
+A program is a TOML file (docs/programs.md). `read_program` reads it; `compile_program` says, for the tensors of one
+checkpoint and its config.json, which box of which tensor goes where.
+"""
+
+from holdfast_formats.programs.choice import find, load, packaged
+from holdfast_formats.programs.compilation import compile_program
+from holdfast_formats.programs.compiled import Becoming, Cast, CompiledProgram, LostElements
+from holdfast_formats.programs.document import Program, read_program, statements_only
+from holdfast_formats.programs.inversion import inverted
+from holdfast_formats.programs.operations import Ranks
+
+__all__ = [
+    "Becoming",
+    "Cast",
+    "CompiledProgram",
+    "LostElements",
+    "Program",
+    "Ranks",
+    "compile_program",
+    "find",
+    "inverted",
+    "load",
+    "packaged",
+    "read_program",
+    "statements_only",
+]

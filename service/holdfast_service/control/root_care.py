@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 
 from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import Place
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.cluster.cluster import Cluster, deciding
+from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
@@ -18,11 +20,11 @@ log = logging.getLogger(__name__)
 IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 
 
-def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None) -> None:
-    """Put back what was being replaced, and remove what was never committed; in a cluster, what belongs to no round that
-    goes on, and to which nobody has written for `idle_s`.
+def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None, spared: Collection[Place] = ()) -> None:
+    """Put back what was being replaced, and remove what was never committed, but not what is `spared`; in a cluster, what
+    belongs to no round that goes on, and to which nobody has written for `idle_s`.
     """
-    live = [] if cluster is None else cluster.rounds.places()
+    live = [*spared, *([] if cluster is None else cluster.rounds.places())]
     put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
     for path in put_back:
         log.warning("put back %s, which was being replaced", path)
@@ -53,7 +55,7 @@ class RootCare:
         """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
         their node, list what was committed and never listed, and have all policies applied.
         """
-        sweep(self._store, self._cluster, idle_s)
+        sweep(self._store, self._cluster, idle_s, wanted_places(self._catalog.database, self._store.files))
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._note_lost_nodes()

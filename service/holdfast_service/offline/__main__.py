@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.offline repair|import|catalog|tokens …`: works on a root whether or not a daemon serves it.
+"""`python -m holdfast_service.offline repair|import|export|catalog|tokens …`: works on a root, with or without a daemon.
 
 `holdfast` calls it, and prints what it says: one JSON document, a problem where it ends with an error.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-NAMES = ("repair", "import", "catalog", "tokens")
+NAMES = ("repair", "import", "export", "catalog", "tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,6 +26,10 @@ def _program(name: str) -> Callable[[list[str]], int]:
         from holdfast_service.offline import catalog
 
         return catalog.main
+    if name == "export":
+        from holdfast_service.offline import export
+
+        return export.main
     if name == "tokens":
         from holdfast_service.offline import tokens
 

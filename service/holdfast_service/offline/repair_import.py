@@ -14,9 +14,12 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
-from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
+from holdfast_service.wiring.imports import WantedImport
+from holdfast_service.wiring.progress import Quiet
+from holdfast_service.wiring.transfers import Transfers, open_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +47,9 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
         transfers = Transfers(tier, decisions, repairer)
         if given.act == "repair":
             return transfers.repair(*which)
-        return transfers.bring(open_source(Path(given.source)), *which, Quiet())
+        options = ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat)
+        wanted = WantedImport(*which, options, given.dry_run)
+        return transfers.bring(open_source(Path(given.source)), wanted, Quiet())
 
 
 @contextmanager
@@ -90,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     bring = acts.add_parser("import", help="make a checkpoint of a directory")
     bring.add_argument("source", metavar="SRC")
     bring.add_argument("checkpoint", metavar="RUN@STEP")
+    bring.add_argument("--from", dest="kind", metavar="KIND", help="what the directory is, where that is not plain")
+    bring.add_argument("--program", metavar="TEXT", help="a mapping program: its name, or its text")
+    bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
+    bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
+    bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
     bring.set_defaults(sources=())
     for act in (repair, bring):
         act.add_argument("--root", required=True, metavar="DIR")

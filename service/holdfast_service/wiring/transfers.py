@@ -4,36 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.naming import Place
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
-from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying import exporting, importing
-from holdfast_service.daemon.copying.copies import Going, read_pair
 from holdfast_service.daemon.copying.exporting import Export
-from holdfast_service.daemon.copying.importing import Goal
+from holdfast_service.daemon.copying.foreign_export import ExportTerms
+from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
-
-
-class Progress(Protocol):
-    """Receives the progress of work; it may raise, to stop the work."""
-
-    def report(self, done_bytes: int, total_bytes: int) -> None: ...
-
-
-class Quiet:
-    """Ignores progress."""
-
-    def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Hear it and go on."""
+from holdfast_service.wiring.exports import Exporter, ForeignExport
+from holdfast_service.wiring.imports import OURS, Importer, WantedImport
+from holdfast_service.wiring.progress import Progress
 
 
 class Transfers:
@@ -41,33 +27,34 @@ class Transfers:
 
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
+        self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
-        """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, `import` has `from`: below
-        `place`.
+        """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
+        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`. Paths are below `place`.
         """
         return {"export": self.export_job, "import": self.import_job}
 
     def check(self, request: JobRequest) -> None:
         """Refuse a request of these kinds that must fail, before it becomes a job.
 
-        Raises `InvalidRequest` for a path that is not below `place`, `NoSuchCheckpoint` if there is nothing to export,
-        `AlreadyCommitted` for a step that exists.
+        Raises `InvalidRequest` for a path that is not below `place` and for arguments that do not exist, `NoSuchCheckpoint`
+        if there is nothing to export, `AlreadyCommitted` for a step that exists.
         """
         run, step = _named(request)
         if request.kind == "import":
             self._reach(_text(request, "from"))
+            _wanted_import(request)
             self._decisions.imports().attempt(run, step)
             return
         self._reach()
-        split_leaf(_text(request, "to"))
+        split_leaf(_wanted_export(request).target)
         if not self._tier.list(naming.checkpoint_path(run, step)):
             raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
 
     def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's export, below `place`."""
-        run, step = _named(job)
-        wanted = Export(run, step, _text(job, "to"), bool(job.arguments.get("model_only", False)))
+        wanted = _wanted_export(job)
         return self.export(self._reach(), wanted, progress)
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
@@ -76,46 +63,21 @@ class Transfers:
         source: Readable = self._reach(below)
         if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
             source = snapshot.opened(self._place / below)
-        return self.bring(source, *_named(job), progress)
+        return self.bring(source, _wanted_import(job, again=job.tries > 1), progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
         return self.repair(*_named(job))
 
-    def export(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
-        """Copy a checkpoint out; it gets its name only when it is complete."""
-        with self._decisions.reading(wanted.run, wanted.step):
-            size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, _going(progress, 2 * size))
-        try:
-            commit.publish_export(place, staging, wanted.target)
-        except AlreadyCommitted:
-            place.remove_tree(staging)
-            raise
-        return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
+    def export(self, place: Tier, wanted: Export | ForeignExport, progress: Progress) -> dict[str, Any]:
+        """Copy a checkpoint out, or export it for another program; it gets its name only when it is complete."""
+        if isinstance(wanted, Export):
+            return self._exporter.copy(place, wanted, progress)
+        return self._exporter.convert(place, wanted, progress)
 
-    def bring(self, source: Readable, run: str, step: int, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint from `source`; it is read back, and then counts as verified."""
-        imports = self._decisions.imports()
-        place = Place(run, step, naming.NO_ATTEMPT)
-        staging = place.path
-        ours = importing.is_checkpoint(source)
-        pair = read_pair(source, "") if ours else None
-        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging, imports.way(run))
-        plan = importing.counted(pair.made) if pair else importing.plan_import(source, goal)
-        imports.admit(plan._replace(run=run, step=step))
-        self._tier.remove_tree(staging)
-        try:
-            if pair:
-                copied = importing.copy_in(source, self._tier, goal, _going(progress, 2 * plan.bytes))
-                made = imports.publish(place, (copied.encoded, copied.commit))
-            else:
-                importing.pack_anew(source, self._tier, plan, goal, _going(progress, plan.bytes))
-                made = imports.publish(place, plan)
-        except BaseException:
-            self._tier.remove_tree(staging)
-            raise
-        return self._verified(made)
+    def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+        """Make a checkpoint from `source`, or say what would be made."""
+        return self._importer.bring(source, wanted, progress)
 
     def repair(self, run: str, step: int) -> dict[str, Any]:
         """Repair what is damaged; raises the damage that is left."""
@@ -123,13 +85,6 @@ class Transfers:
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
-
-    def _verified(self, made: Manifest) -> dict[str, Any]:
-        with self._decisions.reading(made.run, made.step):
-            verify(self._tier, naming.checkpoint_path(made.run, made.step))
-        self._decisions.findings.sound(made.run, made.step, made=made)
-        tensors = sum(len(named) for named in made.tensors.values())
-        return {"run": made.run, "step": made.step, "tensors": tensors, "files": len(made.files), "bytes": made.bytes}
 
     def _reach(self, below: str = "") -> Tier:
         """The directory `place`, or one below it, opened without following a link."""
@@ -152,23 +107,50 @@ def open_source(path: Path) -> Readable:
     return snapshot.opened(path.resolve())
 
 
-def _going(progress: Progress, total: int) -> Going:
-    done = 0
-
-    def moved(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.report(min(done, total), total)
-
-    return Going(moved=moved)
-
-
 def _named(job: Job | JobRequest) -> tuple[str, int]:
     if job.run is None or job.step is None:
         raise InvalidRequest(
             f"a job of kind {job.kind!r} needs run and step", hint="pass the run and step of the checkpoint"
         )
     return naming.check_run(job.run), naming.check_step(job.step)
+
+
+def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
+    """What a job's arguments ask of an import; `InvalidRequest` for one that has another type, or that does not exist."""
+    given = {name: value for name, value in job.arguments.items() if name != "from"}
+    types: dict[str, type] = {"kind": str, "program": str, "as_is": bool, "assemble_flat": bool, "dry_run": bool}
+    for name, value in given.items():
+        if name not in types:
+            raise InvalidRequest(f"an import has no argument {name!r}", hint=f"from, {', '.join(types)}")
+        if not isinstance(value, types[name]):
+            raise InvalidRequest(f"the argument {name!r} of an import is not {_CALLED[types[name]]}")
+    if given.get("kind") not in (None, OURS, *(kind.name for kind in KINDS)):
+        known = ", ".join((OURS, *(kind.name for kind in KINDS)))
+        raise InvalidRequest(f"there is no kind {given['kind']!r} of checkpoints", hint=f"one of {known}")
+    dry_run = bool(given.pop("dry_run", False))
+    return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
+
+
+def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
+    """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
+    target, given = _text(job, "to"), dict(job.arguments)
+    texts = ("as", "weights", "dtype", "layout", "program")
+    if given.get("as") is None:
+        alone = next((name for name in texts[1:] if given.get(name) is not None), None)
+        if alone is not None:
+            raise InvalidRequest(f"the argument {alone!r} of an export needs `as`", hint="say for which program")
+        return Export(*_named(job), target, bool(given.get("model_only", False)))
+    for name, value in given.items():
+        if name not in (*texts, "to"):
+            raise InvalidRequest(f"an export with `as` has no argument {name!r}", hint=f"to, {', '.join(texts)}")
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(f"the argument {name!r} of an export is not a text")
+    terms = ExportTerms(given["as"], **{name: given[name] for name in texts[1:] if name in given})
+    terms.check()
+    return ForeignExport(*_named(job), target, terms)
+
+
+_CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
 
 
 def _text(job: Job | JobRequest, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -92,6 +93,39 @@ def test_import_without_a_daemon(root: Path, tmp_path: Path) -> None:
     assert call("import", tmp_path / "hf", "mine@4", "--root", root, "--url", "http://x").exit_code == 2
     said = call("import", tmp_path / "hf", "mine@4", "--root", root)
     assert said.exit_code == 0 and "verified" in said.output
+
+
+@pytest.mark.parametrize("way", ["root", "url"])
+def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, way: str) -> None:
+    """Tensors by group, every file of the source with a reason where it is not used; nothing is written, with either."""
+    source = tmp_path / "place" / "hf"
+    source.mkdir(parents=True)
+    save_file({"[/w]": np.ones((3, 4), np.float32)}, source / "model.safetensors")
+    (source / "tf_model.h5").write_bytes(b"once more")
+    (source / "config.json").write_text("{}")
+    with ExitStack() as held:
+        where: list[object] = [source, "mine@3", "--root", tmp_path / "other"]
+        if way == "url":
+            daemon = running(root, "--export-root", str(tmp_path / "place"), listen="127.0.0.1:0")
+            where = ["hf", "mine@3", "--url", held.enter_context(daemon).url]
+        said = call("import", *where, "--dry-run")
+        told = call_json("import", *where, "--dry-run", "--from", "hf")
+        refused = call("import", *where, "--from", "paper")
+    assert said.exit_code == 0 and "would import" in said.output
+    assert "tf_model.h5" in said.output and "the weights once more" in said.output
+    assert told["groups"] == {"model": {"tensors": 1, "bytes": 48, "dtypes": ["F32"], "names": ["[/w]"]}}
+    uses = {file["file"]: file["use"] for file in told["source"]["files"]}
+    assert uses == {"model.safetensors": "tensors", "config.json": "asset", "tf_model.h5": "unused"}
+    assert refused.exit_code == 2 and "no kind 'paper'" in refused.output
+    for there in (root, tmp_path / "other"):
+        assert not (there / "mine").exists()
+
+
+def test_a_program_that_is_not_there(root: Path, tmp_path: Path) -> None:
+    """A path that leads nowhere is not taken for the name of a program."""
+    for given in ("./missing", "missing.toml"):
+        said = call("import", tmp_path, "mine@3", "--root", tmp_path / "other", "--program", given)
+        assert said.exit_code == 2 and "there is no file" in said.output
 
 
 def test_repair_without_a_daemon(root: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
-from holdfast_service.control.jobs.runner import Handler, JobRunner, Progress
+from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted, JobRunner, Progress
 from tests.databases import sqlite_url
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
@@ -174,6 +174,29 @@ def test_closing_puts_a_job_back_and_the_next_start_does_it(database: Database) 
     again.start()
     assert ended(again, job).result == {"tries": 1}
     again.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_handler_hears_why_it_stops(database: Database, closes: bool) -> None:
+    """What a closing service interrupts goes on later, so a handler may leave its work where it is; a cancelled one not."""
+    started, heard = threading.Event(), list[type[Cancelled]]()
+
+    def handle(job: Job, progress: Progress) -> dict[str, Any]:
+        try:
+            return until_stopped(started)(job, progress)
+        except Cancelled as stopped:
+            heard.append(type(stopped))
+            raise
+
+    runner = a_runner(database, handle)
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    if not closes:
+        runner.cancel(job.id)
+        ended(runner, job)
+    runner.close(PATIENCE_S)
+    assert heard == [Interrupted if closes else Cancelled]
 
 
 def test_closing_does_not_wait_for_a_handler_that_never_reports(database: Database) -> None:

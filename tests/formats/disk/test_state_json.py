@@ -155,3 +155,15 @@ def test_values_of_all_ranks() -> None:
     assert state_json.by_rank(state_json.merge(1, {}, ["optim"], ranks), "nope") == {}
     with pytest.raises(CorruptManifest):
         state_json.by_rank(b"{}", "optim")
+
+
+def test_what_a_checkpoint_was_made_of() -> None:
+    """It stands beside the values, and changes none; a saved checkpoint has none; what is no object is refused."""
+    encoded = state_json.merge(1, {"loss": 0.5}, ["extra"], {0: {"extra": {"a": "7"}}})
+    told = state_json.with_source(encoded, {"kind": "hf", "files": [{"file": "a\ud800"}]})
+    assert state_json.source_of(encoded) is None
+    assert state_json.source_of(told) == {"kind": "hf", "files": [{"file": "a\ud800"}]}
+    assert state_json.for_rank(told, 0) == state_json.for_rank(encoded, 0)
+    for wrong in (b'{"format": 1, "groups": {}, "source": 3}', b"{}", b"["):
+        with pytest.raises(CorruptManifest):
+            state_json.source_of(wrong)

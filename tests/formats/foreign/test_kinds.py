@@ -26,6 +26,14 @@ def test_the_one_that_fits() -> None:
     assert choose(InMemory(**{"x.a": b"", "x.b": b""}), "b", (A, B)) is B
 
 
+def test_a_last_choice() -> None:
+    """A kind whose files others have too is taken where no other fits."""
+    last = A._replace(name="last", last=True)
+    files = InMemory(**{"x.a": b"", "x.b": b""})
+    assert choose(files, None, (last, B)) is B
+    assert choose(files, None, (last,)) is last
+
+
 def test_none_and_two_are_refused() -> None:
     """With what was found, and what to do."""
     with pytest.raises(StateMismatch, match=r"no known checkpoint has these files: x\.c"):

@@ -27,6 +27,15 @@ class About(NamedTuple):
 ABOUT = About()
 
 
+class Vouched(NamedTuple):
+    """A checkpoint whose files are staged: its manifest, as it is stored too, COMMIT, and the small files that are added."""
+
+    made: Manifest
+    encoded: bytes
+    commit: bytes
+    small: Mapping[str, bytes]
+
+
 def publish(store: Store, plan: WritePlan, created: str, place: Place | None = None, about: About = ABOUT) -> Manifest:
     """Publish the staged files of `plan`, from where its attempt stages unless told otherwise.
 
@@ -78,6 +87,14 @@ def published_already(store: Store, plan: WritePlan, staged: JointlyStaged) -> M
         return None
     _commit(store, staged.place, made, small, over=True)
     return made
+
+
+def vouch(plan: WritePlan, receipt: Receipt, created: str, lineage: Lineage) -> Vouched:
+    """The manifest of what one job has staged, to be read back before `publish_copy`; `StateMismatch` as of `compose`."""
+    small = _small_files(plan)
+    made = compose(plan, [receipt], _listed(small), created, lineage)
+    encoded = manifest.encode(made)
+    return Vouched(made, encoded, manifest.encode_commit(made, encoded), small)
 
 
 def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes) -> Manifest:

@@ -10,11 +10,11 @@ from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging.plan import WritePlan
+from holdfast_formats.staging.plan import Receipt, WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit
-from holdfast_service.control.checkpoints.commit import About
+from holdfast_service.control.checkpoints.commit import Vouched
 from holdfast_service.storage import Store
 
 
@@ -40,14 +40,13 @@ class Imports:
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
 
-    def publish(self, place: Place, vouching: WritePlan | tuple[bytes, bytes]) -> Manifest:
-        """Publish what is staged: packed anew by a plan, or a copy that manifest and COMMIT vouch for."""
-        if isinstance(vouching, WritePlan):
-            made = commit.publish(
-                self._store, vouching, self._events.now(), place, About(Lineage(rewinds=self.way(vouching.run)))
-            )
-        else:
-            made = commit.publish_copy(self._store, place, *vouching)
+    def vouch(self, plan: WritePlan, receipt: Receipt) -> Vouched:
+        """The manifest and the small files of what is staged: it is read back by them before it is published."""
+        return commit.vouch(plan, receipt, self._events.now(), Lineage(rewinds=self.way(plan.run)))
+
+    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes) -> Manifest:
+        """Publish what is staged and proven, as manifest and COMMIT vouch for it."""
+        made = commit.publish_copy(self._store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was imported and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)

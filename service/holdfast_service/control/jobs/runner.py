@@ -30,6 +30,12 @@ class Cancelled(Exception):
     """Raised in a handler that is to stop: its job was cancelled, or the service is closing."""
 
 
+class Interrupted(Cancelled):
+    """Raised in a handler whose service is closing: unless somebody has cancelled it besides, its job goes on at the next
+    start.
+    """
+
+
 class Progress:
     """How far a job is. `report` is cheap: the catalog hears of it a few times a second."""
 
@@ -38,6 +44,7 @@ class Progress:
         self._written = 0.0
         self.reported = (0, 0)
         self.stopped = threading.Event()
+        self.closing = False
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Say how many of how many bytes are done; `Cancelled` once the job is to stop."""
@@ -47,7 +54,7 @@ class Progress:
             self._written = now
             self._tell(done_bytes, total_bytes)
         if self.stopped.is_set():
-            raise Cancelled
+            raise Interrupted if self.closing else Cancelled
 
     def alive(self) -> None:
         """A sign of life for a job that has nothing to report for long."""
@@ -150,6 +157,7 @@ class JobRunner:
             self._closing = True
             self._changed.notify_all()
             for progress in self._running.values():
+                progress.closing = True
                 progress.stopped.set()
         until = time.monotonic() + wait_s
         for thread in self._threads:
@@ -199,6 +207,7 @@ class JobRunner:
         with self._changed:
             self._running[job.id] = progress
             if self._closing:
+                progress.closing = True
                 progress.stopped.set()
         try:
             self._end(job, progress, *self._outcome(job, progress))

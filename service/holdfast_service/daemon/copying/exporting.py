@@ -11,6 +11,7 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
+from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_pair
 from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf
@@ -33,16 +34,11 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     Raises `InvalidRequest` for a path that leads out of the tier, `AlreadyCommitted` where something has the name, `Damaged`
     for what is not what was written.
     """
-    parent, leaf = split_leaf(wanted.target)
-    if leaf.startswith("."):
-        raise InvalidRequest(f"{wanted.target!r} is a hidden name", hint="choose a name that does not begin with a dot")
-    staging = "/".join((*parent, f".{leaf}.partial"))
-    if leaf in target.list("/".join(parent)):
-        raise AlreadyCommitted(f"{wanted.target} already exists", hint="choose another name, or remove it")
+    staging = place_for(target, wanted.target)
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made
-    target.remove_tree(staging)
+    streaming.discard(target, staging)
     try:
         carry(source, directory, target, staging, made, going)
         if not wanted.model_only:
@@ -52,6 +48,20 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
         target.remove_tree(staging)
         raise
     return staging, made
+
+
+def place_for(target: Tier, wanted: str) -> str:
+    """Where an export stands until it gets the name `wanted`: beside it, so that a rename is enough.
+
+    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `AlreadyCommitted` for a name that is
+    taken.
+    """
+    parent, leaf = split_leaf(wanted)
+    if leaf.startswith("."):
+        raise InvalidRequest(f"{wanted!r} is a hidden name", hint="choose a name that does not begin with a dot")
+    if leaf in target.list("/".join(parent)):
+        raise AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
+    return "/".join((*parent, f".{leaf}.partial"))
 
 
 def only_model(made: Manifest) -> Manifest:

@@ -1,47 +1,38 @@
-"""Import a checkpoint into staging: a Hugging Face directory is packed again, a Holdfast checkpoint is copied.
+"""Import a checkpoint into staging: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
 
-The source is not trusted: headers are validated, links are not followed, and digests are computed while writing.
+The source is not trusted: what is not understood is refused by name, links are not followed, and digests are computed while
+writing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from holdfast_formats import naming
-from holdfast_formats.decoding import decoder
-from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, safetensors, state_json
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest
-from holdfast_formats.disk.packing import FilePlan, pack, tensor_extent_bytes
-from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.digest import digest, running
+from holdfast_formats.disk import manifest, state_json
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
+from holdfast_formats.disk.packing import FilePlan, pack
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign.kinds import ReadOptions, choose
+from holdfast_formats.foreign.known_kinds import KINDS
+from holdfast_formats.foreign.listing import ForeignListing, TensorKey
+from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.lineage import Way
-from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
-from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX, Blob
-from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.copying import recognition
+from holdfast_formats.naming import Place
+from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
+from holdfast_formats.staging.slot_table import Blob
+from holdfast_service.daemon.copying import comparing, mapping, streaming
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_pair
+from holdfast_service.daemon.copying.mapping import Documents, MappedListing
+from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier
-
-GROUP = "model"
-INDEX = naming.index_file_name(GROUP)
-INDEX_BYTES_MAX = 2**28
-_NOT_ASSETS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-)
-_HINT = "pass the directory of a Hugging Face model with regular files"
 
 
 class Goal(NamedTuple):
@@ -50,16 +41,45 @@ class Goal(NamedTuple):
     run: str
     step: int
     attempt: int
-    staging: str
+    staging: str = ""
     rewinds: Way = ()
 
 
-class _Place(NamedTuple):
-    """Where a tensor stands in the source."""
+class ImportOptions(NamedTuple):
+    """What a user asks of an import: the kind of the source where it is not plain, a program (its name, or its text) that
+    maps the tensors, and what `ReadOptions` has.
+    """
 
-    spec: TensorSpec
-    file: str
-    start: int
+    kind: str | None = None
+    program: str | None = None
+    as_is: bool = False
+    assemble_flat: bool = False
+
+
+class PlannedImport(NamedTuple):
+    """An import before its first byte is written. `plan` lacks what state.json says of the source's digests."""
+
+    source: WatchedSource
+    listing: ForeignListing
+    options: ImportOptions
+    wanted: MappedListing
+    files: tuple[TargetFile, ...]
+    plan: WritePlan
+    job: str
+    node: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Where it is staged: the same whenever the same is imported of the same files, by the same one of several nodes.
+
+        A node that has lost its lease may still write, and must not meet the one that has taken its job.
+        """
+        return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
+
+    @property
+    def bytes(self) -> int:
+        """Of all files but the index and state.json."""
+        return self.plan.bytes + sum(asset.blob.length for asset in self.plan.assets)
 
 
 def is_checkpoint(source: Readable) -> bool:
@@ -67,61 +87,110 @@ def is_checkpoint(source: Readable) -> bool:
     return source.size(naming.COMMIT) is not None
 
 
-def plan_import(source: Readable, goal: Goal) -> WritePlan:
-    """The plan of packing a Hugging Face directory.
+def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> PlannedImport:
+    """What an import would write. No tensor is read for it.
 
-    Raises `StateMismatch` for what is more than such a model, or other (`recognition`), and when headers and index disagree;
-    `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be true,
-    `LimitExceeded` for an asset that is too large.
+    Raises what `choose` and the kind's reader raise for what is not understood, `StateMismatch` for a source
+    without tensors.
     """
-    places = _places(source)
-    assets = tuple(PlannedAsset(0, Blob(name, 0, source.size(name) or 0)) for name in _assets(source))
-    return WritePlan(
+    watched = WatchedSource(source, digested=True)
+    kind = choose(watched, options.kind, KINDS)
+    listing = kind.read(watched, ReadOptions(options.as_is, options.assemble_flat))
+    wanted = mapping.mapped(watched, listing, options.program)
+    targets = {one.key: one for one in wanted.tensors}
+    if not targets:
+        raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
+    layouts = pack(one.spec for one in targets.values())
+    files = tuple(_target(layout, targets) for layout in layouts)
+    for name in listing.assets:
+        naming.check_asset(name)
+    plan = WritePlan(
         run=naming.check_run(goal.run),
         step=naming.check_step(goal.step),
         attempt=goal.attempt,
         world=1,
-        groups=(GROUP,),
-        files=tuple(_planned(layout) for layout in pack(place.spec for place in places.values())),
+        groups=tuple(sorted({key.group for key in targets} | wanted.documents.keys())),
+        files=tuple(_planned(layout) for layout in layouts),
         aliases={},
-        assets=assets,
+        assets=tuple(PlannedAsset(0, Blob(name, 0, watched.size(name) or 0)) for name in listing.assets),
         metrics={},
         mesh={},
-        state=state_json.merge(goal.step, {}, (GROUP,), {0: {}}),
+        state=b"",
     )
+    plan = plan._replace(state=_state(plan, wanted.documents))
+    job = streaming.digest_of(watched, listing.tensors, files)
+    return PlannedImport(watched, listing, options, wanted, files, plan, job)
 
 
-def pack_anew(source: Readable, target: Tier, plan: WritePlan, goal: Goal, going: Going) -> None:
-    """Write the planned files and their receipt into staging, durably; `CopyStopped`, and errors of the two tiers."""
-    places = _places(source)
-    files: list[FileEntry] = []
+def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
+    """The plan of what an earlier start of the same import has not staged yet, for whoever asks whether it fits."""
+    there = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
+    files = tuple(file for file in planned.plan.files if there.get(file.layout.name) != file.layout.bytes)
+    return planned.plan._replace(files=files)
+
+
+def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
+    """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
+    staging, plan = planned.place.path, planned.plan
+    comparing.check_equal(planned.source, planned.listing.tensors, planned.wanted.equal, going)
+    comparing.check_zeros(planned.source, planned.listing.tensors, planned.wanted.zeros, going)
+    finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
+    entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
-        data = source.read(asset.blob.name)
-        target.put(f"{goal.staging}/{asset.blob.name}", data)
-        files.append(FileEntry(asset.blob.name, len(data), 0, digest(data)))
-    extents: dict[str, tuple[Extent, ...]] = {}
-    for file in plan.files:
-        layout = file.layout
-        writer = target.create(f"{goal.staging}/{layout.name}", layout.bytes)
-        try:
-            writer.write(0, [layout.header])
-            for tensor in file.tensors:
-                buffer = np.empty(
-                    min(tensor_extent_bytes(tensor.spec.nbytes, plan.extent_bytes), tensor.spec.nbytes), np.uint8
-                )
-                found = []
-                for offset in range(0, tensor.spec.nbytes, max(len(buffer), 1)):
-                    part = buffer[: min(len(buffer), tensor.spec.nbytes - offset)]
-                    _fill(source, places[tensor.spec.name], offset, part, going)
-                    found.append(Extent(offset, len(part), digest(part)))
-                    writer.write(tensor.start + offset, [part])
-                extents[tensor.spec.name] = tuple(found)
-            writer.finish()
-        finally:
-            writer.discard()
-        files.append(FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header)))
-    receipt = Receipt("import", plan.run, plan.step, plan.attempt, tuple(files), {GROUP: extents})
-    target.put(f"{goal.staging}/{naming.RECEIPTS}/import.json", encode_receipt(receipt))
+        entries.append(_put_asset(planned, target, asset.blob, going))
+    planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
+    planned.source.check_names()
+    extents: dict[str, dict[str, Any]] = {}
+    for file in finished:
+        for one in file.tensors:
+            extents.setdefault(one.group, {})[one.name] = one.extents
+    return Receipt("import", plan.run, plan.step, plan.attempt, tuple(entries), extents)
+
+
+def put_again(target: Tier, path: str, data: bytes) -> None:
+    """A small file, of which a killed start may have left a part."""
+    if target.size(path) is not None:
+        target.remove_file(path)
+    target.put(path, data)
+
+
+def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: Going) -> FileEntry:
+    path, found = f"{planned.place.path}/{blob.name}", running()
+    if target.size(path) is not None:
+        target.remove_file(path)
+    writer = target.create(path, blob.length)
+    try:
+        for at in range(0, blob.length, EXTENT_BYTES_MAX):
+            if going.ended():
+                raise CopyStopped
+            part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
+            if planned.source.read_into(blob.name, at, part) != part.nbytes:
+                raise CorruptManifest(f"{blob.name} became shorter while it was read", file=blob.name)
+            found.update(part.data)
+            writer.write(at, [part])
+            going.moved(part.nbytes)
+        writer.finish()
+    finally:
+        writer.discard()
+    return FileEntry(blob.name, blob.length, 0, found.hexdigest())
+
+
+def _state(plan: WritePlan, documents: Documents) -> bytes:
+    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in documents.items()}
+    return state_json.merge(plan.step, {}, plan.groups, {0: values})
+
+
+def _target(layout: FilePlan, targets: Mapping[TensorKey, MappedTensor]) -> TargetFile:
+    tensors = tuple(StreamedTensor(targets[TensorKey(spec.group, spec.name)], start) for spec, start in layout.tensors)
+    return TargetFile(layout.name, layout.bytes, (LiteralBytes(0, layout.header),), tensors)
+
+
+def _planned(layout: FilePlan) -> PlannedFile:
+    return PlannedFile(layout, tuple(PlannedTensor(spec, start, (), "") for spec, start in layout.tensors))
+
+
+def _entry(layout: FilePlan) -> FileEntry:
+    return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
 
 
 def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> ManifestPair:
@@ -142,7 +211,7 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Manifes
 
 def counted(made: Manifest) -> WritePlan:
     """A plan that takes as much room as a checkpoint, for whoever asks whether it fits."""
-    files = tuple(PlannedFile(FilePlan(file.name, GROUP, b"", (), file.bytes), ()) for file in made.files)
+    files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in made.files)
     return WritePlan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
 
 
@@ -158,98 +227,3 @@ def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]
     if made.run != goal.run:  # it has come by the rewinds of another run, which lead nowhere here
         renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
     return renamed, state
-
-
-def _fill(source: Readable, place: _Place, offset: int, part: np.ndarray, going: Going) -> None:
-    if going.ended():
-        raise CopyStopped
-    if source.read_into(place.file, place.start + offset, part) != part.nbytes:
-        raise CorruptManifest(f"{place.file} became shorter while it was read", hint=_HINT, file=place.file)
-    going.moved(part.nbytes)
-
-
-def _places(source: Readable) -> dict[str, _Place]:
-    """Every tensor of the source, from its headers; the index, where there is one, must say the same."""
-    names = source.list("")
-    weight_map = _weight_map(source) if INDEX in names else None
-    files = sorted(set(weight_map.values())) if weight_map is not None else recognition.weights(names)
-    if not files:
-        raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
-    if weight_map is None:
-        recognition.check_shards(files)
-    places: dict[str, _Place] = {}
-    for file in files:
-        for place in _in_file(source, file):
-            name = place.spec.name
-            if name in places:
-                raise StateMismatch(f"tensor {name!r} is in {places[name].file} and in {file}", hint=_HINT, tensor=name)
-            places[name] = place
-    if weight_map is not None:
-        wrong = {name for name, place in places.items() if weight_map.get(name) != place.file} | (weight_map.keys() - places)
-        if wrong:
-            raise StateMismatch(f"{INDEX} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
-    recognition.check_names(names, {*files, INDEX})
-    recognition.check_tensors([(place.spec, place.file) for place in places.values()], recognition.read_config(source))
-    return places
-
-
-def _weight_map(source: Readable) -> Mapping[str, str]:
-    if (source.size(INDEX) or 0) > INDEX_BYTES_MAX:
-        raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
-    try:
-        found = _decode_index(source.read(INDEX)).weight_map
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {INDEX}: {error}", hint=_HINT, file=INDEX) from error
-    for name, file in found.items():
-        if not naming.is_file_name(file) or not file.endswith(".safetensors"):
-            raise InvalidRequest(
-                f"{INDEX} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
-            )
-    return found
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-_decode_index = decoder(_Index)
-
-
-def _in_file(source: Readable, file: str) -> list[_Place]:
-    size = source.size(file)
-    if size is None:
-        raise InvalidRequest(
-            f"{file} is not a regular file", hint="symbolic links are not followed: copy their targets", file=file
-        )
-    first = source.read(file, 0, safetensors.LENGTH_BYTES)
-    try:
-        length = safetensors.header_length(first, size, file)
-        header = safetensors.decode(source.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
-    except CorruptManifest as error:
-        raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
-    recognition.check_metadata(file, header.metadata)
-    places = []
-    for tensor in header.tensors:
-        spec = TensorSpec(GROUP, tensor.name, tensor.dtype, tensor.shape)
-        spec.check()
-        places.append(_Place(spec, file, header.header_bytes + tensor.start))
-    return places
-
-
-def _assets(source: Readable) -> Sequence[str]:
-    """The plain files beside the weights whose names the format does not use itself."""
-    found = []
-    for name in source.list(""):
-        size = source.size(name)
-        if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
-            continue
-        if size > ASSET_BYTES_MAX:
-            raise LimitExceeded(
-                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} bytes for a file other than the weights"
-            )
-        found.append(name)
-    return found
-
-
-def _planned(layout: FilePlan) -> PlannedFile:
-    return PlannedFile(layout, tuple(PlannedTensor(spec, start, (), "") for spec, start in layout.tensors))

@@ -18,11 +18,11 @@ from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import moves, target_files
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
-from holdfast_formats.region import first_overlap, flat_boxes, intersect
+from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.daemon.copying import comparing
 from holdfast_service.daemon.copying.copies import CopyStopped, Going
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
@@ -38,7 +38,6 @@ from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, Readable, Tier
 
 WINDOWS = 2  # one is read while the other is written
-COMPARED_BYTES = 2**23  # at once, of a tensor and its copy
 
 
 def stream(
@@ -176,7 +175,7 @@ class _Streaming:
         """What is stored twice must be the same, or nobody knows which one is right."""
         for key in {move.source for one in file.tensors for move in one.mapped.moves} - self._compared:
             for copy in self._tensors[key].copies:
-                _compare(self._source, self._tensors[key], copy, self._going)
+                comparing.check_copy(self._source, self._tensors[key], copy, self._going)
             self._compared.add(key)
 
 
@@ -211,27 +210,6 @@ def _used(tensors: Tensors, files: Sequence[TargetFile]) -> list[str]:
     """The source files that target files are made of."""
     keys = {move.source for file in files for one in file.tensors for move in one.mapped.moves}
     return sorted({name for key in keys for name in source_files(tensors[key])})
-
-
-def _compare(source: WatchedSource, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
-    spec, box = tensor.spec, copy.box
-    first = next((piece.file for piece in tensor.pieces if intersect(piece.box, box) is not None), copy.file)
-    twin = tensor._replace(pieces=(copy,), copies=())
-    at_once = max(COMPARED_BYTES * box.volume // max(spec.nbytes, 1), 1) if box.volume else 1
-    for start in range(0, box.volume, at_once):
-        if going.ended():
-            raise CopyStopped
-        for part in flat_boxes(start, min(start + at_once, box.volume), box.shape):
-            there = box.place(part)
-            ours, theirs = (fetched(source, one, there).reshape(-1).view(np.uint8) for one in (tensor, twin))
-            if not np.array_equal(ours, theirs):
-                what = f"tensor {spec.name!r} of group {spec.group!r} is stored in {first} and in {copy.file}"
-                raise StateMismatch(
-                    f"{what}, with different values",
-                    hint="the source is inconsistent: take another checkpoint, or remove the file that is wrong",
-                    tensor=spec.name,
-                    files=[first, copy.file],
-                )
 
 
 def _extents(literal: LiteralBytes) -> Iterator[Extent]:

@@ -183,7 +183,7 @@ def _tile(runs: Sequence[SourceRun], size: int) -> bool:
 
 def _runs_of(move: BoxMove, mapped: MappedTensor, tensor: ForeignTensor) -> list[SourceRun] | None:
     known = [axis for axis in move.axes if axis is not None]
-    if tensor.decoder is not None or tensor.spec.dtype != mapped.spec.dtype or known != sorted(known):
+    if move.stepped or tensor.decoder is not None or tensor.spec.dtype != mapped.spec.dtype or known != sorted(known):
         return None
     bits, runs = dtypes.bits(mapped.spec.dtype), []
     for piece in tensor.pieces:

@@ -24,6 +24,7 @@ class WatchedSource:
     def __init__(self, source: Readable, digested: bool = False) -> None:
         self._source, self._digested = source, digested
         self._stamps: dict[str, str] = {}
+        self._names: dict[str, list[str]] = {}
         self._streams: dict[str, _FileDigest] = {}
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -46,7 +47,9 @@ class WatchedSource:
         return self._source.size(path)
 
     def list(self, path: str) -> list[str]:
-        return self._source.list(path)
+        names = self._source.list(path)
+        self._names.setdefault(path, names)
+        return names
 
     def stamp(self, path: str) -> str:
         """The file's stamp at the first touch."""
@@ -60,6 +63,17 @@ class WatchedSource:
             if self._source.stamp(path) != self.stamp(path):
                 raise StateMismatch(
                     f"{path} changed while it was read", hint="start again when nobody writes to the source", file=path
+                )
+
+    def check_names(self) -> None:
+        """`StateMismatch` by name where a directory that was listed has got or lost a file: somebody still writes there."""
+        for path, names in self._names.items():
+            other = sorted(set(names) ^ set(self._source.list(path)))
+            if other:
+                file = f"{path}/{other[0]}" if path else other[0]
+                how = "is gone" if other[0] in names else "has come"
+                raise StateMismatch(
+                    f"{file} {how} while the source was read", hint="start again when nobody writes to the source", file=file
                 )
 
     def digest_of(self, path: str) -> str | None:

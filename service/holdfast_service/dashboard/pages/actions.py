@@ -17,6 +17,7 @@ from holdfast_service.dashboard.routing import Form, Posted, page_router
 
 router = page_router()
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
+_EXPORT_FIELDS = ("to", "as", "weights", "dtype", "layout", "program")
 _FORCES: tuple[str, ...] = get_args(Force)
 
 
@@ -67,8 +68,8 @@ async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
 @router.post(f"{_CHECKPOINT}/jobs")
 async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
     """Submit a job that verifies, replicates or exports it; the page of jobs shows the progress."""
-    target = form.text("to")
-    wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": {"to": target} if target else {}}
+    arguments = {name: form.text(name) for name in _EXPORT_FIELDS if form.text(name)}
+    wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": arguments}
     if wanted["kind"] not in ("verify", "export"):
         raise InvalidRequest(f"{wanted['kind']!r} jobs cannot be submitted here for one checkpoint")
     answer = await api.ask("POST", "/v1/jobs", body=JobRequest.model_validate(wanted))

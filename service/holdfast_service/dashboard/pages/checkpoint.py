@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.exports.kinds import KINDS
+from holdfast_formats.exports.plan import FLOATS
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
@@ -53,6 +55,8 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
         verdict=verdict,
         jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,
         before=beside,
+        export_kinds=KINDS,
+        export_dtypes=tuple(FLOATS.values()),
     )
 
 

@@ -1,0 +1,27 @@
+"""A mapping program that a command is given: a file of this machine, or the name of one that is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+
+PROGRAM_BYTES_MAX = 60_000  # what a job's request and a command line can carry
+
+
+def program_text(given: str) -> str:
+    """The text of a program's file; what is no file is the name of a program that is shipped.
+
+    Raises `InvalidRequest` for a file that does not exist or is no text, `LimitExceeded` for one that is too long.
+    """
+    path = Path(given)
+    if not path.is_file():
+        if "/" in given or given.endswith(".toml"):
+            raise InvalidRequest(f"there is no file {given}", hint="pass a program's file, or the name of a shipped program")
+        return given
+    if path.stat().st_size > PROGRAM_BYTES_MAX:
+        raise LimitExceeded(f"{given} has more than {PROGRAM_BYTES_MAX} bytes", hint="use patterns instead of single names")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise InvalidRequest(f"{given} is not UTF-8: {error}") from error

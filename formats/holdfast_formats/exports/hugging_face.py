@@ -1,0 +1,79 @@
+"""Exports a model, its averages or its masters as a directory that `from_pretrained` of transformers loads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.exports import weights
+from holdfast_formats.exports.arranged import arrange
+from holdfast_formats.exports.plan import (
+    FLOATS,
+    ExportKind,
+    ExportOptions,
+    ExportPlan,
+    copied_assets,
+    other_groups,
+    small_file,
+)
+from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.foreign.target_files import TargetFile
+
+CONFIG = "config.json"
+_DTYPE_KEYS = ("torch_dtype", "dtype")  # transformers' names, before version 5 and since
+_OF_ADAPTERS = "adapter_config.json"  # beside a model, transformers would take the directory for an adapter's
+
+
+def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
+    """The weights in safetensors files with an index, and the checkpoint's small files beside them.
+
+    Tied tensors are stored once, as transformers does. With `options.dtype` the dtype in config.json is that one.
+    """
+    if options.layout is not None:
+        raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
+    chosen = weights.choose(source, arrange(source, options.program), options)
+    files = shard_set(weights.GROUP, chosen.tensors.values(), "pt")
+    index = files.index_file(naming.index_file_name(weights.GROUP))
+    assets, notes = configured(source, options.dtype, frozenset({_OF_ADAPTERS}))
+    left_out = other_groups(
+        source, frozenset({weights.GROUP, options.weights}), "a Hugging Face directory holds only a model"
+    )
+    return ExportPlan((*files.files, index, *assets), (*chosen.notes, *notes), (*chosen.left_out, *left_out))
+
+
+def configured(source: ExportSource, dtype: str | None, without: frozenset[str]) -> tuple[list[TargetFile], list[str]]:
+    """The checkpoint's small files, with the dtype in config.json where one was asked for, and what is said about it."""
+    assets = copied_assets(source, without)
+    if dtype is None or CONFIG not in source.listing.assets:
+        return assets, []
+    changed = with_dtype(source.read_asset(CONFIG), FLOATS[dtype])
+    if changed is None:
+        return assets, [f"{CONFIG} was copied as it is: it names no dtype"]
+    made = [small_file(CONFIG, changed) if asset.name == CONFIG else asset for asset in assets]
+    return made, [f"the dtype in {CONFIG} is now {FLOATS[dtype]}"]
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes | None:
+    """A config.json with this dtype wherever it names one, also in the parts of a model of several; None if nowhere."""
+    try:
+        document = json.loads(config)
+    except (ValueError, RecursionError):
+        return None
+    if not _set_dtype(document, dtype):
+        return None
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _set_dtype(document: Any, dtype: str) -> bool:
+    if not isinstance(document, dict):
+        return False
+    found = [key for key in _DTYPE_KEYS if isinstance(document.get(key), str)]
+    document.update(dict.fromkeys(found, dtype))
+    inner = [_set_dtype(value, dtype) for key, value in document.items() if key.endswith("_config")]
+    return bool(found) or any(inner)
+
+
+KIND = ExportKind("hf", "a Hugging Face directory", plan)

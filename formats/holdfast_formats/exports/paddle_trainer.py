@@ -1,0 +1,75 @@
+"""The small files with which PaddleFormers' trainer goes on: its state, and that of its learning-rate scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from holdfast_formats.exports.paddle_state import TRAINER_KEYS, PaddleState, parameter_groups
+from holdfast_formats.exports.plan import small_file
+from holdfast_formats.foreign import pickle_writer
+from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.foreign.pickle_writer import MadeObject, NamedGlobal
+from holdfast_formats.foreign.target_files import TargetFile
+
+STATE_FILE, SCHEDULER_FILE = "trainer_state.bin", "scheduler.pdparams"
+FILES = frozenset({STATE_FILE, SCHEDULER_FILE})
+_CLASS = NamedGlobal("paddleformers.trainer.trainer_callback.TrainerState")
+# The attributes of a TrainerState of a run of which nothing else is known.
+_BEGUN: Mapping[str, Any] = {
+    "epoch": None,
+    "global_step": 0,
+    "consumed_samples": 0,
+    "max_steps": 0,
+    "num_train_epochs": 0,
+    "total_flos": 0,
+    "log_history": [],
+    "best_metric": None,
+    "best_model_checkpoint": None,
+    "is_local_process_zero": True,
+    "is_world_process_zero": True,
+    "trial_name": None,
+    "trial_params": None,
+}
+
+
+class TrainerFiles(NamedTuple):
+    files: tuple[TargetFile, ...]
+    notes: tuple[str, ...]
+
+
+def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
+    """The files for the number of steps that the optimizer's state is of; none for a checkpoint without such state.
+
+    What an import from Paddle has kept goes back as it came, if it is of the same step.
+    """
+    if not state.optimizer:
+        return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, and not resume",))
+    step = source.made.step if state.step is None else state.step
+    kept = source.listing.documents.get("extra", {})
+    trainer, scheduler = (kept.get(key) for key in TRAINER_KEYS)
+    same = isinstance(trainer, dict) and trainer.get("global_step") == step
+    notes = [] if state.step is not None else [f"parameters differ in their steps; the trainer's global_step is {step}"]
+    attributes = (
+        {key: value for key, value in trainer.items() if key != "$keys"} if same and isinstance(trainer, dict) else {}
+    )
+    files = [small_file(STATE_FILE, pickle_writer.dumps(MadeObject(_CLASS, {**_BEGUN, **attributes, "global_step": step})))]
+    if same and isinstance(scheduler, dict):
+        last = {key: value for key, value in scheduler.items() if key != "$keys"}
+    else:
+        rate = _rate(source)
+        if rate is None:
+            notes.append(f"the learning rate is not known, so there is no {SCHEDULER_FILE}: PaddleFormers asks for it")
+            return TrainerFiles(tuple(files), tuple(notes))
+        notes.append(f"PaddleFormers' scheduler goes on from step {step} at learning rate {rate}")
+        last = {"last_epoch": step, "last_lr": rate}
+    return TrainerFiles((*files, small_file(SCHEDULER_FILE, pickle_writer.dumps(last))), tuple(notes))
+
+
+def _rate(source: ExportSource) -> float | None:
+    """The learning rate of the first group of parameters, where it is a plain number."""
+    for group in parameter_groups(source.listing.documents):
+        rate = group.get("lr")
+        if isinstance(rate, int | float) and not isinstance(rate, bool):
+            return float(rate)
+    return None

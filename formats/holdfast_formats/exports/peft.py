@@ -1,0 +1,62 @@
+"""Exports an adapter as a directory that PEFT loads."""
+
+from __future__ import annotations
+
+from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
+from holdfast_formats.exports.plan import (
+    FLOATS,
+    ExportKind,
+    ExportOptions,
+    ExportPlan,
+    LeftOut,
+    copied_assets,
+    other_groups,
+)
+from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import same
+
+GROUPS = ("adapter", "adapter_model")  # an imported adapter, and one that a trainer saved
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+_OF_THE_BASE = frozenset({"config.json", "generation_config.json"})
+_FILE_BYTES_MAX = 2**62  # PEFT reads one file
+
+
+def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
+    """adapter_model.safetensors under the names that the checkpoint has, which are PEFT's, with adapter_config.json.
+
+    Raises `NoSuchResource` for a checkpoint without an adapter or without its configuration.
+    """
+    if options.layout is not None or options.weights != "model" or options.program is not None:
+        raise InvalidRequest("an adapter is exported as it is", hint="leave --layout, --weights and --program out")
+    group = next((group for group in GROUPS if source.group(group)), None)
+    if group is None:
+        raise NoSuchResource(
+            f"the checkpoint has no adapter: no group {' or '.join(GROUPS)}",
+            hint=f"groups: {', '.join(source.made.groups) or 'none'}",
+        )
+    if CONFIG not in source.listing.assets:
+        raise NoSuchResource(
+            f"the checkpoint has no {CONFIG}, without which PEFT cannot load the adapter",
+            hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
+        )
+    tensors = source.group(group)
+    refuse_sub_byte(tensors)
+    foreign = [name for name in tensors if not name.startswith("base_model.")]
+    if foreign:
+        raise StateMismatch(f"{min(foreign)!r} is not a name of PEFT's", hint="its names begin with base_model.")
+    mapped = [
+        same(tensor, TensorKey(STEM, name), options.dtype if options.dtype and tensor.spec.dtype in FLOATS else None)
+        for name, tensor in tensors.items()
+    ]
+    files = shard_set(STEM, mapped, "pt", file_bytes_max=_FILE_BYTES_MAX)
+    rounded = sum(one.spec.dtype != tensor.spec.dtype for one, tensor in zip(mapped, tensors.values(), strict=True))
+    notes = [f"{rounded} tensors were converted to {FLOATS[options.dtype]}"] if options.dtype and rounded else []
+    left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
+    left_out += [LeftOut(name, "it belongs to the base model") for name in source.listing.assets if name in _OF_THE_BASE]
+    return ExportPlan((*files.files, *copied_assets(source, _OF_THE_BASE)), tuple(notes), tuple(left_out))
+
+
+KIND = ExportKind("peft", "a PEFT adapter", plan)

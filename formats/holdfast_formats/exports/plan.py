@@ -1,0 +1,104 @@
+"""What an export is asked for, and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
+from holdfast_formats.programs.compiled import CompiledProgram
+
+Weights = Literal["model", "ema", "master"]
+WEIGHTS: tuple[str, ...] = get_args(Weights)
+# Only these are converted: values of other types are whole numbers, or mean nothing without a scale beside them.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SPELLED = {"FP64": "F64", "FP32": "F32", "FP16": "F16", "HALF": "F16", "FLOAT": "F32", "DOUBLE": "F64"}
+_SPELLED |= {name.upper(): dtype for dtype, name in FLOATS.items()}
+
+
+class ExportOptions(NamedTuple):
+    """What a user asks of an export: which weights, in which dtype (a safetensors name), in which layout, and in the names
+    that a mapping program makes, which was compiled for the checkpoint.
+    """
+
+    weights: Weights = "model"
+    dtype: str | None = None
+    layout: str | None = None
+    program: CompiledProgram | None = None
+
+
+class LeftOut(NamedTuple):
+    """Something of the checkpoint that is not exported, and why."""
+
+    what: str
+    reason: str
+
+
+class ExportPlan(NamedTuple):
+    """The files of an export, and what people are told: `notes` are sentences about what was changed or chosen."""
+
+    files: tuple[TargetFile, ...]
+    notes: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def tensors(self) -> int:
+        return sum(len(file.tensors) for file in self.files)
+
+
+class ExportKind(NamedTuple):
+    """A way to export: its name as `--as` takes it, what people call it, and what it makes of a checkpoint."""
+
+    name: str
+    title: str
+    plan: Callable[[ExportSource, ExportOptions], ExportPlan]
+
+
+def dtype_named(text: str) -> str:
+    """The safetensors name of a dtype as people write it: `bf16`, `bfloat16`, `BF16`.
+
+    `InvalidRequest` for anything but floats.
+    """
+    upper = text.upper()
+    found = _SPELLED.get(upper, upper)
+    if found not in FLOATS:
+        raise InvalidRequest(f"weights cannot be exported as {text!r}", hint=f"one of {', '.join(FLOATS.values())}")
+    return found
+
+
+def weights_named(text: str) -> Weights:
+    """Which weights are meant; `InvalidRequest` for a name that is none."""
+    for known in get_args(Weights):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise InvalidRequest(f"there are no weights {text!r}", hint=f"one of {', '.join(WEIGHTS)}")
+
+
+def small_file(name: str, data: bytes) -> TargetFile:
+    """A file of which every byte is known."""
+    return TargetFile(name, len(data), (LiteralBytes(0, data),))
+
+
+def copied_assets(source: ExportSource, without: frozenset[str] = frozenset()) -> list[TargetFile]:
+    """The checkpoint's small files as they are."""
+    return [small_file(name, source.read_asset(name)) for name in source.listing.assets if name not in without]
+
+
+def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> list[LeftOut]:
+    """The groups that an export has no place for, and their values that are not tensors."""
+    found = [
+        LeftOut(f"group {group} ({len(named)} tensors)", reason)
+        for group, named in sorted(source.made.tensors.items())
+        if group not in used and named
+    ]
+    values = sorted(
+        {f"{group}/{key}" for group, held in source.listing.documents.items() for key in held if group not in used}
+        | {name for name in source.ranked if name.partition("/")[0] not in used}
+    )
+    return [*found, LeftOut("values " + ", ".join(values), reason)] if values else found

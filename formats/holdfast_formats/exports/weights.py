@@ -1,0 +1,134 @@
+"""Chooses the weights of an export: those of the model, their averages or their full-precision masters, under the model's
+names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_formats.exports.arranged import Arranged
+from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut
+from holdfast_formats.foreign.committed import ExportSource, same_bytes
+from holdfast_formats.foreign.moves import MappedTensor
+
+GROUP = "model"
+NOT_WEIGHTS = frozenset({"n_averaged"})  # AveragedModel's count, among the averages
+SHOWN_MAX = 8
+_EXACT = frozenset({("BF16", "F32"), ("BF16", "F64"), ("F16", "F32"), ("F16", "F64"), ("F32", "F64")})
+
+
+class ChosenWeights(NamedTuple):
+    """The weights by name, in group `model`, and what is to be said about them."""
+
+    tensors: Mapping[str, MappedTensor]
+    notes: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> ChosenWeights:
+    """The weights that were asked for, in the model's dtypes or in `options.dtype`.
+
+    Raises `NoSuchResource` for a group that is not there, `StateMismatch`, by name, for names or shapes that do not
+    correspond, and for dtypes that cannot be converted.
+    """
+    model = arranged.group(GROUP)
+    if not model:
+        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}")
+    taken, notes, left_out = model, list(arranged.notes), list[LeftOut]()
+    if options.weights != GROUP:
+        taken, missing, left_out = _instead(source, arranged, options.weights)
+        if missing:
+            notes.append(f"not in group {options.weights}, so taken from the model: {named(missing)}")
+    made = {name: _cast(taken[name], GROUP, name, tensor.spec.dtype, options.dtype) for name, tensor in model.items()}
+    notes += roundings(source, made.values())
+    return ChosenWeights(made, tuple(notes), tuple(left_out))
+
+
+def named(names: list[str]) -> str:
+    """The first of many names, for a sentence."""
+    shown = ", ".join(names[:SHOWN_MAX])
+    return f"{shown} and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else shown
+
+
+def roundings(source: ExportSource, made: Iterable[MappedTensor]) -> list[str]:
+    """Sentences about values that are converted; `StateMismatch`, by name, for types that cannot be."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for mapped in made:
+        name, after = mapped.spec.name, mapped.spec.dtype
+        for before in {source.listing.tensors[move.source].spec.dtype for move in mapped.moves} - {after}:
+            if not {before, after} <= FLOATS.keys():
+                raise StateMismatch(f"tensor {name!r} cannot be converted from {before} to {after}", tensor=name)
+            counted[before, after] += 1
+    told = []
+    for (before, after), count in sorted(counted.items()):
+        how = "converted" if (before, after) in _EXACT else "rounded"
+        over = "; values over 65504 become infinite" if after == "F16" else ""
+        told.append(f"{count} tensors were {how} from {FLOATS[before]} to {FLOATS[after]}{over}")
+    return told
+
+
+def _instead(
+    source: ExportSource, arranged: Arranged, group: str
+) -> tuple[dict[str, MappedTensor], list[str], list[LeftOut]]:
+    """For each tensor of the model that of another group, or its own; which have none there; what else the group has."""
+    model, held = arranged.group(GROUP), arranged.group(group)
+    if not held:
+        raise NoSuchResource(
+            f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}"
+        )
+    _check_ties(source, group)
+    aliases = source.made.aliases.get(GROUP, {})
+    found, missing = dict(model), list[str]()
+    for name, tensor in model.items():
+        tied = next((alias for alias, target in aliases.items() if target == name and alias in held), None)
+        other = held.get(name) or (held[tied] if tied else None)
+        if other is None:
+            missing.append(name)
+            continue
+        if other.spec.shape != tensor.spec.shape:
+            raise StateMismatch(
+                f"{name!r} has shape {list(other.spec.shape)} in group {group} and {list(tensor.spec.shape)} in the model",
+                tensor=name,
+            )
+        found[name] = other
+    left = sorted(held.keys() - model.keys() - aliases.keys(), key=natural_key)
+    _check_names(arranged, group, left, sorted(missing, key=natural_key))
+    told = [LeftOut(f"{group}/{name}", "the model has no such tensor") for name in left]
+    return found, sorted(missing, key=natural_key), told
+
+
+def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[str]) -> None:
+    """Refuse a group whose names are others than the model's: its weights would be exported as the averages."""
+    model = arranged.group(GROUP)
+    unknown = [name for name in left if name not in NOT_WEIGHTS]
+    lost = [name for name in missing if model[name].spec.dtype in FLOATS]
+    if len(missing) < len(model) and not (unknown and lost):
+        return
+    raise StateMismatch(
+        f"the names of group {group} are not those of the model: it has {named(unknown or left)}, "
+        f"and lacks {named(lost or missing)}",
+        hint=f"export the model's weights, or save group {group} under the model's names",
+        tensor=(lost or missing)[0],
+    )
+
+
+def _check_ties(source: ExportSource, group: str) -> None:
+    """Refuse what is tied in the model and differs in the other group: only one of the two would be exported."""
+    entries = source.made.tensors[group]
+    for alias, target in source.made.aliases.get(GROUP, {}).items():
+        if alias in entries and target in entries and not same_bytes(entries[alias], entries[target]):
+            raise StateMismatch(
+                f"{alias!r} and {target!r} are one tensor in the model and differ in group {group}", tensor=alias
+            )
+
+
+def _cast(mapped: MappedTensor, group: str, name: str, dtype: str, wanted: str | None) -> MappedTensor:
+    """The tensor under this key, in the model's dtype, or if that is a float in the one that was asked for."""
+    made = wanted if wanted is not None and dtype in FLOATS else dtype
+    return mapped._replace(spec=msgspec.structs.replace(mapped.spec, group=group, name=name, dtype=made))

@@ -1,0 +1,148 @@
+"""A plain Hugging Face model: safetensors files in one directory, with an index, numbered, or a single one.
+
+`hugging_face_names` says what is refused. Links of a hub's snapshot are followed by whoever opens the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.decoding import decoder
+from holdfast_formats.disk import safetensors
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.foreign import hugging_face_names
+from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.layout.parts import strides
+from holdfast_formats.region import whole
+from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
+from holdfast_formats.tensors import TensorSpec
+
+GROUP = "model"
+INDEX = naming.index_file_name(GROUP)
+INDEX_BYTES_MAX = 2**28
+_ENDING = ".safetensors"
+_NOT_ASSETS = (_ENDING, ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+_HINT = "pass the directory of a Hugging Face model with regular files"
+
+
+def recognises(files: ForeignFiles) -> bool:
+    """Whether there are weights at all; `last`, since other programs leave files of this kind beside their own."""
+    return any(name.endswith(_ENDING) for name in files.list(""))
+
+
+def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """Every tensor of the model, from the files' headers; the index, where there is one, must say the same.
+
+    Raises `StateMismatch` for what is more than such a model, or other, and when headers and index disagree;
+    `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be true,
+    `LimitExceeded` for an asset that is too large.
+    """
+    names = files.list("")
+    weight_map = _weight_map(files) if INDEX in names else None
+    weights = sorted(set(weight_map.values())) if weight_map is not None else hugging_face_names.weights(names)
+    if not weights:
+        raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
+    if weight_map is None:
+        hugging_face_names.check_shards(weights)
+    tensors: dict[TensorKey, ForeignTensor] = {}
+    for file in weights:
+        for tensor in in_file(files, file):
+            name = tensor.spec.name
+            if tensor.key in tensors:
+                first = tensors[tensor.key].pieces[0].file
+                raise StateMismatch(f"tensor {name!r} is in {first} and in {file}", hint=_HINT, tensor=name)
+            tensors[tensor.key] = tensor
+    if weight_map is not None:
+        _check_index(weight_map, tensors.values())
+    copies = hugging_face_names.check_names(names, {*weights, INDEX})
+    placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
+    hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
+    assets = assets_of(files, names)
+    uses = [FileUse(file, "tensors") for file in weights]
+    if weight_map is not None:
+        uses.append(FileUse(INDEX, "unused", "it names the same tensors as the headers; the import writes its own"))
+    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
+    known = {use.file for use in uses}
+    uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
+    return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets)
+
+
+def _check_index(weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
+    found = {tensor.spec.name: tensor.pieces[0].file for tensor in tensors}
+    wrong = {name for name, file in found.items() if weight_map.get(name) != file} | (weight_map.keys() - found)
+    if wrong:
+        raise StateMismatch(f"{INDEX} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
+
+
+def _weight_map(files: ForeignFiles) -> Mapping[str, str]:
+    if (files.size(INDEX) or 0) > INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
+    try:
+        found = _decode_index(files.read(INDEX)).weight_map
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {INDEX}: {error}", hint=_HINT, file=INDEX) from error
+    for name, file in found.items():
+        if not naming.is_file_name(file) or not file.endswith(_ENDING):
+            raise InvalidRequest(
+                f"{INDEX} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
+            )
+    return found
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
+
+
+def in_file(files: ForeignFiles, file: str, group: str = GROUP) -> list[ForeignTensor]:
+    """The tensors of one safetensors file, from its header; errors by file."""
+    size = files.size(file)
+    if size is None:
+        raise InvalidRequest(
+            f"{file} is not a regular file", hint="symbolic links are not followed: copy their targets", file=file
+        )
+    first = files.read(file, 0, safetensors.LENGTH_BYTES)
+    try:
+        length = safetensors.header_length(first, size, file)
+        header = safetensors.decode(files.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
+    except CorruptManifest as error:
+        raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
+    hugging_face_names.check_metadata(file, header.metadata)
+    found = []
+    for tensor in header.tensors:
+        spec = TensorSpec(group, tensor.name, tensor.dtype, tensor.shape)
+        spec.check()
+        piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
+        found.append(ForeignTensor(spec, (piece,)))
+    return found
+
+
+def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
+    """The plain files beside the weights whose names the format does not use itself."""
+    found = []
+    for name in names:
+        size = files.size(name)
+        if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
+            continue
+        if size > ASSET_BYTES_MAX:
+            raise LimitExceeded(
+                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} bytes for a file other than the weights"
+            )
+        found.append(name)
+    return tuple(found)
+
+
+def why_unused(files: ForeignFiles, name: str) -> str:
+    """Why a name beside the weights is not copied, if it is not one of the files that hold tensors."""
+    if files.size(name) is None:
+        return "a directory or a link; a Hugging Face model is in regular files at the top"
+    return "a checkpoint cannot have a file of this name"
+
+
+KIND = ForeignKind("hf", "a Hugging Face model", recognises, read, last=True)

@@ -1,0 +1,149 @@
+"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
+
+Otherwise an import could commit weights that load wrong, or lose training state: bfloat16 that numpy wrote as
+integers, weights transposed for another framework, quantised weights, optimizer state and masters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast_formats.errors import CorruptManifest, Refused, StateMismatch
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+from holdfast_formats.tensors import TensorSpec
+
+CONFIG = "config.json"
+CONFIG_BYTES_MAX = 2**24
+_FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
+
+# The same weights once more, as other programs want them; whoever reads the safetensors files needs none of these.
+_COPIES = re.compile(
+    r"pytorch_model.*\.bin(\.index\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
+    r"|.*\.gguf|consolidated.*\.pth|training_args\.bin"
+)
+# What a training left beside its weights, by the names that frameworks give it.
+_TRAINING = re.compile(
+    r"optim(izer)?[-._].*|optimizer|optimizer_state|master_weights?([-._].*)?|model_state|scheduler\..*|scaler\..*|rng_state.*"
+    r"|random_states.*|global_step.*|mp_rank_.*|(bf16_)?zero_pp_rank_.*|iter_\d+|pytorch_model_fsdp.*|.*\.distcp|\.metadata"
+    r"|.*\.metadata|.*\.pdopt|.*\.pdparams|trainer_state\.bin|latest|latest_checkpointed_iteration\.txt"
+    r"|ema[-._].*"
+)
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
+_ADAPTER = re.compile(r"adapter_model|peft_model|lora_")
+_OPAQUE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pkl", ".npz", ".safetensors", ".safetensors.index.json")
+_CODES = re.compile(
+    r".*(\.qweight|\.qzeros|\.g_idx|\.SCB|\.absmax|\.quant_map|\.nested_absmax|\.quant_state\..*|\.weight_scale(_inv)?"
+    r"|\.weight_packed|_codes|\.codes|_quant_scales?)"
+)
+_CODE_DTYPES = frozenset(
+    {"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
+_ALONE = "to import the weights without it, put them into a separate directory, with config.json and tokenizer"
+
+
+def weights(names: Iterable[str]) -> list[str]:
+    """The safetensors files that are the model, where no index says which."""
+    return [
+        name
+        for name in names
+        if name.endswith(".safetensors") and not _COPIES.fullmatch(name) and not _TRAINING.fullmatch(name)
+    ]
+
+
+def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...]:
+    """The files that hold the same weights once more, which nobody needs to read.
+
+    Raises `StateMismatch` for a file or directory that holds more of a training, or that nobody here understands.
+    """
+    known, copies = set(used), []
+    for name in names:
+        if name in known:
+            continue
+        if _COPIES.fullmatch(name):
+            copies.append(FileUse(name, "unused", "the weights once more, as another program stores them"))
+            continue
+        if _TRAINING.fullmatch(name):
+            raise StateMismatch(
+                f"{name} is training state, which an import of a Hugging Face directory would leave out",
+                hint=_ALONE,
+                file=name,
+            )
+        if name.endswith(_OPAQUE):
+            raise StateMismatch(f"the import does not know the file {name}", hint=_ALONE, file=name)
+    return tuple(copies)
+
+
+def check_shards(files: Sequence[str]) -> None:
+    """`StateMismatch` unless files that no index lists are one model: a single file, or all of its numbered ones."""
+    for file in files:
+        if _ADAPTER.match(file):
+            raise StateMismatch(f"{file} is an adapter, not a model", hint="merge it into its base model first", file=file)
+    if len(files) < 2:
+        return
+    first = _SHARD.fullmatch(files[0])
+    stem = first[1] if first else ""
+    if sorted(files) != [f"{stem}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]:
+        what = f"{files[0]} and {files[1]} are in one directory, but no index says that they are one model"
+        raise StateMismatch(what, hint=_ALONE, file=files[1])
+
+
+def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
+    """`StateMismatch` for weights that lie as another framework wants them: Paddle, Flax and TensorFlow turn them round."""
+    found = (metadata or {}).get("format")
+    if found not in _FORMATS:
+        raise StateMismatch(
+            f"{file} has format {found!r}: its matrices may be transposed compared to a Hugging Face model",
+            hint="save it from PyTorch (format 'pt')",
+            file=file,
+        )
+
+
+def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, Any]) -> None:
+    """`StateMismatch` for numbers that are not what the model computes with, by the tensor's name and its file."""
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise StateMismatch(
+            f"{CONFIG} says that the weights are quantised ({method}); quantised weights cannot be imported",
+            hint="import the model in its own precision",
+            file=CONFIG,
+        )
+    for spec, file in specs:
+        name = spec.name
+        if spec.dtype == "U16":
+            said = config.get("dtype") or config.get("torch_dtype") or "nothing"
+            raise _mismatch(
+                name,
+                file,
+                f"is U16, but {CONFIG} says {said}: numpy writes bfloat16 this way",
+                "save it as BF16, from PyTorch",
+            )
+        if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
+            raise _mismatch(
+                name, file, f"looks like quantised weights ({spec.dtype})", "import the model in its own precision"
+            )
+
+
+def read_config(source: ForeignFiles) -> Mapping[str, Any]:
+    """The model's config.json, nothing where there is none; `CorruptManifest` for one that cannot be read."""
+    size = source.size(CONFIG)
+    if size is None:
+        if CONFIG in source.list(""):
+            raise CorruptManifest(f"{CONFIG} is not a regular file", hint="copy the file that it links to", file=CONFIG)
+        return {}
+    if size > CONFIG_BYTES_MAX:
+        raise CorruptManifest(f"{CONFIG} has {size} bytes, over the limit of {CONFIG_BYTES_MAX}", file=CONFIG)
+    try:
+        found = json.loads(source.read(CONFIG, 0, CONFIG_BYTES_MAX))
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
+    if not isinstance(found, dict):
+        raise CorruptManifest(f"{CONFIG} is not a JSON object", file=CONFIG)
+    return found
+
+
+def _mismatch(name: str, file: str, what: str, hint: str) -> Refused:
+    return StateMismatch(f"tensor {name!r} in {file} {what}", hint=hint, tensor=name, file=file)

@@ -1,0 +1,16 @@
+"""All kinds of foreign checkpoints that an import understands. A new one is a line here."""
+
+from __future__ import annotations
+
+from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
+from holdfast_formats.foreign.kinds import ForeignKind
+from holdfast_formats.foreign.paddle.kinds import PADDLE_KINDS
+
+KINDS: tuple[ForeignKind, ...] = (
+    hugging_face.KIND,
+    peft_adapter.KIND,
+    deepspeed.KIND,
+    torch_weights.DIRECTORY_KIND,
+    torch_weights.FILE_KIND,
+    *PADDLE_KINDS,
+)

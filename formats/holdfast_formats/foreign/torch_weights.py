@@ -1,0 +1,151 @@
+"""Models in torch files: a Hugging Face directory with `pytorch_model.bin`, or one file with a state dict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.decoding import decoder
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.foreign import hugging_face, hugging_face_names, torch_values
+from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.pickles import read_torch
+
+GROUP = "model"
+EXTRA_GROUP = "extra"
+INDEX = "pytorch_model.bin.index.json"
+NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
+_WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
+_BARE = re.compile(r".+\.(pt|pth|bin|ckpt)")
+_NO_WEIGHTS = {"training_args.bin"}
+
+
+def recognises_directory(files: ForeignFiles) -> bool:
+    """A Hugging Face directory with torch files, and without the same in safetensors."""
+    names = files.list("")
+    return any(_WEIGHTS.fullmatch(name) or name == INDEX for name in names) and not hugging_face.recognises(files)
+
+
+def recognises_file(files: ForeignFiles) -> bool:
+    """A directory with a torch file, and none of those that Hugging Face writes."""
+    return bool(_bare(files.list(""))) and not recognises_directory(files) and not hugging_face.recognises(files)
+
+
+def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """Every tensor of the model; the index, where there is one, must say the same.
+
+    Raises `StateMismatch` for what is more than such a model, or other, and `CorruptManifest` for files that are cut off.
+    """
+    names = files.list("")
+    index = _weight_map(files) if INDEX in names else None
+    weights = sorted(set(index.values())) if index is not None else [name for name in names if _WEIGHTS.fullmatch(name)]
+    if index is None:
+        _check_numbers(weights)
+    found: dict[TensorKey, ForeignTensor] = {}
+    for file in weights:
+        for tensor in torch_values.state_dict(read_torch(files, file), file, GROUP):
+            if tensor.key in found:
+                first = found[tensor.key].pieces[0].file
+                raise torch_values.mismatch(file, tensor.spec.name, f"has {tensor.spec.name!r}, which {first} has too")
+            found[tensor.key] = tensor
+    stored = {key.name: tensor.pieces[0].file for key, tensor in found.items()}
+    if index is not None and index != stored:
+        wrong = min(name for name in index.keys() | stored if index.get(name) != stored.get(name))
+        raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
+    used = [*weights, INDEX] if index is not None else weights
+    return _listing(DIRECTORY_KIND, files, found, used)
+
+
+def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    """The tensors of a state dict, which may be nested under one of the usual names; plain values beside it become a
+    document. Raises `StateMismatch`, by key, for anything else.
+    """
+    found = _bare(files.list(""))
+    if len(found) != 1:
+        raise StateMismatch(
+            f"the directory has several torch files: {', '.join(found[:4])}",
+            hint="put the one with the model's state dict into a directory of its own, with config.json and tokenizer",
+            file=found[-1] if found else "",
+        )
+    (file,) = found
+    value = read_torch(files, file)
+    nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
+    if len(nested) > 1:
+        raise torch_values.mismatch(file, nested[1], f"has two state dicts, {nested[0]!r} and {nested[1]!r}")
+    documents: dict[str, Any] = {}
+    if nested:
+        documents = {str(key): torch_values.plain(one, file, str(key)) for key, one in value.items() if key != nested[0]}
+        value = value[nested[0]]
+    tensors = {tensor.key: tensor for tensor in torch_values.state_dict(value, file, GROUP)}
+    listing = _listing(FILE_KIND, files, tensors, [file])
+    if not documents:
+        return listing
+    note = f"{', '.join(sorted(documents))} of {file} became documents in group {EXTRA_GROUP}"
+    return listing._replace(documents={EXTRA_GROUP: documents}, notes=(note,))
+
+
+def _listing(
+    kind: ForeignKind, files: ForeignFiles, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
+) -> ForeignListing:
+    """The listing, with every file of the directory and what becomes of it."""
+    names = files.list("")
+    copies = hugging_face_names.check_names(names, used)
+    placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
+    hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
+    assets = hugging_face.assets_of(files, [name for name in names if name not in used])
+    uses = [FileUse(file, "tensors") for file in used if file != INDEX]
+    if INDEX in used:
+        uses.append(FileUse(INDEX, "unused", "it names the same tensors as the files; the import writes its own"))
+    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
+    known = {use.file for use in uses}
+    uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in names if name not in known]
+    return ForeignListing(kind.name, tensors, tuple(uses), assets=assets)
+
+
+def _bare(names: Iterable[str]) -> list[str]:
+    """Torch files that are not known to hold anything but weights."""
+    return [name for name in names if _BARE.fullmatch(name) and name not in _NO_WEIGHTS]
+
+
+def _check_numbers(weights: Sequence[str]) -> None:
+    """`StateMismatch` unless files that no index lists are a single one, or all of the numbered ones."""
+    if len(weights) == 1 and "-of-" not in weights[0]:
+        return
+    if sorted(weights) != [f"pytorch_model-{n:05}-of-{len(weights):05}.bin" for n in range(1, len(weights) + 1)]:
+        raise torch_values.mismatch(
+            weights[-1],
+            "",
+            f"and {weights[0]} are no complete set of weights, and there is no {INDEX}",
+            "download them again",
+        )
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
+
+
+def _weight_map(files: ForeignFiles) -> dict[str, str]:
+    if (files.size(INDEX) or 0) > hugging_face.INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{INDEX} is over the limit of {hugging_face.INDEX_BYTES_MAX} bytes", file=INDEX)
+    try:
+        found = dict(_decode_index(files.read(INDEX)).weight_map)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {INDEX}: {error}", file=INDEX) from error
+    wrong = next((file for file in found.values() if not naming.is_file_name(file) or files.size(file) is None), None)
+    if wrong is not None:
+        raise torch_values.mismatch(INDEX, "", f"names {wrong!r}, which is not there", "download it again")
+    return found
+
+
+DIRECTORY_KIND = ForeignKind(
+    "hf-bin", "a Hugging Face model in pytorch_model.bin", recognises_directory, read_directory, last=True
+)
+FILE_KIND = ForeignKind("torch", "a state dict in a torch file", recognises_file, read_file, last=True)

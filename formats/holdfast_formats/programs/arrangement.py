@@ -1,0 +1,258 @@
+"""Tensors that are arranged out of others: transposed, joined, cut, stacked, braided, padded, and nothing is read for it.
+
+Each operation keeps one thing true: the moves of an arrangement fill it exactly once, but for what is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import BoxMove
+from holdfast_formats.region import Box, Shape, whole
+
+MOVES_MAX = 2**18  # of one tensor
+
+
+class Arrangement(NamedTuple):
+    """A tensor of `shape` and where its elements come from; `dtype` is the one it is cast to, if it is.
+
+    The same elements as in `same` stand in each of these other tensors, if they are what they are believed to be.
+    """
+
+    shape: Shape
+    moves: tuple[BoxMove, ...]
+    dtype: str | None = None
+    padded: bool = False
+    same: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names that it is made of."""
+        return tuple(dict.fromkeys(move.source.name for move in self.moves))
+
+
+def of(key: TensorKey, shape: Shape) -> Arrangement:
+    """A tensor as it is."""
+    box = whole(shape)
+    return Arrangement(shape, (BoxMove(key, box, box, tuple(range(len(shape)))),))
+
+
+def transposed(arranged: Arrangement, order: Sequence[int]) -> Arrangement:
+    """Its dimensions in another order, as `numpy.transpose` takes it."""
+    moves = tuple(
+        BoxMove(
+            move.source,
+            move.box,
+            Box(_ordered(move.target.offset, order), _ordered(move.target.shape, order)),
+            tuple(move.axes[d] for d in order),
+            move.step,
+            _ordered(move.target_step, order),
+        )
+        for move in arranged.moves
+    )
+    return arranged._replace(shape=_ordered(arranged.shape, order), moves=moves)
+
+
+def _ordered(values: Shape, order: Sequence[int]) -> Shape:
+    return tuple(values[d] for d in order) if values else ()
+
+
+def joined(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
+    """Parts one after the other along a dimension; `name` is for the error."""
+    first = parts[0]
+    moves: list[BoxMove] = []
+    at = 0
+    for part in parts:
+        if part.shape[:axis] != first.shape[:axis] or part.shape[axis + 1 :] != first.shape[axis + 1 :]:
+            raise StateMismatch(
+                f"{name!r}: {list(part.shape)} and {list(first.shape)} cannot be joined along dimension {axis}", tensor=name
+            )
+        if part.dtype != first.dtype:
+            raise StateMismatch(f"{name!r}: {part.dtype} and {first.dtype} cannot be joined", tensor=name)
+        for move in part.moves:
+            placed = _moved(move, axis, at) if at else move
+            follows = moves and _following(moves[-1], placed, axis)
+            if follows:
+                moves[-1] = follows
+            else:
+                moves.append(placed)
+        at += part.shape[axis]
+    if len(moves) > MOVES_MAX:
+        raise StateMismatch(f"{name!r} would be made of {len(moves)} pieces; at most {MOVES_MAX} are allowed", tensor=name)
+    same = tuple(dict.fromkeys(names for part in parts for names in part.same))
+    shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
+    return Arrangement(shape, tuple(moves), first.dtype, any(part.padded for part in parts), same)
+
+
+def _moved(move: BoxMove, axis: int, by: int) -> BoxMove:
+    offset = move.target.offset
+    target = Box((*offset[:axis], offset[axis] + by, *offset[axis + 1 :]), move.target.shape)
+    return BoxMove(move.source, move.box, target, move.axes, move.step, move.target_step)
+
+
+def _following(a: BoxMove, b: BoxMove, axis: int) -> BoxMove | None:
+    """Both moves as one, where the second goes on where the first ends, in source and target."""
+    if a.source != b.source or a.axes != b.axes or a.stepped or b.stepped:
+        return None
+    from_axis = a.axes[axis]
+    if from_axis is None:
+        return None
+    source = _extended(a.box, b.box, from_axis)
+    target = _extended(a.target, b.target, axis)
+    return a._replace(box=source, target=target) if source and target else None
+
+
+def _extended(a: Box, b: Box, axis: int) -> Box | None:
+    """The box of both, if `b` follows `a` along a dimension."""
+    shape = (*a.shape[:axis], a.shape[axis] + b.shape[axis], *a.shape[axis + 1 :])
+    offset = (*a.offset[:axis], a.offset[axis] + a.shape[axis], *a.offset[axis + 1 :])
+    same_sides = a.shape[:axis] == b.shape[:axis] and a.shape[axis + 1 :] == b.shape[axis + 1 :]
+    return Box(a.offset, shape) if offset == b.offset and same_sides else None
+
+
+def picked(arranged: Arrangement, axis: int, start: int, count: int, step: int = 1) -> Arrangement:
+    """Elements `start`, `start + step`, … of a dimension, `count` of them."""
+    moves = tuple(
+        found for move in arranged.moves for found in _picked(move, axis, range(start, start + count * step, step))
+    )
+    shape = (*arranged.shape[:axis], count, *arranged.shape[axis + 1 :])
+    return arranged._replace(shape=shape, moves=moves)
+
+
+def _picked(move: BoxMove, axis: int, wanted: range) -> Iterator[BoxMove]:
+    held_step = move.target_step[axis] if move.target_step else 1
+    begin, length = move.target.offset[axis], move.target.shape[axis]
+    if wanted.step == 1:
+        low = max(-((begin - wanted.start) // held_step), 0)
+        high = min(-((begin - wanted.stop) // held_step), length)
+        if low < high:
+            yield _part(move, axis, range(low, high), begin + low * held_step - wanted.start, held_step)
+        return
+    if held_step == 1:
+        low = max(-((wanted.start - begin) // wanted.step), 0)
+        high = min(-((wanted.start - begin - length) // wanted.step), len(wanted))
+        if low < high:
+            first = wanted.start + low * wanted.step - begin
+            indices = range(first, first + (high - low) * wanted.step, wanted.step)
+            yield _part(move, axis, indices, low, 1)
+        return
+    if held_step == wanted.step and (begin - wanted.start) % held_step:
+        return
+    if held_step == wanted.step:
+        low = max((wanted.start - begin) // held_step, 0)
+        high = min((wanted.start - begin) // held_step + len(wanted), length)
+        if low < high:
+            yield _part(move, axis, range(low, high), (begin - wanted.start) // held_step + low, 1)
+        return
+    for i in range(length):
+        if begin + i * held_step in wanted:
+            yield _part(move, axis, range(i, i + 1), wanted.index(begin + i * held_step), 1)
+
+
+def _part(move: BoxMove, axis: int, indices: range, at: int, target_step: int) -> BoxMove:
+    """Some of a move's elements along a dimension of the target, which come to `at` and on."""
+    target = Box(_with(move.target.offset, axis, at), _with(move.target.shape, axis, len(indices)))
+    target_steps = _with(move.target_step or (1,) * len(move.axes), axis, target_step if len(indices) > 1 else 1)
+    target_steps = () if max(target_steps) == 1 else target_steps
+    from_axis = move.axes[axis]
+    if from_axis is None:
+        return move._replace(target=target, target_step=target_steps)
+    steps = move.step or (1,) * len(move.box.shape)
+    offset = _with(move.box.offset, from_axis, move.box.offset[from_axis] + indices.start * steps[from_axis])
+    steps = _with(steps, from_axis, steps[from_axis] * indices.step if len(indices) > 1 else 1)
+    box = Box(offset, _with(move.box.shape, from_axis, len(indices)))
+    return BoxMove(move.source, box, target, move.axes, () if max(steps) == 1 else steps, target_steps)
+
+
+def _with(values: Shape, axis: int, value: int) -> Shape:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def interleaved(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
+    """The first element of each part along a dimension, then the second of each, and so on; all of one shape."""
+    if any(part.shape != parts[0].shape for part in parts):
+        raise StateMismatch(f"{name!r}: parts of different shapes cannot be interleaved", tensor=name)
+    many = len(parts)
+    moves = []
+    for number, part in enumerate(parts):
+        for move in part.moves:
+            steps = move.target_step or (1,) * len(move.axes)
+            step = steps[axis] * many if move.target.shape[axis] > 1 else 1
+            target = Box(_with(move.target.offset, axis, move.target.offset[axis] * many + number), move.target.shape)
+            made = _with(steps, axis, step)
+            moves.append(move._replace(target=target, target_step=() if max(made) == 1 else made))
+    shape = _with(parts[0].shape, axis, parts[0].shape[axis] * many)
+    same = tuple(dict.fromkeys(names for part in parts for names in part.same))
+    return Arrangement(shape, tuple(moves), parts[0].dtype, any(part.padded for part in parts), same)
+
+
+def lifted(arranged: Arrangement, axis: int) -> Arrangement:
+    """With a new dimension of one at `axis`."""
+    moves = []
+    for move in arranged.moves:
+        target = Box(_inserted(move.target.offset, axis, 0), _inserted(move.target.shape, axis, 1))
+        steps = _inserted(move.target_step, axis, 1) if move.target_step else ()
+        moves.append(BoxMove(move.source, move.box, target, (*move.axes[:axis], None, *move.axes[axis:]), move.step, steps))
+    return arranged._replace(shape=_inserted(arranged.shape, axis, 1), moves=tuple(moves))
+
+
+def lowered(arranged: Arrangement, axis: int) -> Arrangement:
+    """Without a dimension of one."""
+    moves = []
+    for move in arranged.moves:
+        target = Box(_without(move.target.offset, axis), _without(move.target.shape, axis))
+        axes = (*move.axes[:axis], *move.axes[axis + 1 :])
+        steps = _without(move.target_step, axis)
+        moves.append(BoxMove(move.source, move.box, target, axes, move.step, steps))
+    return arranged._replace(shape=_without(arranged.shape, axis), moves=tuple(moves))
+
+
+def _inserted(values: Shape, axis: int, value: int) -> Shape:
+    return (*values[:axis], value, *values[axis:])
+
+
+def _without(values: Shape, axis: int) -> Shape:
+    return (*values[:axis], *values[axis + 1 :])
+
+
+def padded(arranged: Arrangement, axis: int, size: int) -> Arrangement:
+    """With zeros after its last element along a dimension, which then has `size` elements."""
+    return arranged._replace(shape=_with(arranged.shape, axis, size), padded=arranged.padded or size > arranged.shape[axis])
+
+
+def zeros(shape: Shape, dtype: str | None) -> Arrangement:
+    """Nothing but zeros."""
+    return Arrangement(shape, (), dtype, padded=True)
+
+
+def braided(parts: Sequence[Arrangement], axis: int, times: int, name: str) -> Arrangement:
+    """The first of `times` equal pieces of each part along a dimension, then the second of each, and so on."""
+    for part in parts:
+        if times < 1 or part.shape[axis] % times:
+            raise StateMismatch(
+                f"{name!r}: {part.shape[axis]} in dimension {axis} cannot be divided by {times}", tensor=name
+            )
+    lengths = [part.shape[axis] // times for part in parts]
+    pieces = (
+        picked(part, axis, i * length, length) for i in range(times) for part, length in zip(parts, lengths, strict=True)
+    )
+    return joined(list(pieces), axis, name)
+
+
+def unbraided(arranged: Arrangement, axis: int, times: int, lengths: Sequence[int], name: str) -> list[Arrangement]:
+    """The parts of which `braided` made it; `lengths` are those of the parts' pieces."""
+    row = sum(lengths)
+    if times < 1 or row * times != arranged.shape[axis]:
+        raise StateMismatch(
+            f"{name!r} has {arranged.shape[axis]} in dimension {axis}, not {times} times {'+'.join(map(str, lengths))}",
+            tensor=name,
+        )
+    found, at = [], 0
+    for length in lengths:
+        pieces = [picked(arranged, axis, i * row + at, length) for i in range(times)]
+        found.append(joined(pieces, axis, name))
+        at += length
+    return found

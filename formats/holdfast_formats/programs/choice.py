@@ -1,0 +1,67 @@
+"""The programs that come with Holdfast, and which of them fits a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.programs.document import Program, read_program
+from holdfast_formats.programs.inversion import inverted
+
+
+@cache
+def packaged() -> tuple[str, ...]:
+    """The names of the programs that come with Holdfast."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in _tables() if entry.name.endswith(".toml")))
+
+
+def _tables() -> Any:
+    return (files(__package__) / "tables").iterdir()
+
+
+@cache
+def load(name: str) -> Program:
+    """A program by its name; the inverse of one by its name and `-inverse`. `InvalidRequest` if there is none."""
+    if name.endswith("-inverse"):
+        return inverted(load(name.removesuffix("-inverse")))
+    return read_program(written(name))
+
+
+def written(name: str) -> str:
+    """The text of a program that comes with Holdfast; `InvalidRequest` if there is none of this name."""
+    if name not in packaged():
+        raise InvalidRequest(f"there is no program {name!r}", hint=f"one of {', '.join(packaged())}, or a file")
+    return (files(__package__) / "tables" / f"{name}.toml").read_text("utf-8")
+
+
+def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
+    """The program from one layout of names to another for a model, by config.json's model type; derived, if need be.
+
+    Raises `InvalidRequest` where no program is for this model, with the layouts that there are programs for.
+    """
+    kind = _model_type(config)
+    programs = [load(name) for name in packaged()]
+    for program in programs:
+        if kind in program.model_types and (program.source, program.target) == (source, target):
+            return program
+    for program in programs:
+        if kind in program.model_types and (program.source, program.target) == (target, source):
+            return inverted(program)
+    known = sorted({f"{p.source} and {p.target}" for p in programs if kind in p.model_types})
+    raise InvalidRequest(
+        f"no program makes {target} of {source} for the model type {kind!r}",
+        hint=f"for it there is {', '.join(known)}" if known else "write one: docs/programs.md",
+    )
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    nested = config.get("text_config")
+    said = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
+    known = {kind for name in packaged() for kind in load(name).model_types}
+    found = [kind for kind in said if isinstance(kind, str)]
+    if not found:
+        raise InvalidRequest("config.json has no model_type", hint="name the program instead")
+    return next((kind for kind in found if kind in known), found[0])

@@ -1,0 +1,152 @@
+"""Compiles a program for one checkpoint: its statements run over the parameters, and what belongs to these follows.
+
+A parameter has its tensor in group `model`, perhaps others in `master` and `ema`, and optimizer state in `optim`, under its
+name, a slash and a word. All follow it; nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.foreign.optimizer_state import GROUP as OPTIMIZER
+from holdfast_formats.foreign.optimizer_state import MASTER_GROUP
+from holdfast_formats.programs.compiled import CompiledProgram
+from holdfast_formats.programs.document import Program
+from holdfast_formats.programs.environment import SHOWN_MAX, Environment
+from holdfast_formats.programs.following import FollowingTensors, Plane, Planes
+from holdfast_formats.programs.operations import Ranks
+from holdfast_formats.programs.sizes import sizes_for
+from holdfast_formats.region import Shape
+from holdfast_formats.tensors import TensorSpec
+
+PARAMETER_GROUPS = ("model", MASTER_GROUP, "ema", "adapter")
+
+
+def compile_program(
+    program: Program,
+    specs: Mapping[TensorKey, TensorSpec],
+    config: Mapping[str, Any],
+    *,
+    targets: Mapping[TensorKey, TensorSpec] | None = None,
+    ranks: Ranks | None = None,
+) -> CompiledProgram:
+    """What the program makes of a checkpoint with these tensors and this config.json.
+
+    `targets`, if given, are the tensors that must come out: each with its shape and, in group `model`, its dtype. Raises
+    `StateMismatch` with the statement and the tensor that do not fit, `InvalidRequest` for a program that cannot be right.
+    """
+    try:
+        return _compiled(program, specs, config, targets, ranks or Ranks())
+    except (InvalidRequest, StateMismatch) as problem:
+        kind = type(problem)
+        raise kind(f"program {program.name!r}: {problem.detail}", hint=problem.hint, **problem.members) from None
+
+
+def _compiled(
+    program: Program,
+    specs: Mapping[TensorKey, TensorSpec],
+    config: Mapping[str, Any],
+    targets: Mapping[TensorKey, TensorSpec] | None,
+    ranks: Ranks,
+) -> CompiledProgram:
+    planes, others = planes_of(specs)
+    parameters = _shapes(planes)
+    wanted = None if targets is None else {key.name: spec for key, spec in targets.items() if key.group == "model"}
+    around = Environment(parameters, sizes_for(program.sizes, config), ranks)
+    for statement in program.statements:
+        around.run(statement, wanted)
+    _finish(around, wanted)
+    made = FollowingTensors(around, parameters).planes(planes)
+    kept = {key: _as_it_is(specs[key]) for key in others}
+    doubled = sorted(made.tensors.keys() & kept.keys())
+    if doubled:
+        raise StateMismatch(f"{doubled[0].name!r} of group {doubled[0].group} is there already", tensor=doubled[0].name)
+    result = made._replace(program=program.name, tensors={**made.tensors, **kept})
+    if targets is not None:
+        check_targets(result, targets)
+    return result
+
+
+def planes_of(specs: Mapping[TensorKey, TensorSpec]) -> tuple[Planes, list[TensorKey]]:
+    """The tensors of each kind that belong to parameters, by the parameters' names; and the keys of all others."""
+    planes: dict[Plane, dict[str, TensorSpec]] = {}
+    others = []
+    for key, spec in specs.items():
+        if key.group in PARAMETER_GROUPS:
+            planes.setdefault(Plane(key.group, ""), {})[key.name] = spec
+        elif key.group == OPTIMIZER and "/" in key.name:
+            name, _, word = key.name.rpartition("/")
+            planes.setdefault(Plane(OPTIMIZER, f"/{word}"), {})[name] = spec
+        else:
+            others.append(key)
+    return planes, others
+
+
+def _shapes(planes: Planes) -> dict[str, Shape]:
+    """The shape of every parameter: of its weight, else its master, else its largest optimizer state."""
+    found: dict[str, Shape] = {}
+    for group in (*PARAMETER_GROUPS, OPTIMIZER):
+        taken: dict[str, Shape] = {}
+        for plane, held in planes.items():
+            if plane.group != group:
+                continue
+            for name, spec in held.items():
+                if name not in found and len(spec.shape) >= len(taken.get(name, ())):
+                    taken[name] = spec.shape
+        found |= taken
+    return found
+
+
+def _finish(around: Environment, wanted: Mapping[str, TensorSpec] | None) -> None:
+    """Every name that is left was made, or passes by `* -> *`; with targets, what was used before may be one of them too."""
+    if wanted is not None:
+        for name in wanted.keys() - around.held.keys():
+            spent = around.spent(name)
+            if spent is not None and name not in around.dropped:
+                around.held[name] = spent
+    left = around.unnamed()
+    if left and not around.passing:
+        names = ", ".join(map(repr, left[:SHOWN_MAX]))
+        raise StateMismatch(
+            f"{len(left)} tensors are in no statement: {names}{' …' if len(left) > SHOWN_MAX else ''}",
+            hint="name -> _ drops one, * -> * lets all others pass as they are",
+            tensor=left[0],
+        )
+
+
+def _as_it_is(spec: TensorSpec) -> MappedTensor:
+    key = TensorKey(spec.group, spec.name)
+    one = Environment({spec.name: spec.shape}, {}, Ranks()).held[spec.name]
+    return MappedTensor(spec, tuple(move._replace(source=key) for move in one.moves))
+
+
+def check_targets(made: CompiledProgram, targets: Mapping[TensorKey, TensorSpec]) -> None:
+    """`StateMismatch` unless exactly these tensors are made; of groups that are not made at all, none are asked for."""
+    groups = {key.group for key in made.tensors}
+    missing = sorted(key for key in targets if key.group in groups and key not in made.tensors)
+    if missing:
+        raise StateMismatch(f"{_some(missing)} would not be made", tensor=missing[0].name)
+    over = sorted(key for key in made.tensors if key not in targets and key.group in {one.group for one in targets})
+    if over:
+        raise StateMismatch(f"{_some(over)} would be made, which the target does not have", tensor=over[0].name)
+    for key, mapped in made.tensors.items():
+        wanted = targets.get(key)
+        if wanted is not None and wanted.shape != mapped.spec.shape:
+            raise StateMismatch(
+                f"{key.name!r} would have the shape {list(mapped.spec.shape)}, not {list(wanted.shape)}", tensor=key.name
+            )
+        if wanted is not None and wanted.dtype != mapped.spec.dtype:
+            raise StateMismatch(
+                f"{key.name!r} would have the dtype {mapped.spec.dtype}, not {wanted.dtype}",
+                hint="a statement with dtype= casts it",
+                tensor=key.name,
+            )
+
+
+def _some(keys: Iterable[TensorKey]) -> str:
+    names = [repr(key.name) for key in keys]
+    return ", ".join(names[:SHOWN_MAX]) + (f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else "")

@@ -1,0 +1,77 @@
+"""What a program comes to for one checkpoint: every tensor that is made, and what became of every one that was there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.tensors import TensorSpec
+
+
+class Cast(NamedTuple):
+    """A tensor whose dtype changes; `lossless` if every value can be had back."""
+
+    key: TensorKey
+    before: str
+    after: str
+    lossless: bool
+
+
+class LostElements(NamedTuple):
+    """Elements that nothing is made of, and the statement that says so."""
+
+    key: TensorKey
+    elements: int
+    why: str
+
+
+How = Literal["kept", "renamed", "transposed", "rearranged", "joined", "added"]
+
+
+class Becoming(NamedTuple):
+    """A row of `--dry-run`: a tensor that is made, how, and of which."""
+
+    made: TensorSpec
+    how: How
+    sources: tuple[TensorKey, ...]
+
+
+class CompiledProgram(NamedTuple):
+    """Tensors to be made, each checked: every element is written once, and every source element is used or named in `lost`.
+
+    Whoever makes them checks first that the tensors of each of `equal` hold the same bytes, and that those of `zeros`
+    hold nothing else. `names` says what became of each parameter, for documents that name parameters.
+    """
+
+    program: str
+    tensors: Mapping[TensorKey, MappedTensor]
+    lost: tuple[LostElements, ...]
+    added: tuple[TensorKey, ...]
+    casts: tuple[Cast, ...]
+    equal: tuple[tuple[TensorKey, ...], ...]
+    zeros: tuple[TensorKey, ...]
+    names: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+    def rows(self, sources: Mapping[TensorKey, TensorSpec]) -> list[Becoming]:
+        """What becomes of what, by the names that are made; `sources` are the tensors that the program was compiled for."""
+        return [_row(self.tensors[key], sources) for key in sorted(self.tensors)]
+
+
+def _row(mapped: MappedTensor, specs: Mapping[TensorKey, TensorSpec]) -> Becoming:
+    sources = tuple(dict.fromkeys(move.source for move in mapped.moves))
+    if not sources:
+        return Becoming(mapped.spec, "added", sources)
+    if len(sources) > 1:
+        return Becoming(mapped.spec, "joined", sources)
+    move, dimensions = mapped.moves[0], len(mapped.spec.shape)
+    one = len(mapped.moves) == 1 and not move.stepped and move.target.shape == mapped.spec.shape
+    if not one or sorted(axis for axis in move.axes if axis is not None) != list(range(dimensions)):
+        return Becoming(mapped.spec, "rearranged", sources)
+    if move.axes != tuple(range(dimensions)):
+        return Becoming(mapped.spec, "transposed", sources)
+    part = specs[sources[0]].shape != move.box.shape
+    how: How = "rearranged" if part else "kept" if sources[0] == mapped.key else "renamed"
+    return Becoming(mapped.spec, how, sources)

@@ -1,0 +1,107 @@
+"""A program's TOML file: its keys, their kinds and limits. docs/programs.md explains them to authors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast_formats.decoding import converter
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
+from holdfast_formats.programs.statements import ProgramStatement, parse_statements
+
+TEXT_BYTES_MAX = 2**24
+
+Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Words = Annotated[list[Text], Meta(max_length=64)]
+Size = Text | Annotated[int, Meta(ge=0, le=2**53)]
+Name = Annotated[str, Meta(pattern="^[a-z][a-z0-9_.-]{0,63}$")]
+
+
+class InverseText(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[inverse]`: the way back, where it is written by hand."""
+
+    statements: str
+
+
+class ProgramText(Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from", "target": "to"}):
+    """A whole program, as it is written."""
+
+    name: Name
+    source: Name
+    target: Name
+    statements: str
+    about: Annotated[str, Meta(max_length=2000)] = ""
+    model_types: Words = []
+    sizes: dict[Text, Size] = {}
+    inverse: InverseText | None = None
+
+
+class Program(NamedTuple):
+    """A program that is read: from which layout of names to which, and its statements; `back` is its inverse by hand."""
+
+    name: str
+    source: str
+    target: str
+    statements: tuple[ProgramStatement, ...]
+    sizes: Mapping[str, Expression] = {}
+    model_types: tuple[str, ...] = ()
+    back: tuple[ProgramStatement, ...] | None = None
+    about: str = ""
+
+
+_convert = converter(ProgramText)
+
+
+def read_program(text: bytes | str) -> Program:
+    """Read a program's TOML; `InvalidRequest` with the key, or the line and column of the statement, that is wrong."""
+    data = text.encode() if isinstance(text, str) else text
+    if len(data) > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"the program has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
+    try:
+        values = msgspec.toml.decode(data, type=dict[str, Any])
+        written = _convert(values)
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+        raise InvalidRequest(f"the program is not valid: {problem}", hint="docs/programs.md has an example") from None
+    return _compiled(written)
+
+
+def statements_only(text: str, sizes: Mapping[str, Size] | None = None, name: str = "statements") -> Program:
+    """A program of statements alone, in which names that no statement has pass as they are: as AOA has it."""
+    return _compiled(ProgramText(name, "source", "target", f"{text}\n* -> *", sizes=dict(sizes or {})))
+
+
+def _compiled(written: ProgramText) -> Program:
+    try:
+        sizes = {name: parse(str(size)) for name, size in written.sizes.items()}
+        back = None if written.inverse is None else _parsed(written.inverse.statements, sizes, "[inverse] ")
+        return Program(
+            name=written.name,
+            source=written.source,
+            target=written.target,
+            statements=_parsed(written.statements, sizes, ""),
+            sizes=sizes,
+            model_types=tuple(written.model_types),
+            back=back,
+            about=written.about,
+        )
+    except InvalidRequest as problem:
+        raise InvalidRequest(f"program {written.name!r}: {problem.detail}", hint=problem.hint, **problem.members) from None
+
+
+def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[ProgramStatement, ...]:
+    try:
+        found = parse_statements(text, tuple(sizes))
+    except InvalidRequest as problem:
+        raise InvalidRequest(f"{place}{problem.detail}", hint=problem.hint, **problem.members) from None
+    if not found:
+        raise InvalidRequest(f"{place}there are no statements")
+    return found
+
+
+def keys_of(program: Program) -> frozenset[str]:
+    """The keys of config.json that the program's sizes need."""
+    return frozenset(key for size in program.sizes.values() for key in names_in(size))

@@ -1,0 +1,128 @@
+"""Names in statements: text, numbers that are open (`$LAYER_ID`, `*`), and ranges; and the tensors that have such names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.layout.rules.patterns import NUMBER_DIGITS_MAX, split
+
+STAR = "*"
+VARIABLES = ("LAYER_ID", "EXPERT_ID", "LAYER_ID_OFFSET")
+
+_OPEN = re.compile(r"\$([A-Z_]+)|(\*)")
+_GAP = "\0"
+
+
+class OpenNumber(NamedTuple):
+    """A number in a name that a variable gives; the name has the variable's value plus `offset`."""
+
+    variable: str
+    offset: int = 0
+
+
+class NamePattern(NamedTuple):
+    """A name, of which some numbers may be open: text between them in `pieces`, then each number."""
+
+    text: str
+    pieces: tuple[str, ...]
+    slots: tuple[OpenNumber | str, ...]  # a text is a number as it is
+    variables: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> str:
+        return _GAP.join(self.pieces)
+
+    def name(self, values: Mapping[str, int]) -> str:
+        """The name with these values; `StateMismatch` for a number below zero."""
+        if not self.variables:
+            return self.text
+        made = [self.pieces[0]]
+        for slot, piece in zip(self.slots, self.pieces[1:], strict=True):
+            number = slot if isinstance(slot, str) else values[slot.variable] + slot.offset
+            if isinstance(number, int) and number < 0:
+                raise StateMismatch(
+                    f"{self.text!r} has no name for {number}", hint="drop what has no number here, by `-> _`"
+                )
+            made += (str(number), piece)
+        return "".join(made)
+
+    def match(self, numbers: list[str]) -> dict[str, int] | None:
+        """The variables' values in a name with this pattern's key; None if it has other numbers."""
+        values: dict[str, int] = {}
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if isinstance(slot, str):
+                if slot != number:
+                    return None
+                continue
+            if len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
+                return None
+            value = int(number) - slot.offset
+            if values.setdefault(slot.variable, value) != value:
+                return None
+        return values
+
+
+def pattern(text: str, right: bool) -> NamePattern:
+    """Compile a name; `InvalidRequest` for a variable that does not exist, or that has no clear boundary."""
+    at, flat, found = 0, "", list[OpenNumber]()
+    for match in _OPEN.finditer(text):
+        flat += text[at : match.start()] + "0"
+        at = match.end()
+        before, after = text[: match.start()][-1:], text[at : at + 1]
+        if before.isdigit() or after.isdigit() or after in ("$", "*"):
+            raise InvalidRequest(f"{text!r}: no other number may follow or precede {match[0]!r}")
+        variable = match[1] or STAR
+        if variable not in (*VARIABLES, STAR):
+            raise InvalidRequest(f"{text!r} has ${variable}", hint=f"variables are {', '.join('$' + v for v in VARIABLES)}")
+        found.append(OpenNumber(variable, -1 if right and variable == "LAYER_ID_OFFSET" else 0))
+    if "$" in flat + text[at:]:
+        raise InvalidRequest(f"{text!r}: a $ must begin a variable", hint=f"one of {', '.join('$' + v for v in VARIABLES)}")
+    if sum(slot.variable == STAR for slot in found) > 1:
+        raise InvalidRequest(f"{text!r} has more than one *", hint="use $LAYER_ID and $EXPERT_ID")
+    return _pattern(text, found)
+
+
+def _pattern(text: str, found: list[OpenNumber]) -> NamePattern:
+    marked = _OPEN.sub("\1", text)
+    pieces, slots = [""], list[OpenNumber | str]()
+    waiting = iter(found)
+    for token in re.split("(\1|[0-9]+)", marked):
+        if token == "\1":
+            slots.append(next(waiting))
+        elif token.isdigit() and token.isascii():
+            slots.append(token)
+        else:
+            pieces[-1] += token
+            continue
+        pieces.append("")
+    return NamePattern(text, tuple(pieces), tuple(slots), frozenset(slot.variable for slot in found))
+
+
+class NameIndex:
+    """Names by their text without numbers, so that a pattern finds its own at once."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._held: dict[str, dict[str, list[str]]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        key, numbers = split(name)
+        self._held.setdefault(key, {})[name] = numbers
+
+    def remove(self, name: str) -> None:
+        self._held[split(name)[0]].pop(name, None)
+
+    def find(self, wanted: NamePattern) -> Iterator[tuple[str, dict[str, int]]]:
+        """Names of a pattern, and the values that its variables have in each."""
+        for name, numbers in self._held.get(wanted.key, {}).items():
+            values = wanted.match(numbers)
+            if values is not None:
+                yield name, values
+
+    def names(self) -> list[str]:
+        """All names, in order."""
+        return sorted(name for held in self._held.values() for name in held)

@@ -1,0 +1,338 @@
+"""Statements of mapping programs: text, one statement a line, in the syntax that Paddle's AOA has; docs/programs.md.
+
+Errors say the line and the column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
+from holdfast_formats.programs.names import NamePattern, pattern
+from holdfast_formats.programs.regexes import SafeExpression
+
+TEXT_BYTES_MAX = 2**24  # Paddle writes a statement for each expert
+STATEMENTS_MAX = 100_000
+OPERANDS_MAX = 4096
+RANGE_MAX = 4096
+
+WORDS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same", "optional", "zeros")
+NUMBERS = ("axis", "num_heads", "num_key_value_groups", "ranks", "src_ranks", "dst_ranks", "count", "size", "pad_to")
+LISTS = ("sizes", "shape")
+TEXTS = ("dtype", "src_dtype", "dst_dtype", "rotary")
+ATTRIBUTES = (*NUMBERS, *LISTS, *TEXTS, "permute", "slice")
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<arrow>->)|(?P<comma>,)|(?P<equals>=)|(?P<turn>\^T\b)"
+    r"|(?P<text>\"[^\"\n]*\"|'[^'\n]*')|(?P<braces>\{[^{}\n]*\})|(?P<list>\[[^\[\]\n]*\])"
+    r"|(?P<regex>/(?:\\.|[^/\\\n])+/)|(?P<name>(?:[\w.$*:@+/]|-(?!>))+))"
+)
+_RANGE = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")
+
+_Made = TypeVar("_Made")
+Number = Expression  # over the sizes that a program names
+
+
+class Operand(NamedTuple):
+    """One name of a statement: a pattern, an expression, a text with its groups, `_` (none of these) or `*` (`rest`)."""
+
+    pattern: NamePattern | None = None
+    regex: SafeExpression | None = None
+    template: str = ""
+    turned: bool = False
+    rest: bool = False
+
+    @property
+    def nothing(self) -> bool:
+        return self.pattern is None and self.regex is None and not self.template and not self.rest
+
+
+class ProgramStatement(NamedTuple):
+    """Tensors on the left become those on the right; `line` and `text` are for people."""
+
+    left: tuple[Operand, ...]
+    right: tuple[Operand, ...]
+    words: frozenset[str]
+    numbers: dict[str, Number]
+    lists: dict[str, tuple[Number, ...]]
+    texts: dict[str, str]
+    permute: tuple[int, ...] | None
+    slices: tuple[tuple[Number | None, Number | None], ...] | None
+    line: int
+    text: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether it changes names only."""
+        held = (self.words - {"optional"}, self.numbers, self.lists, self.texts, self.permute, self.slices)
+        turned = any(operand.turned for operand in (*self.left, *self.right))
+        return not any(held) and not turned and len(self.left) == len(self.right) == 1
+
+    @property
+    def where(self) -> str:
+        return f"line {self.line}, `{self.text}`"
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    column: int
+
+
+def parse_statements(text: str, sizes: Sequence[str]) -> tuple[ProgramStatement, ...]:
+    """All statements of a text, which may use these sizes in braces; `InvalidRequest` with line, column and a hint."""
+    if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"the statements have more than {TEXT_BYTES_MAX} bytes")
+    found = []
+    for number, line in _lines(text):
+        found.append(_Reader(number, line, frozenset(sizes)).statement())
+        if len(found) > STATEMENTS_MAX:
+            raise InvalidRequest(f"line {number}: there are more than {STATEMENTS_MAX} statements")
+    return tuple(found)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty; one that ends with a comma or an arrow goes on in the next."""
+    held, first = "", 0
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = _without_comment(raw).rstrip()
+        first = first if held else number
+        held = f"{held} {line.lstrip()}" if held else line
+        if held.strip() and not held.endswith((",", "->")):
+            yield first, held
+            held = ""
+        held = held if held.strip() else ""
+    if held:
+        yield first, held
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r"(^|\s)#.*", "", line)
+
+
+class _Reader:
+    """Reads one statement."""
+
+    def __init__(self, line: int, text: str, sizes: frozenset[str]) -> None:
+        self._line, self._text, self._sizes, self._at = line, text, sizes, 0
+        self._tokens = list(self._split())
+
+    def statement(self) -> ProgramStatement:
+        left = self._operands(right=False)
+        self._expect("arrow", "-> and what the tensors become")
+        right = self._operands(right=True)
+        words: set[str] = set()
+        made = ProgramStatement(left, right, frozenset(), {}, {}, {}, None, None, self._line, " ".join(self._text.split()))
+        while self._at < len(self._tokens):
+            self._expect("comma", "a comma before the next attribute")
+            made = self._attribute(made, words)
+        self._check(made, words)
+        return made._replace(words=frozenset(words))
+
+    def _split(self) -> Iterator[_Token]:
+        at, stop = 0, len(self._text.rstrip())
+        while at < stop:
+            match = _TOKEN.match(self._text, at)
+            if match is None:
+                at += len(self._text[at:]) - len(self._text[at:].lstrip())
+                raise self._error(at, f"cannot read {self._text[at : at + 12]!r}")
+            kind = match.lastgroup or ""
+            yield _Token(kind, match[kind], match.start(kind))
+            at = match.end()
+
+    def _operands(self, right: bool) -> tuple[Operand, ...]:
+        found = list(self._operand(right))
+        while self._peek(0) == "comma" and not (right and self._is_attribute(self._at + 1)):
+            self._at += 1
+            found += self._operand(right)
+            if len(found) > OPERANDS_MAX:
+                raise self._error(0, f"more than {OPERANDS_MAX} tensors in one statement")
+        return tuple(found)
+
+    def _is_attribute(self, at: int) -> bool:
+        if at >= len(self._tokens):
+            return False
+        token = self._tokens[at]
+        following = self._tokens[at + 1].kind if at + 1 < len(self._tokens) else ""
+        return token.kind == "text" or token.text in WORDS or following == "equals"
+
+    def _operand(self, right: bool) -> Iterator[Operand]:
+        token = self._next("a tensor's name")
+        if token.kind == "regex" and not right:
+            made = [Operand(regex=self._in_place(token, lambda: SafeExpression(token.text[1:-1].replace("\\/", "/"))))]
+        elif token.kind == "regex":
+            made = [Operand(template=token.text[1:-1].replace("\\/", "/"))]
+        elif token.kind != "name":
+            raise self._error(token.column, f"a tensor's name was expected, not {token.text!r}")
+        elif token.text == "_":
+            made = [Operand()]
+        elif token.text == "*":
+            made = [Operand(rest=True)]
+        else:
+            names = self._ranged(token)
+            made = [Operand(pattern=one) for one in self._in_place(token, lambda: [pattern(name, right) for name in names])]
+        turned = self._peek(0) == "turn"
+        self._at += turned
+        for operand in made:
+            if turned and (operand.nothing or operand.rest):
+                raise self._error(token.column, f"{token.text!r} cannot be transposed")
+            yield operand._replace(turned=turned)
+
+    def _ranged(self, token: _Token) -> list[str]:
+        """The names of `name[a:b]`, or the one name."""
+        if self._peek(0) != "list":
+            return [token.text]
+        found = self._tokens[self._at]
+        match = _RANGE.fullmatch(found.text[1:-1])
+        if match is None or not 0 < int(match[2]) - int(match[1]) <= RANGE_MAX:
+            raise self._error(
+                found.column, f"{found.text!r} is no range of 1 to {RANGE_MAX} numbers", hint="as in name[0:8]"
+            )
+        self._at += 1
+        return [f"{token.text}_{number}" for number in range(int(match[1]), int(match[2]))]
+
+    def _attribute(self, made: ProgramStatement, words: set[str]) -> ProgramStatement:
+        token = self._next("an attribute")
+        if token.kind == "text":
+            return self._with_text(made, "dtype", token)
+        if token.text in WORDS and self._peek(0) != "equals":
+            words.add(token.text)
+            return made
+        if token.text not in ATTRIBUTES:
+            raise self._error(
+                token.column, f"there is no attribute {token.text!r}", hint=f"one of {', '.join((*WORDS, *ATTRIBUTES))}"
+            )
+        self._expect("equals", f"= after {token.text}")
+        value = self._next(f"the value of {token.text}")
+        if token.text in TEXTS or (token.text == "sizes" and value.kind != "list"):
+            return self._with_text(made, token.text, value)
+        if token.text in NUMBERS:
+            self._once(made.numbers, token)
+            return made._replace(numbers={**made.numbers, token.text: self._number(value)})
+        items = self._items(value)
+        if token.text == "permute":
+            if not all(item.isdigit() for item in items):
+                raise self._error(value.column, f"{value.text} is no order of dimensions", hint='as in permute="[1,0]"')
+            return made._replace(permute=tuple(map(int, items)))
+        if token.text == "slice":
+            return made._replace(slices=tuple(self._slice(value, item) for item in items))
+        self._once(made.lists, token)
+        return made._replace(lists={**made.lists, token.text: tuple(self._value(value, item) for item in items)})
+
+    def _with_text(self, made: ProgramStatement, name: str, token: _Token) -> ProgramStatement:
+        if token.kind not in ("text", "name"):
+            raise self._error(token.column, f"{name} cannot be {token.text!r}")
+        if name in made.texts:
+            raise self._error(token.column, f"{name} is there twice")
+        return made._replace(texts={**made.texts, name: token.text.strip("\"'")})
+
+    def _once(self, held: Iterable[str], token: _Token) -> None:
+        if token.text in held:
+            raise self._error(token.column, f"{token.text} is there twice")
+
+    def _items(self, token: _Token) -> list[str]:
+        text = token.text.strip("\"'").strip()
+        if token.kind not in ("list", "text") or not (text.startswith("[") and text.endswith("]")):
+            raise self._error(token.column, f"a list was expected, not {token.text!r}", hint="as in [1, 0]")
+        return [item.strip() for item in text[1:-1].split(",")] if text[1:-1].strip() else []
+
+    def _number(self, token: _Token) -> Number:
+        text = token.text.strip("\"'")
+        if token.kind not in ("name", "braces", "text"):
+            raise self._error(token.column, f"a number was expected, not {token.text!r}")
+        return self._value(token, text)
+
+    def _value(self, token: _Token, text: str) -> Number:
+        """A number, or an expression in braces."""
+        inside = text[1:-1] if text.startswith("{") and text.endswith("}") else text
+        if inside == text and not text.isdigit():
+            raise self._error(token.column, f"{text!r} is no number", hint="sizes stand in braces, as in {heads}")
+        expression = self._in_place(token, lambda: parse(inside))
+        unknown = sorted(names_in(expression) - self._sizes)
+        if unknown:
+            raise self._error(token.column, f"{unknown[0]!r} is not in [sizes]", hint="add it to the program's [sizes]")
+        return expression
+
+    def _slice(self, token: _Token, item: str) -> tuple[Number | None, Number | None]:
+        low, colon, high = item.partition(":")
+        if not colon:
+            raise self._error(token.column, f"{item!r} is no part of a dimension", hint="as in slice=[0:32000, :]")
+        begin, end = (self._value(token, text.strip()) if text.strip() else None for text in (low, high))
+        return begin, end
+
+    def _check(self, made: ProgramStatement, words: set[str]) -> None:
+        """What can be told without tensors: that the sides fit together."""
+        left, right = made.left, made.right
+        if any(operand.rest for operand in (*left, *right)):
+            if len(left) != 1 or len(right) != 1 or not left[0].rest or not right[0].rest:
+                raise self._error(0, "* alone stands for all other names, in * -> * and nowhere else")
+        elif any(operand.nothing for operand in left) and (len(left) > 1 or len(right) > 1 or right[0].nothing):
+            raise self._error(0, "a new tensor is written _ -> name")
+        elif any(operand.nothing for operand in right) and len(right) > 1:
+            raise self._error(0, "dropped tensors are written name -> _")
+        if left[0].nothing and any(slot for slot in (right[0].pattern or pattern("x", True)).variables):
+            raise self._error(0, "a new tensor needs a whole name")
+        regexes = [operand for operand in left if operand.regex is not None]
+        if regexes and len(left) > 1:
+            raise self._error(0, "an expression stands alone on its side", hint="use $LAYER_ID where names are joined")
+        if not regexes and any(operand.template for operand in right):
+            raise self._error(0, "/…/ on the right needs an expression on the left")
+        kinds = words & {"fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same"}
+        if len(kinds) > 1:
+            raise self._error(0, f"{' and '.join(sorted(kinds))} exclude each other")
+        if len(left) > 1 and len(right) > 1:
+            raise self._error(0, "many tensors become one, or one becomes many, but not many become many")
+        self._check_attributes(made, words)
+
+    def _check_attributes(self, made: ProgramStatement, words: set[str]) -> None:
+        """Refuse what would do nothing: whoever wrote it believed something else."""
+        fused, fits = words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}, dict[str, bool]()
+        one_to_one = len(made.left) == len(made.right) == 1
+        outside = made.left[0].nothing or made.right[0].nothing
+        fits["num_heads"] = bool(fused - {"fused_ffn"}) or "rotary" in made.texts
+        fits["num_key_value_groups"] = bool(fused - {"fused_ffn"})
+        fits["ranks"] = bool(fused - {"fused_qkv"}) and not one_to_one
+        fits["src_ranks"] = fits["dst_ranks"] = bool(fused - {"fused_qkv"}) and one_to_one
+        fits["size"] = "pad_to" in made.numbers
+        fits["shape"] = outside
+        fits["sizes"] = not fused and not outside and not words & {"stack", "unstack", "same"}
+        fits["permute"] = fits["slice"] = fits["rotary"] = fits["pad_to"] = fits["dst_dtype"] = not outside
+        given = {*made.numbers, *made.lists, *made.texts}
+        given |= {name for name, held in (("permute", made.permute), ("slice", made.slices)) if held is not None}
+        wrong = sorted(name for name in given if not fits.get(name, True))
+        if "zeros" in words and not outside:
+            wrong.append("zeros")
+        if wrong:
+            raise self._error(0, f"{wrong[0]} does nothing in this statement")
+        if made.texts.get("rotary", "halves") not in ("halves", "interleaved"):
+            raise self._error(0, f"rotary={made.texts['rotary']}: it is halves or interleaved")
+        if made.texts.get("sizes", "equal") != "equal":
+            raise self._error(0, f"sizes={made.texts['sizes']}: it is a list, or equal")
+
+    def _expect(self, kind: str, what: str) -> None:
+        token = self._next(what)
+        if token.kind != kind:
+            raise self._error(token.column, f"{what} was expected, not {token.text!r}")
+
+    def _next(self, what: str) -> _Token:
+        if self._at >= len(self._tokens):
+            raise self._error(len(self._text), f"{what} is missing")
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _peek(self, ahead: int) -> str:
+        at = self._at + ahead
+        return self._tokens[at].kind if at < len(self._tokens) else ""
+
+    def _in_place(self, token: _Token, make: Callable[[], _Made]) -> _Made:
+        try:
+            return make()
+        except InvalidRequest as problem:
+            raise self._error(token.column, problem.detail, problem.hint) from None
+
+    def _error(self, column: int, what: str, hint: str = "") -> InvalidRequest:
+        line = f"line {self._line}, column {column + 1}: {what}"
+        return InvalidRequest(line, hint=hint or "docs/programs.md has every form", line=self._line, column=column + 1)

@@ -1,0 +1,44 @@
+"""Where import jobs that wait or run have staged something: a later start of such a job goes on from there."""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy import select
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.naming import Place
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import JobRow
+from holdfast_service.control.jobs.catalog import GOES_ON
+from holdfast_service.storage import Readable
+
+log = logging.getLogger(__name__)
+
+KIND = "import"
+
+
+def wanted_places(database: Database, files: Readable) -> list[Place]:
+    """The places of staging that a sweep has to spare; all places of jobs if the catalog cannot be asked."""
+    there = _places(files)
+    if not there:
+        return []
+    try:
+        with database.read() as session:
+            wanted = select(JobRow.run, JobRow.step).where(JobRow.kind == KIND, JobRow.state.in_(GOES_ON))
+            found = {(run, step) for run, step in session.execute(wanted)}
+    except CheckpointError as away:
+        log.warning("what imports have staged is not swept: %s", away.detail)
+        return there
+    return [place for place in there if (place.run, place.step) in found]
+
+
+def _places(files: Readable) -> list[Place]:
+    found = set()
+    for run in filter(naming.is_run_name, files.list("")):
+        for name in files.list(f"{run}/{naming.STAGING}"):
+            staged = naming.parse_staging_directory(naming.without_progress(name))
+            if staged is not None and naming.is_job_place(staged):
+                found.add(Place(run, *staged))
+    return sorted(found)

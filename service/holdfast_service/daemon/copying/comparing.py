@@ -1,0 +1,80 @@
+"""Compares stored tensors of a source: copies that must be equal, and what a mapping takes to be equal, or zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.filling import fetched
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.region import Box, flat_boxes, intersect, whole
+from holdfast_service.daemon.copying.copies import CopyStopped, Going
+
+COMPARED_BYTES = 2**23  # at once
+
+
+def check_copy(source: ForeignFiles, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
+    """`StateMismatch`, with the key and both files, unless a copy holds the same bytes as the tensor's own pieces."""
+    spec, twin = tensor.spec, tensor._replace(pieces=(copy,), copies=())
+    for part in _parts(spec.dtype, copy.box.shape, going):
+        there = copy.box.place(part)
+        if not _equal(fetched(source, tensor, there), fetched(source, twin, there)):
+            first = next((piece.file for piece in tensor.pieces if intersect(piece.box, there) is not None), copy.file)
+            what = f"tensor {spec.name!r} of group {spec.group!r} is stored in {first} and in {copy.file}"
+            raise StateMismatch(
+                f"{what}, with different values",
+                hint="the source is inconsistent: take another checkpoint, or remove the file that is wrong",
+                tensor=spec.name,
+                files=[first, copy.file],
+            )
+
+
+def check_equal(
+    source: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], equal: Iterable[Sequence[TensorKey]], going: Going
+) -> None:
+    """`StateMismatch`, by name, unless the tensors of each group are equal, bit by bit."""
+    for first, *others in equal:
+        for other in others:
+            ours, theirs = tensors[first], tensors[other]
+            fit = (ours.spec.dtype, ours.spec.shape) == (theirs.spec.dtype, theirs.spec.shape)
+            parts = _parts(ours.spec.dtype, ours.spec.shape, going) if fit else iter(())
+            if not fit or not all(_equal(fetched(source, ours, part), fetched(source, theirs, part)) for part in parts):
+                raise StateMismatch(
+                    f"{first.name!r} and {other.name!r} of group {first.group!r} become one, but differ",
+                    hint="the program does not fit this checkpoint",
+                    tensor=other.name,
+                )
+
+
+def check_zeros(
+    source: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], zeros: Iterable[TensorKey], going: Going
+) -> None:
+    """`StateMismatch`, by name, unless these tensors have no other value than zero."""
+    for key in zeros:
+        spec = tensors[key].spec
+        if any(fetched(source, tensors[key], part).any() for part in _parts(spec.dtype, spec.shape, going)):
+            raise StateMismatch(
+                f"{key.name!r} of group {key.group!r} is left out as zeros, but has other values",
+                hint="the program does not fit this checkpoint",
+                tensor=key.name,
+            )
+
+
+def _parts(dtype: str, shape: tuple[int, ...], going: Going) -> Iterator[Box]:
+    """Boxes that tile a shape, of about `COMPARED_BYTES`."""
+    volume = whole(shape).volume
+    at_once = max(COMPARED_BYTES * 8 // dtypes.bits(dtype), 1)
+    for start in range(0, volume, at_once):
+        if going.ended():
+            raise CopyStopped
+        yield from flat_boxes(start, min(start + at_once, volume), shape)
+
+
+def _equal(ours: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    """Bit by bit, so that NaN equals itself."""
+    return np.array_equal(ours.reshape(-1).view(np.uint8), theirs.reshape(-1).view(np.uint8))

@@ -1,0 +1,93 @@
+"""Exports a checkpoint for another program: its files are planned by `holdfast_formats.exports`, streamed, and read back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import NoSpace
+from holdfast_formats.exports import arranged, kinds, plan
+from holdfast_formats.exports.plan import ExportOptions, ExportPlan
+from holdfast_formats.foreign import committed
+from holdfast_formats.foreign.committed import ExportSource
+from holdfast_service.daemon.copying import streaming
+from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.storage import Readable, Tier
+
+NAMED_MAX = 200  # of what is left out, in a report
+
+
+class ExportTerms(NamedTuple):
+    """What a user asks of an export, in the words of `holdfast export`; `program` is a program's name, or its text."""
+
+    kind: str
+    weights: str = "model"
+    dtype: str | None = None
+    layout: str | None = None
+    program: str | None = None
+
+    def check(self) -> None:
+        """`InvalidRequest` for words that mean nothing, before a checkpoint is read."""
+        kinds.kind_named(self.kind)
+        plan.weights_named(self.weights)
+        if self.dtype is not None:
+            plan.dtype_named(self.dtype)
+
+
+class PlannedExport(NamedTuple):
+    """A checkpoint, and the files that are made of it."""
+
+    source: ExportSource
+    plan: ExportPlan
+    kind: str
+
+    @property
+    def bytes(self) -> int:
+        return self.plan.bytes
+
+
+def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTerms) -> PlannedExport:
+    """Plan the files of an export of the checkpoint in `directory`.
+
+    Raises what planning does: `InvalidRequest`, `NoSuchResource` and `StateMismatch`, by name, for what has no place in the
+    target; and `Damaged`.
+    """
+    terms.check()
+    source = committed.opened(tier, made, directory)
+    program = None if terms.program is None else arranged.compiled(source, terms.program)
+    dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
+    options = ExportOptions(plan.weights_named(terms.weights), dtype, terms.layout, program)
+    return PlannedExport(source, kinds.kind_named(terms.kind).plan(source, options), terms.kind)
+
+
+def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> None:
+    """Write all files into a staging directory, durably, and read them back; an earlier start of the same work is gone on
+    from.
+
+    Raises `NoSpace` before anything is written, `Damaged` for bytes of the checkpoint, or of the copy, that do not match
+    their digest; `CopyStopped`; errors of both sides.
+    """
+    files, there = planned.plan.files, sum(target.size(f"{staging}/{file.name}") or 0 for file in planned.plan.files)
+    if planned.bytes - there > target.free_bytes():
+        raise NoSpace(
+            f"the export needs {planned.bytes} bytes, and {target.free_bytes()} are free",
+            hint="free some space, or go elsewhere",
+        )
+    finished = streaming.stream(planned.source.files, planned.source.listing.tensors, files, target, staging, going)
+    streaming.prove(target, staging, finished, going)
+    target.sync_directory(staging)
+
+
+def report(planned: PlannedExport) -> dict[str, Any]:
+    """What was made, how it differs from the checkpoint, and what of the checkpoint is not in it."""
+    left = planned.plan.left_out
+    told: dict[str, Any] = {
+        "as": planned.kind,
+        "files": len(planned.plan.files),
+        "bytes": planned.bytes,
+        "tensors": planned.plan.tensors,
+        "committed": False,
+        "notes": list(planned.plan.notes),
+        "left_out": [one._asdict() for one in left[:NAMED_MAX]],
+    }
+    return {**told, "more_left_out": len(left) - NAMED_MAX} if len(left) > NAMED_MAX else told

@@ -1,0 +1,70 @@
+"""What an import says of itself: in state.json for ever, and in the result of its job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_formats.disk.packing import natural_key
+from holdfast_service.daemon.copying.importing import PlannedImport
+
+FILES_TOLD = 200  # in a job's result; state.json has all
+NAMED = 3  # tensors of a group, as examples
+
+
+def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
+    """The `source` object of state.json; digests of files are known once everything is `read`."""
+    listing, options = planned.listing, planned.options
+    files = []
+    for use in listing.files:
+        size = planned.source.size(use.file)
+        told: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
+        if read and size is not None and use.use != "unused":
+            told["xxh3"] = planned.source.digest_of(use.file)
+        if use.reason:
+            told["reason"] = _unicode(use.reason)
+        files.append(told)
+    given = {name: value for name, value in options._asdict().items() if value and name != "kind"}
+    said = {} if listing.step is None else {"step": listing.step}
+    return {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned), **given, **said}
+
+
+def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of what: for the result of a job, and of a dry run."""
+    groups: dict[str, Any] = {}
+    for file in planned.plan.files:
+        for tensor in file.tensors:
+            spec = tensor.spec
+            group = groups.setdefault(spec.group, {"tensors": 0, "bytes": 0, "dtypes": set(), "names": []})
+            group["tensors"] += 1
+            group["bytes"] += spec.nbytes
+            group["dtypes"].add(spec.dtype)
+            group["names"].append(spec.name)
+    for group in groups.values():
+        group["dtypes"] = sorted(group["dtypes"])
+        group["names"] = sorted(group["names"], key=natural_key)[:NAMED]
+    for name, values in planned.wanted.documents.items():
+        groups.setdefault(name, {"tensors": 0, "bytes": 0, "dtypes": [], "names": []})["values"] = sorted(values)
+    told = {**source, "files": source["files"][:FILES_TOLD]}
+    if len(source["files"]) > FILES_TOLD:
+        told["more_files"] = len(source["files"]) - FILES_TOLD
+    written = [{"file": file.name, "bytes": file.bytes} for file in planned.files]
+    return {
+        "run": planned.plan.run,
+        "step": planned.plan.step,
+        "tensors": sum(len(file.tensors) for file in planned.plan.files),
+        "groups": groups,
+        "written": written[:FILES_TOLD],
+        "source": told,
+    }
+
+
+def _notes(planned: PlannedImport) -> list[str]:
+    notes, listing = [*planned.listing.notes, *planned.wanted.notes], planned.listing
+    if listing.step is not None and listing.step != planned.plan.step:
+        notes.append(f"the training was at step {listing.step}; the checkpoint is imported as step {planned.plan.step}")
+    return [_unicode(note) for note in notes]
+
+
+def _unicode(text: str) -> str:
+    """The text, with bytes of file names that are no Unicode written out: JSON of other programs cannot hold them."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,102 @@
+"""What becomes of a foreign checkpoint's tensors: each stays what it is, under its name, or a program maps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import optimizer_state
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, TensorKey
+from holdfast_formats.foreign.moves import MappedTensor, same
+from holdfast_formats.programs import CompiledProgram, Program, compile_program, load, read_program
+
+CONFIG = "config.json"
+CONFIG_BYTES_MAX = 2**24
+NAMED = 3  # tensors in a note
+
+Documents = Mapping[str, Mapping[str, Any]]
+
+
+class MappedListing(NamedTuple):
+    """The tensors that an import writes, and the values beside them. Tensors of the source that are in one of `equal` must
+    hold the same bytes, and those in `zeros` nothing else, or the program loses something.
+    """
+
+    tensors: tuple[MappedTensor, ...]
+    documents: Documents
+    notes: tuple[str, ...] = ()
+    equal: tuple[tuple[TensorKey, ...], ...] = ()
+    zeros: tuple[TensorKey, ...] = ()
+
+
+def mapped(files: ForeignFiles, listing: ForeignListing, program: str | None) -> MappedListing:
+    """What an import writes; with a `program`, its name or its text, what that makes of the listing's tensors.
+
+    Raises `InvalidRequest` and `StateMismatch` for a program that cannot be right, or that does not fit the tensors.
+    """
+    if program is None:
+        return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
+    specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
+    made = compile_program(_program(program), specs, _config(files))
+    documents = _renamed(listing.documents, made.names)
+    return MappedListing(tuple(made.tensors.values()), documents, tuple(_notes(made)), made.equal, made.zeros)
+
+
+def _program(given: str) -> Program:
+    """A program by its text, which has a key in it, or by its name."""
+    return read_program(given) if "=" in given else load(given.strip())
+
+
+def _config(files: ForeignFiles) -> Mapping[str, Any]:
+    size = files.size(CONFIG)
+    if size is None:
+        return {}
+    try:
+        found = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
+    if not isinstance(found, dict):
+        raise CorruptManifest(f"{CONFIG} is not a JSON object of at most {CONFIG_BYTES_MAX} bytes", file=CONFIG)
+    return found
+
+
+def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:
+    """The documents with the optimizer's parameters under the names that they get."""
+    held = documents.get(optimizer_state.GROUP, {}).get(optimizer_state.KEY)
+    if held is None:
+        return documents
+    if any(held.get(key) for key in ("state", "masters", "kinds")):
+        raise StateMismatch(
+            "the optimizer has values of parameters, which no program maps", hint="import it without a program"
+        )
+    groups: list[tuple[list[str], Mapping[str, Any]]] = []
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(value for key, value in held.get("groups", {}).items() if key != "$keys"):
+        made = list(dict.fromkeys(new for name in group.get("params", ()) for new in names.get(name, ())))
+        for name in made:
+            if group_of.setdefault(name, number) != number:
+                raise StateMismatch(
+                    f"{name!r} is made of parameters of two groups of the optimizer", hint="import it without the optimizer"
+                )
+        groups.append((made, {key: value for key, value in group.items() if key not in ("params", "$keys")}))
+    optim = {**documents[optimizer_state.GROUP], optimizer_state.KEY: {**held, **optimizer_state.document(groups)}}
+    return {**documents, optimizer_state.GROUP: optim}
+
+
+def _notes(made: CompiledProgram) -> list[str]:
+    notes = [f"the tensors were mapped by the program {made.program!r}", *made.notes]
+    notes += [f"{lost.elements} elements of {lost.key.name!r} are left out: {lost.why}" for lost in made.lost]
+    if made.added:
+        notes.append(f"made of nothing, as zeros: {_some(key.name for key in made.added)}")
+    rounded = [cast.key.name for cast in made.casts if not cast.lossless]
+    if rounded:
+        notes.append(f"rounded to another type, which loses digits: {_some(rounded)}")
+    return notes
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return ", ".join(map(repr, listed[:NAMED])) + more

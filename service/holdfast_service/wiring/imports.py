@@ -1,0 +1,148 @@
+"""Wires imports, from the request to the commit: what is staged is read back before anybody sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.disk import state_json
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
+from holdfast_formats.naming import Place
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.jobs.runner import Interrupted
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying import import_report, importing, streaming
+from holdfast_service.daemon.copying.copies import read_back, read_pair
+from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
+from holdfast_service.storage import Readable, Tier
+from holdfast_service.wiring.progress import Progress, going
+
+
+class WantedImport(NamedTuple):
+    """What is imported as which checkpoint. `dry_run` asks only what would become of what; `again` is true for a job that an
+    earlier start of the service has begun.
+    """
+
+    run: str
+    step: int
+    options: ImportOptions = ImportOptions()
+    dry_run: bool = False
+    again: bool = False
+
+
+class Importer:
+    """Makes checkpoints of one root."""
+
+    def __init__(self, tier: Tier, decisions: Decisions) -> None:
+        self._tier, self._decisions = tier, decisions
+
+    def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+        """Make a checkpoint from `source`, or say what would be made; it is read back, and then counts as verified."""
+        if importing.is_checkpoint(source) and wanted.options.kind in (None, OURS):
+            return self._copy(source, wanted, progress)
+        if wanted.options.kind == OURS:
+            raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
+        try:
+            attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
+        except AlreadyCommitted:
+            if not wanted.again:
+                raise
+            return self._committed_before(source, wanted)
+        planned = importing.plan_import(source, Goal(wanted.run, wanted.step, attempt), wanted.options)
+        if wanted.dry_run:
+            return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
+        planned = planned._replace(node=self._decisions.node_of_many)
+        try:
+            return self._made(planned, progress)
+        except Interrupted:
+            raise  # the job goes on from what is staged
+        except BaseException:
+            streaming.discard(self._tier, planned.place.path)
+            raise
+
+    def _made(self, planned: PlannedImport, progress: Progress) -> dict[str, Any]:
+        imports, staging = self._decisions.imports(), planned.place.path
+        imports.admit(importing.left_of(planned, self._tier))
+        ahead = going(progress, 2 * planned.bytes)
+        receipt = importing.write(planned, self._tier, ahead)
+        source = import_report.source_of(planned)
+        plan = planned.plan._replace(state=state_json.with_source(planned.plan.state, source))
+        vouched = imports.vouch(plan, receipt)
+        for name in (naming.MANIFEST, naming.COMMIT):  # of a start that was killed while it committed
+            if self._tier.size(f"{staging}/{name}") is not None:
+                self._tier.remove_file(f"{staging}/{name}")
+        for name, data in vouched.small.items():
+            importing.put_again(self._tier, f"{staging}/{name}", data)
+        read_back(self._tier, staging, vouched.made, ahead)
+        made = imports.publish(planned.place, vouched.encoded, vouched.commit)
+        return self._done(planned, source, made)
+
+    def _done(self, planned: PlannedImport, source: dict[str, Any], made: Manifest) -> dict[str, Any]:
+        streaming.forget(self._tier, planned.place.path)
+        self._decisions.findings.sound(made.run, made.step, made=made)
+        return {**import_report.report(planned, source), **_counts(made)}
+
+    def _committed_before(self, source: Readable, wanted: WantedImport) -> dict[str, Any]:
+        """The result of a job whose service was killed when it had committed; `AlreadyCommitted` for anything else."""
+        taken = AlreadyCommitted(
+            f"{wanted.run}@{wanted.step} is already committed", hint="remove it, or choose another step"
+        )
+        path = naming.checkpoint_path(wanted.run, wanted.step)
+        try:
+            told = state_json.source_of(self._tier.read(f"{path}/{naming.STATE}"))
+        except (Damaged, NotFound):
+            raise taken from None
+        if told is None:
+            raise taken
+        planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.options)
+        if told.get("job") != planned.job:
+            raise taken
+        return self._done(planned, dict(told), self._verified(wanted.run, wanted.step))
+
+    def _copy(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+        """Copy a Holdfast checkpoint."""
+        if wanted.options._replace(kind=None) != ImportOptions():
+            raise InvalidRequest(
+                "a Holdfast checkpoint is copied as it is",
+                hint="leave out the options that change names, layouts or tensors",
+            )
+        imports, run, step = self._decisions.imports(), wanted.run, wanted.step
+        place = Place(run, step, naming.NO_ATTEMPT)
+        pair = read_pair(source, "")
+        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt), place.path, imports.way(run))
+        if wanted.dry_run:
+            return {
+                "run": run,
+                "step": step,
+                "dry_run": True,
+                "source": {"kind": OURS, "files": [], "notes": []},
+                **_counts(pair.made),
+            }
+        plan = importing.counted(pair.made)
+        imports.admit(plan._replace(run=run, step=step))
+        self._tier.remove_tree(place.path)
+        try:
+            copied = importing.copy_in(source, self._tier, goal, going(progress, 2 * plan.bytes))
+            imports.publish(place, copied.encoded, copied.commit)
+        except BaseException:
+            self._tier.remove_tree(place.path)
+            raise
+        made = self._verified(run, step)
+        self._decisions.findings.sound(run, step, made=made)
+        return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(made)}
+
+    def _verified(self, run: str, step: int) -> Manifest:
+        with self._decisions.reading(run, step):
+            return verify(self._tier, naming.checkpoint_path(run, step))
+
+
+OURS = "holdfast"
+
+
+def _counts(made: Manifest) -> dict[str, Any]:
+    return {"tensors": sum(len(named) for named in made.tensors.values()), "files": len(made.files), "bytes": made.bytes}
+
+
+def _dry(planned: PlannedImport) -> dict[str, Any]:
+    return {"dry_run": True, "files": len(planned.files) + len(planned.plan.assets), "bytes": planned.bytes}

@@ -1,0 +1,114 @@
+"""`holdfast export --as`: for another program, from a directory or by a service, with a report that people read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from holdfast_formats import naming
+from tests.checkpoints import build, flip
+from tests.client.test_cli import call, call_json
+from tests.serving import served
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
+STEP = naming.checkpoint_path("llama", 5)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = LlamaConfig(vocab_size=32, num_hidden_layers=1, max_position_embeddings=16, tie_word_embeddings=True, **SIZES)
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def _arrays(seed: int) -> dict[str, np.ndarray]:
+    """Random weights in the model's names, tied ones once."""
+    torch.manual_seed(seed)
+    state = LlamaForCausalLM(CONFIG).state_dict()
+    return {name: tensor.numpy() for name, tensor in state.items() if name not in TIED}
+
+
+AVERAGES = _arrays(1)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with a checkpoint that has averages, and no service."""
+    model = {name: array.astype(ml_dtypes.bfloat16) for name, array in _arrays(0).items()}
+    groups = {"model": model, "ema": {**AVERAGES, "n_averaged": np.array(7)}, "extra": {}}
+    config = CONFIG.to_json_string().replace('"dtype": null', '"dtype": "bfloat16"').encode()
+    build(tmp_path / "root" / STEP, groups, run="llama", assets={"config.json": config}, aliases={"model": TIED})
+    monkeypatch.setenv("HOLDFAST_URL", "")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")
+    return tmp_path / "root"
+
+
+def test_averages_load_in_transformers(root: Path, tmp_path: Path) -> None:
+    """`from_pretrained` has the averages in the dtype that was asked for, tied again."""
+    done = call_json(
+        "export", "llama@latest", tmp_path / "a" / "out", "--as", "hf", "--weights", "ema", "--dtype", "fp32", "--root", root
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "out", dtype="auto")
+    state = loaded.state_dict()
+    assert loaded.dtype == torch.float32 and state["lm_head.weight"] is not None
+    for name, array in AVERAGES.items():
+        assert np.array_equal(state[name].numpy(), array), name
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert (done["as"], done["to"]) == ("hf", str(tmp_path / "a" / "out"))
+    assert {one["what"] for one in done["left_out"]} == {"ema/n_averaged", "values extra/lr"}
+
+
+def test_a_service_does_it_as_a_job(root: Path, tmp_path: Path) -> None:
+    """Below its export root; the report is printed: what was converted, and what is not in it."""
+    (tmp_path / "place").mkdir()
+    with served(root, tmp_path / "place") as service:
+        said = call("export", "llama@5", "out", "--as", "hf", "--weights", "ema", "--url", service.url)
+    assert said.exit_code == 0, said.output
+    for part in ("exported", "as hf", "rounded from float32 to bfloat16", "left out", "ema/n_averaged"):
+        assert part in said.output
+    found = load_file(tmp_path / "place" / "out" / "model.safetensors")
+    assert found["model.norm.weight"].tobytes() == AVERAGES["model.norm.weight"].astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_a_directory_is_exported_without_a_root(root: Path, tmp_path: Path) -> None:
+    """A checkpoint's directory anywhere, through a program of a file."""
+    program = tmp_path / "mine.toml"
+    program.write_text(
+        "name = 'mine'\nfrom = 'hf'\nto = 'mine'\nstatements = '''\nmodel.norm.weight -> final.weight\n* -> *\n'''\n"
+    )
+    assert call("export", root / STEP, tmp_path / "out", "--as", "hf", "--program", program).exit_code == 0
+    assert "final.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["--as", "gguf"], 2, "no way to export as 'gguf'"),
+        (["--as", "hf", "--model-only"], 2, "cannot be combined"),
+        (["--dtype", "bf16"], 2, "--dtype needs --as"),
+        (["--as", "hf", "--dtype", "int8"], 2, "'int8'"),
+        (["--as", "hf", "--weights", "master"], 3, "no group 'master'"),
+        (["--as", "hf", "--program", "missing.toml"], 2, "no file missing.toml"),
+        (["--as", "peft"], 3, "no adapter"),
+    ],
+)
+def test_what_is_refused(root: Path, tmp_path: Path, words: list[str], status: int, says: str) -> None:
+    """With the exit status of the error, a sentence, and nothing written."""
+    said = call("export", "llama@5", tmp_path / "out", *words, "--root", root)
+    assert said.exit_code == status and says in said.output
+    assert sorted(os.listdir(tmp_path)) == ["root"]
+
+
+def test_nothing_is_left_of_what_fails(root: Path, tmp_path: Path) -> None:
+    """Damage is named; a target that is there stays; one inside of the checkpoint is refused."""
+    (tmp_path / "there").mkdir()
+    assert call("export", "llama@5", tmp_path / "there", "--as", "hf", "--root", root).exit_code == 4
+    assert call("export", "llama@5", root / STEP / "out", "--as", "hf", "--root", root).exit_code == 2
+    flip(next((root / STEP).glob("model*.safetensors")), -1 + 4097)
+    assert call("export", "llama@5", tmp_path / "out", "--as", "hf", "--root", root).exit_code == 5
+    assert sorted(os.listdir(tmp_path)) == ["root", "there"] and not os.listdir(tmp_path / "there")

@@ -1,0 +1,58 @@
+"""What is stored twice, what a program joins into one, and what it leaves out as zeros is looked at, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_service.daemon.copying import comparing
+from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.storage import PosixTier
+from tests.daemon.copying.test_streaming import Model
+
+ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """Equal tensors with NaN, one that differs in its last element, another shape, and zeros; compared in small parts."""
+    monkeypatch.setattr(comparing, "COMPARED_BYTES", 8)
+    odd = np.where(ARRAY == 3, np.nan, ARRAY).astype(np.float32)
+    made = Model(tmp_path / "source")
+    other = odd.copy()
+    other[1, 2] += 1
+    last = np.zeros(7, np.float32)
+    last[6] = 1e-40
+    arrays = {"a": odd, "b": odd, "other": other, "flat": odd.reshape(6), "zeros": -np.zeros(7, np.float32), "last": last}
+    for name, array in arrays.items():
+        made.add(name, array)
+    return made
+
+
+def key(name: str) -> TensorKey:
+    return TensorKey("model", name)
+
+
+def test_equal(model: Model) -> None:
+    source = PosixTier(model.directory)
+    comparing.check_equal(source, model.tensors, [(key("a"), key("b")), (key("flat"),)], Going())
+    for other in ("other", "flat"):
+        with pytest.raises(StateMismatch, match=f"'a' and '{other}'"):
+            comparing.check_equal(source, model.tensors, [(key("a"), key("b"), key(other))], Going())
+
+
+def test_zeros(model: Model) -> None:
+    source = PosixTier(model.directory)
+    comparing.check_zeros(source, model.tensors, [key("zeros")], Going())
+    with pytest.raises(StateMismatch, match="'last'"):
+        comparing.check_zeros(source, model.tensors, [key("zeros"), key("last")], Going())
+
+
+def test_it_can_be_stopped(model: Model) -> None:
+    stopped = Going(ended=lambda: True)
+    with pytest.raises(CopyStopped):
+        comparing.check_zeros(PosixTier(model.directory), model.tensors, [key("zeros")], stopped)

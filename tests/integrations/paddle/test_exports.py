@@ -1,0 +1,95 @@
+"""What is exported for Paddle is what PaddleFormers' trainer holds after it has resumed from it, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast_formats.exports import kinds
+from holdfast_formats.exports.plan import ExportOptions
+from tests.formats.exports.sources import BETAS, llama, made, trained, values_of, write
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 12,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+TURNED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MOMENTS = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
+
+
+def _in_paddle(name: str, array: np.ndarray) -> np.ndarray:
+    return array.T if any(f"{linear}.weight" in name for linear in TURNED) else array
+
+
+def _loaded(directory: Path, kind: str) -> dict[str, np.ndarray]:
+    out = directory.parent / "held.npz"
+    words = [sys.executable, "-m", "tests.integrations.paddle.loading", str(directory), kind, str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with np.load(out) as held:
+        return dict(held)
+
+
+@pytest.mark.parametrize("kind", ["uc", "flex"])
+@pytest.mark.parametrize("how", ["bfloat16", "float32", "tied"])
+def test_paddleformers_resumes(tmp_path: Path, kind: str, how: str) -> None:
+    """Model, masters, moments, powers of beta, step and learning rate; of a bfloat16, an FP32 and a tied model."""
+    weights = llama(hidden=16)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if how == "tied" else {}
+    if how == "tied":
+        del weights["lm_head.weight"]
+    groups = trained(weights, step=3)
+    if how == "float32":
+        groups |= {"model": {name: array.astype(np.float32) for name, array in weights.items()}, "master": {}}
+    config = {**CONFIG, "torch_dtype": "float32" if how == "float32" else "bfloat16", "tie_word_embeddings": bool(tied)}
+    source = made(
+        tmp_path / "step",
+        groups,
+        assets={"config.json": json.dumps(config).encode()},
+        ranks=values_of(list(weights)),
+        step=3,
+        aliases={"model": tied},
+    ).source
+    plan = kinds.kind_named(f"paddle-{kind}").plan(source, ExportOptions())
+    held = _loaded(write(source, plan, tmp_path / "checkpoint-3"), kind)
+    assert (int(held.pop("step")), int(held.pop("last_epoch")), float(held.pop("last_lr"))) == (3, 3, 1e-3)
+    expected = {}
+    for group, named in groups.items():
+        for name, array in named.items():
+            owner, _, word = name.rpartition("/")
+            if group in ("model", "master"):
+                expected[f"{group}:{name}"] = _in_paddle(name, array.astype(np.float32))
+            elif word in MOMENTS:
+                expected[f"optim:{owner}/{MOMENTS[word]}"] = _in_paddle(owner, array)
+    for alias, name in tied.items():
+        expected[f"model:{alias}"] = expected[f"model:{name}"]
+    powers = {key: held.pop(key) for key in list(held) if key.endswith("_pow_acc_0")}
+    if tied:  # Paddle has one parameter with two names, of which it remembers one
+        held = {key.replace(alias, name) if not key.startswith("model:") else key: a for key, a in held.items()}
+        powers = {key.replace(alias, name): value for key, value in powers.items()}
+    assert held.keys() == expected.keys()
+    for key, array in expected.items():
+        assert held[key].shape == array.shape and np.array_equal(held[key], array), key
+    for number, beta in enumerate(BETAS, 1):
+        value = np.float32(beta)
+        for _ in range(3):
+            value = value * np.float32(beta)
+        found = [power for key, power in powers.items() if key.endswith(f"beta{number}_pow_acc_0")]
+        assert len(found) == len(weights) and all(np.array_equal(power, [value]) for power in found)
