@@ -151,9 +151,12 @@ class Gathering:
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate
         self.tie()
-        documents = {"extra": self.progress.documents} if self.progress.documents else {}
+        documents: dict[str, dict[str, Any]] = {}
+        # Files and not values of group `extra`: a trainer refuses to restore values that it has no use for.
+        told = {f"{key}.json": json.dumps(value, indent=1).encode() for key, value in self.progress.documents.items()}
         steps = sorted(key.name.removesuffix("/step") for key in self.tensors if key.name.endswith("/step"))
         if steps:
+            documents["extra"] = {}  # a trainer asks for the group
             documents[optimizer_state.GROUP] = {optimizer_state.KEY: optimizer_state.document([(steps, hyper)])}
         rest = leftovers.sort_out(self.files, names, {*used, *self.progress.files})
         uses = [FileUse(name, "tensors") for name in used] + [FileUse(name, "state") for name in self.progress.files]
@@ -165,6 +168,7 @@ class Gathering:
             rest.assets,
             tuple(self.notes),
             self.progress.step,
+            told,
         )
 
 

@@ -62,8 +62,8 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     reader.optimizer(sets[OPTIMIZER])
     gathering.tensors = {made.key: made for tensor in gathering.tensors.values() for made in [_of_peft(tensor, options)]}
     listing = gathering.listing(NAME, names, sorted(used))
-    made = {} if options.as_is else {PEFT_CONFIG: _peft_config(config)}
-    return listing._replace(made_assets=made)
+    made = {} if options.as_is or PEFT_CONFIG in names else {PEFT_CONFIG: _peft_config(config)}
+    return listing._replace(made_assets={**listing.made_assets, **made})
 
 
 def _in_paddle(held: FileSet) -> FileSet:

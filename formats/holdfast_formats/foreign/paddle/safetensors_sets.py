@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.gathering import read_json
+from holdfast_formats.foreign.paddle.static_names import every_place
 from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors")
@@ -109,26 +110,24 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
         ranks[name] = dict(place).get("tp", 0)
     first = next(iter(places))
     degrees = [max(dict(place).get(axis, 0) for place in places) + 1 for axis, _ in first]
-    wanted = range(1, shards + 1) if isinstance(shards, int) and shards > 1 else None
-    for numbered in product(*(range(degree) for degree in degrees)):
+    for numbered in every_place(degrees):
         named = tuple((axis, number) for (axis, _), number in zip(first, numbered, strict=True))
-        found = places.get(named, set())
-        numbers = range(1, max(found, default=0) + 1) if wanted is None else wanted
-        if not found or (found not in ({0}, set(numbers)) if wanted is None else found != set(wanted)):
+        missing = _missing(places.get(named, set()), shards if isinstance(shards, int) and shards > 1 else None)
+        if missing is not None:
             suffix = "_".join(f"{axis}{number:02d}" for axis, number in named)
-            missing = sorted(set(numbers) - found)
-            name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing[0]:04d}" if missing else "")
+            name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing:04d}" if missing else "")
             raise CorruptManifest(f"{name} is missing", hint=_INCOMPLETE, file=name)
-    if len(places) != _product(degrees):
+    if len(places) != prod(degrees):
         raise StateMismatch(f"the names of {held[0]} and {held[-1]} do not fit together", file=held[-1])
     return ranks, max((dict(place).get("tp", 0) for place in places), default=0) + 1, len(places)
 
 
-def _product(numbers: Iterable[int]) -> int:
-    made = 1
-    for number in numbers:
-        made *= number
-    return made
+def _missing(found: set[int], shards: int | None) -> int | None:
+    """The first number of a rank's files that is missing; 0 is a file without a number."""
+    if shards is None and found == {0}:
+        return None
+    last = shards or max(found, default=0)
+    return next((number for number in range(min(last, 1), last + 1) if number not in found), None)
 
 
 def _check_index(held: FileSet) -> None:

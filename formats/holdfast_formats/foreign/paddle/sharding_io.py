@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, Tenso
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, tensor_parallel
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
-from holdfast_formats.foreign.paddle.static_names import META, RankPlace, StaticNames, place_of
+from holdfast_formats.foreign.paddle.static_names import META, RankPlace, StaticNames, every_place, place_of
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.region import Shape
@@ -63,7 +62,7 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
         sizes = [max(place[axis] for place in files) + 1 for axis in range(len(RankPlace._fields))]
         if len(files) == prod(sizes):
             continue
-        missing = next(RankPlace(*numbers) for numbers in product(*map(range, sizes)) if RankPlace(*numbers) not in files)
+        missing = next(RankPlace(*numbers) for numbers in every_place(sizes) if RankPlace(*numbers) not in files)
         rank = ", ".join(
             f"{axis} {number}" for axis, number, size in zip(missing._fields, missing, sizes, strict=True) if size > 1
         )

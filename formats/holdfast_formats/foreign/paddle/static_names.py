@@ -6,7 +6,7 @@ Paddle's optimizers know a parameter by a static name such as `linear_0.w_0`, it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
@@ -33,6 +33,16 @@ def place_of(suffix: str) -> RankPlace:
     return RankPlace(**{_AXES[axis]: int(number) for axis, number in found if axis in _AXES})
 
 
+def every_place(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All numbers of ranks in axes of these sizes, one after the other: names of files may claim any size."""
+    if not sizes:
+        yield ()
+        return
+    for number in range(sizes[0]):
+        for rest in every_place(sizes[1:]):
+            yield (number, *rest)
+
+
 class NamedParameter(NamedTuple):
     """What the metadata say of a parameter on a rank."""
 
@@ -51,14 +61,17 @@ class StaticNames:
         self._static: dict[tuple[int, int, int], dict[str, str]] = {}
         self._canonical: dict[tuple[int, int, int], dict[str, str]] = {}
         self._parameters: dict[tuple[int, int, int], dict[str, NamedParameter]] = {}
-        for key, stated in ((meta or {}).get("sharding_metas") or {}).items():
-            numbers = {_AXES[axis]: int(number) for axis, number in re.findall(r"([a-z]+)(\d+)", key) if axis in _AXES}
-            at = RankPlace(**numbers)
-            where = (at.tp, at.pp, at.moe)
-            if not isinstance(stated, dict) or not isinstance(stated.get("structure_name_mapping"), dict):
-                raise CorruptManifest(f"{META}: {key} has no structure_name_mapping", file=META)
-            described = stated.get("param_meta") or {}
-            for name, static in stated["structure_name_mapping"].items():
+        metas = {} if meta is None else meta.get("sharding_metas")
+        if not isinstance(metas, dict):
+            raise CorruptManifest(f"{META} has no sharding_metas", file=META)
+        for key, stated in metas.items():
+            at = place_of(key)
+            names = stated.get("structure_name_mapping") if isinstance(stated, dict) else None
+            described = (stated.get("param_meta") or {}) if isinstance(stated, dict) else None
+            if not isinstance(names, dict) or not isinstance(described, dict):
+                raise CorruptManifest(f"{META}: {key} has no structure_name_mapping, or no param_meta", file=META)
+            for name, static in names.items():
+                where = (at.tp, at.pp, at.moe)
                 self._name(where, name, str(static))
                 self._parameters.setdefault(where, {})[name] = _parameter(name, described.get(name))
             self.flat |= str(stated.get("sharding_strategy")).lower().endswith("v2")
@@ -111,6 +124,9 @@ class StaticNames:
 
 
 def _parameter(name: str, stated: Any) -> NamedParameter:
-    if not isinstance(stated, list) or len(stated) < 3 or not isinstance(stated[0], list):
+    if stated is None:
         return NamedParameter(name, None, None, None)
+    fits = isinstance(stated, list) and len(stated) >= 3 and isinstance(stated[0], list) and isinstance(stated[1], int)
+    if not fits or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in stated[0]):
+        raise CorruptManifest(f"{META}: {stated!r} does not describe {name!r}", file=META, tensor=name)
     return NamedParameter(name, tuple(stated[0]), _DTYPES.get(stated[1]), bool(stated[2]))

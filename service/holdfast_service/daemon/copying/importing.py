@@ -102,7 +102,9 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
     layouts = pack(one.spec for one in targets.values())
     files = tuple(_target(layout, targets) for layout in layouts)
-    for name in listing.assets:
+    sizes = {name: watched.size(name) or 0 for name in listing.assets}
+    sizes |= {name: len(data) for name, data in listing.made_assets.items()}
+    for name in sizes:
         naming.check_asset(name)
     plan = WritePlan(
         run=naming.check_run(goal.run),
@@ -112,7 +114,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
         groups=tuple(sorted({key.group for key in targets} | wanted.documents.keys())),
         files=tuple(_planned(layout) for layout in layouts),
         aliases={},
-        assets=tuple(PlannedAsset(0, Blob(name, 0, watched.size(name) or 0)) for name in listing.assets),
+        assets=tuple(PlannedAsset(0, Blob(name, 0, size)) for name, size in sizes.items()),
         metrics={},
         mesh={},
         state=b"",
@@ -137,7 +139,12 @@ def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
     finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
-        entries.append(_put_asset(planned, target, asset.blob, going))
+        made = planned.listing.made_assets.get(asset.blob.name)
+        if made is None:
+            entries.append(_put_asset(planned, target, asset.blob, going))
+            continue
+        put_again(target, f"{staging}/{asset.blob.name}", made)
+        entries.append(FileEntry(asset.blob.name, len(made), 0, digest(made)))
     planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
     planned.source.check_names()
     extents: dict[str, dict[str, Any]] = {}

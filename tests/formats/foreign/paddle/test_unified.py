@@ -34,7 +34,9 @@ def test_what_paddle_wrote_is_exact(name: str) -> None:
     uses = {use.file: use.use for use in listing.files}
     assert uses["config.json"] == "asset"
     assert uses["trainer_state.bin"] == uses["scheduler.pdparams"] == "state"
-    assert listing.documents["extra"]["paddle_trainer_state"]["global_step"] == 2
+    assert json.loads(listing.made_assets["paddle_trainer_state.json"])["global_step"] == 2
+    assert json.loads(listing.made_assets["paddle_scheduler.json"])["last_lr"] == 0.001
+    assert listing.documents["extra"] == {}  # a trainer asks for the group, and would refuse what it has no use for
     ((_, group),) = [held for held in listing.documents["optim"]["optimizer"]["groups"].items() if held[0] != "$keys"]
     assert group["betas"] == {"$tuple": [0.9, 0.999]}
     assert group["lr"] == 0.001
@@ -157,6 +159,12 @@ def test_a_missing_part_of_a_shard(tmp_path: Path) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "optimizer.tp01.safetensors_shard_0002").unlink()
     with pytest.raises(CorruptManifest, match=r"optimizer\.tp01\.safetensors_shard_0002 is missing"):
+        read(KIND, folder)
+    (folder / "optimizer.safetensors.index.json").write_text(json.dumps({"optim_shard_num": 2**70}))
+    with pytest.raises(CorruptManifest, match=r"optimizer\.tp00\.safetensors_shard_0003 is missing"):
+        read(KIND, folder)
+    (folder / "optimizer.tp01.safetensors_shard_0001").rename(folder / "optimizer.tp99999999999.safetensors_shard_0001")
+    with pytest.raises(CorruptManifest, match="is missing"):
         read(KIND, folder)
 
 
