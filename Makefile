@@ -20,7 +20,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash fuzz attack cluster cluster-long e2e browser engine integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -53,7 +53,7 @@ cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on 
 	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
 
 # Some ten minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
-cluster-long: $(READY) ## the same, and killed at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
+soak: $(READY) ## the same, and killed at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
 	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
 
 e2e: $(READY) ## the demo and other long runs, as tests
