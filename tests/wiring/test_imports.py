@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,15 @@ def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path)
     with pytest.raises(InvalidRequest, match="copied as it is"):
         importer.bring(committed, WantedImport("mine", 1, ImportOptions(as_is=True)), Quiet())
     assert importer.bring(committed, WantedImport("mine", 1, dry_run=True), Quiet())["source"]["kind"] == "holdfast"
+
+
+def test_one_that_was_never_committed(importer: Importer, tmp_path: Path) -> None:
+    """Without COMMIT its weights look like a Hugging Face model, whose import would leave state.json out."""
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "root" / naming.checkpoint_path(RUN, 5), copied)
+    (copied / naming.COMMIT).unlink()
+    with pytest.raises(StateMismatch, match="it was not committed"):
+        importer.bring(PosixTier(copied), WantedImport("mine", 1), Quiet())
 
 
 class Spoiling(Quiet):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast_formats.foreign import hugging_face, torch_values
+from holdfast_formats.foreign import directories, hugging_face, torch_values
 from holdfast_formats.foreign.deepspeed_files import LATEST, ZeroFiles, refused
 from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
@@ -64,7 +64,7 @@ def uses(files: ForeignFiles, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tup
         elif _RANDOM.fullmatch(name):
             found.append(FileUse(name, "unused", "states of random number generators by rank, as Python objects"))
         elif files.size(name) is None:
-            found.append(FileUse(name, "unused", "a directory that is not the checkpoint's"))
+            found.append(FileUse(name, "unused", directories.why_unused(files, name)))
         else:
             raise refused(name, "is no file of this kind of checkpoint", "move it away if it does not belong to it")
     return tuple(found), assets

@@ -13,7 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign import hugging_face_names
+from holdfast_formats.foreign import directories, hugging_face_names
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
@@ -139,9 +139,11 @@ def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def why_unused(files: ForeignFiles, name: str) -> str:
-    """Why a name beside the weights is not copied, if it is not one of the files that hold tensors."""
+    """Why a name beside the weights is not copied, if it is not one of the files that hold tensors. `StateMismatch`, by
+    path, for a directory with files that may.
+    """
     if files.size(name) is None:
-        return "a directory or a link; a Hugging Face model is in regular files at the top"
+        return directories.why_unused(files, name)
     return "a checkpoint cannot have a file of this name"
 
 

@@ -21,9 +21,10 @@ _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 
 # The same weights once more, as other programs want them; whoever reads the safetensors files needs none of these.
 _COPIES = re.compile(
-    r"pytorch_model.*\.bin(\.index\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
-    r"|.*\.gguf|consolidated.*\.pth|training_args\.bin"
+    r"pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
+    r"|.*\.gguf|consolidated.*\.pth"
 )
+_ARGUMENTS = "training_args.bin"
 # What a training left beside its weights, by the names that frameworks give it.
 _TRAINING = re.compile(
     r"optim(izer)?[-._].*|optimizer|optimizer_state|master_weights?([-._].*)?|model_state|scheduler\..*|scaler\..*|rng_state.*"
@@ -64,6 +65,9 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...
             continue
         if _COPIES.fullmatch(name):
             copies.append(FileUse(name, "unused", "the weights once more, as another program stores them"))
+            continue
+        if name == _ARGUMENTS:
+            copies.append(FileUse(name, "unused", "the arguments of a trainer, as Python objects; yours has its own"))
             continue
         if _TRAINING.fullmatch(name):
             raise StateMismatch(

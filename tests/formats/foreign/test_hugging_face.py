@@ -92,6 +92,8 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
         "model.pdparams",
         "ema.safetensors",
         "something.ckpt",
+        "pytorch_model_1.bin",
+        "pytorch_model_ema.bin",
         "other.safetensors",
     ],
 )

@@ -9,18 +9,19 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
-from holdfast_formats.foreign.paddle import computed, leftovers, progress
+from holdfast_formats.foreign.paddle import agreement, computed, leftovers, progress
 from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.paddle.transposition import Linears, linears, turned
 from holdfast_formats.region import Shape, whole
 
 CONFIG = "config.json"
+JSON_BYTES_MAX = 2**28
 ROWS_COMPARED = 16  # of embeddings that may be tied
 HALF = {"bfloat16": "BF16", "float16": "F16"}
 _MOMENTS = {FIRST: "exp_avg", SECOND: "exp_avg_sq"}
@@ -32,7 +33,7 @@ class Gathering:
 
     def __init__(self, files: ForeignFiles, options: ReadOptions) -> None:
         self.files, self.options = files, options
-        self.config = read_json(files, CONFIG) if files.size(CONFIG) is not None else None
+        self.config = read_json(files, CONFIG) if CONFIG in files.list("") else None
         self.progress = progress.read(files)
         self.tensors: dict[TensorKey, ForeignTensor] = {}
         self.shapes: dict[str, Shape] = {}  # of parameters, in Paddle's layout
@@ -131,6 +132,10 @@ class Gathering:
                     self.tensors.setdefault(other, renamed(tensor, *other))
         self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
 
+    def _tied(self) -> Collection[str]:
+        """Embeddings of which Paddle may keep only one as a weight, and the state of the other."""
+        return _TIED if self.config is None or self.config.get("tie_word_embeddings") else ()
+
     def _alike(self, first: ForeignTensor, second: ForeignTensor) -> bool:
         """Whether embeddings are tied, without a config.json: one has no state of its own, and both begin with the same."""
         groups = ("master", optimizer_state.GROUP)
@@ -151,6 +156,8 @@ class Gathering:
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate
         self.tie()
+        if not self.options.as_is:
+            self.notes += agreement.check(self.tensors, self._tied(), self.progress.step is not None)
         documents: dict[str, dict[str, Any]] = {}
         # Files and not values of group `extra`: a trainer refuses to restore values that it has no use for.
         told = {f"{key}.json": json.dumps(value, indent=1).encode() for key, value in self.progress.documents.items()}
@@ -179,9 +186,14 @@ def renamed(tensor: ForeignTensor, group: str, name: str) -> ForeignTensor:
 
 
 def read_json(files: ForeignFiles, path: str) -> dict[str, Any]:
-    """A JSON object; `CorruptManifest` by file for anything else."""
+    """A JSON object; `CorruptManifest` by file for anything else, `LimitExceeded` for a longer one than any model's."""
+    size = files.size(path)
+    if size is None:
+        raise CorruptManifest(f"{path} is not a regular file", hint="copy the file that it links to", file=path)
+    if size > JSON_BYTES_MAX:
+        raise LimitExceeded(f"{path} has {size} bytes, over the limit of {JSON_BYTES_MAX}", file=path)
     try:
-        found = json.loads(files.read(path))
+        found = json.loads(files.read(path, 0, JSON_BYTES_MAX))
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"{path} is not JSON: {error}", file=path) from error
     if not isinstance(found, dict):

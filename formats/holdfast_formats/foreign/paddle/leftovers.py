@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign import directories
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 
 _SIGNAL = re.compile(r"(saved_signal_|\.(?:model|master|optimizer)_weight\.done\.)(-?\d+)")
@@ -21,9 +22,11 @@ _ASSET = re.compile(
     r".+\.(json|jsonl|txt|model|jinja|md|tiktoken|py|vocab|bpe|spm)|LICENSE.*|NOTICE.*|README.*", re.IGNORECASE
 )
 _TENSORS = re.compile(
-    r".+\.(safetensors|pdparams|pdopt|pdema|pdiparams|distcp|metadata|bin|pt|pth|ckpt|npz|npy|h5|gguf|msgpack)(_shard_\d+)?",
+    r".+\.(safetensors|pdparams|pdopt|pdema|pdiparams|distcp|metadata|bin|pt|pth|ckpt|npz|npy|h5|gguf|msgpack|pkl|pickle)"
+    r"(_shard_\d+)?",
     re.IGNORECASE,
 )
+STATES = frozenset({"config.json", "scheduler.pdparams", "scaler.pdparams", "trainer_state.bin", "trainer_state.json"})
 UNUSED: Mapping[str, str] = {
     "training_args.bin": "the arguments of Paddle's trainer: Python objects of its classes; yours has its own",
     ".saving_info": "how many processes saved, and with which options",
@@ -47,23 +50,26 @@ def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -
         if name in used:
             continue
         if files.size(name) is None:
-            uses.append(FileUse(name, "unused", "not a file of this directory; only these are read"))
+            if name in STATES:
+                raise _refused(name, "is no regular file; the state of the training is in it")
+            uses.append(FileUse(name, "unused", directories.why_unused(files, name)))
         elif _SIGNAL.fullmatch(name) or name in _DONE:
             uses.append(FileUse(name, "signal", "a writer's word that its files are complete"))
         elif name in UNUSED or _RANDOM.fullmatch(name):
             uses.append(FileUse(name, "unused", UNUSED.get(name, _RANDOM_REASON)))
         elif _TENSORS.fullmatch(name):
-            raise StateMismatch(
-                f"{name} is no file of this kind of checkpoint, and may hold state of the training",
-                hint="move it out of the directory if it does not belong to the checkpoint",
-                file=name,
-            )
+            raise _refused(name, "is no file of this kind of checkpoint, and may hold state of the training")
         elif _ASSET.fullmatch(name) and naming.is_asset_name(name):
             assets.append(name)
             uses.append(FileUse(name, "asset"))
         else:
             uses.append(FileUse(name, "unused", "no file that Paddle's trainer keeps state in"))
     return Leftovers(tuple(uses), tuple(assets))
+
+
+def _refused(name: str, what: str) -> StateMismatch:
+    hint = "move it out of the directory if it does not belong to the checkpoint"
+    return StateMismatch(f"{name} {what}", hint=hint, file=name)
 
 
 def check_signals(names: Iterable[str], writers: int, kinds: Collection[str] = ()) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.errors import CheckpointError, LimitExceeded, StateMismatch
 from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignFiles
@@ -25,6 +25,7 @@ TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 _DOCUMENTS = {"scheduler.pdparams": "paddle_scheduler", "scaler.pdparams": "paddle_scaler"}
 _RECORDS = frozenset(f"{home}.trainer.trainer_callback.TrainerState" for home in ("paddleformers", "paddlenlp"))
 POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+STATE_BYTES_MAX = 2**27
 SMALL_VALUES_MAX = 64  # of an array that becomes part of a document
 _TINY = float(np.finfo(np.float32).tiny)  # below this a power has lost digits
 _ROUNDING = 1.2e-7  # of a product in F32, and of β itself
@@ -71,8 +72,10 @@ def document(value: Any) -> Any:
 def _trainer_state(files: ForeignFiles, path: str) -> Any:
     if not path.endswith(".json"):
         return _plain(files, read_pickle(files, path, _RECORDS))
+    if (files.size(path) or 0) > STATE_BYTES_MAX:
+        raise LimitExceeded(f"{path} is over the limit of {STATE_BYTES_MAX} bytes", file=path)
     try:
-        return _plain(files, json.loads(files.read(path)))
+        return _plain(files, json.loads(files.read(path, 0, STATE_BYTES_MAX)))
     except (ValueError, RecursionError) as error:
         raise StateMismatch(f"{path} is not JSON: {error}", file=path) from error
 

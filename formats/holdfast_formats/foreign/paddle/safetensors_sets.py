@@ -21,6 +21,7 @@ from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors")
 _OF_RANK = re.compile(r"((?:[._](?:tp|pp|shard|sharding|moe|ep)\d+)*)\.safetensors(?:_shard_(\d+))?")
 _DEGREE = re.compile(r"(tp|pp|sharding|shard|moe|ep)(\d+)")
+FORMATS = (None, "pt", "np")
 _INCOMPLETE = "copy the whole directory, or import another step"
 
 
@@ -70,6 +71,12 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
     bits = False
     for name in held:
         found = read_safetensors(files, name)
+        if found.format not in FORMATS:
+            raise StateMismatch(
+                f"{name} has format {found.format!r}: how its matrices lie is not known",
+                hint="Paddle writes 'np', or 'pt' for Hugging Face's layout",
+                file=name,
+            )
         formats[name], bits = found.format, bits or found.numpy_bits
         for array in found.arrays:
             arrays[array.key].append(array)

@@ -51,15 +51,20 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]:
-    """Each kind's files by rank. `CorruptManifest` by file if a rank has none."""
+    """Each kind's files by rank. `CorruptManifest` by file if a rank that has files of another kind has none."""
     found: dict[str, dict[RankPlace, str]] = defaultdict(dict)
     for name, match in held.items():
         place = place_of(match[2])
         if place in found[match[1]]:
             raise StateMismatch(f"{name} and {found[match[1]][place]} are of the same rank", file=name)
         found[match[1]][place] = name
+    most = RankPlace(
+        *(max(places) + 1 for places in zip(*(place for files in found.values() for place in files), strict=True))
+    )
     for kind, files in found.items():
-        sizes = [max(place[axis] for place in files) + 1 for axis in range(len(RankPlace._fields))]
+        # Weights may be those of one sharding rank: then their names say nothing of sharding.
+        whole = kind == "model_state" and not any("shard" in name for name in files.values())
+        sizes = most._replace(shard=1) if whole else most
         if len(files) == prod(sizes):
             continue
         missing = next(RankPlace(*numbers) for numbers in every_place(sizes) if RankPlace(*numbers) not in files)

@@ -71,8 +71,11 @@ def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
     if size is None:
         raise CorruptManifest(f"{path} is missing", hint="copy the whole directory", file=path)
     head = files.read(path, 0, safetensors.LENGTH_BYTES)
-    length = safetensors.header_length(head, size, path)
-    header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
+    try:
+        length = safetensors.header_length(head, size, path)
+        header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
+    except CorruptManifest as error:
+        raise CorruptManifest(error.detail, hint="copy the file again, or import another step", file=path) from error
     arrays, bits = [], False
     for name, dtype, shape, start, _ in header.tensors:
         bits |= dtype == "U16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, quantised, tensor_parallel
@@ -38,7 +38,10 @@ def recognises(files: ForeignFiles) -> bool:
     held = [name for name in names if is_of_set(name, MODEL) and not name.endswith(".json")]
     if not held:
         return False
-    found = read_safetensors(files, held[0])
+    try:
+        found = read_safetensors(files, held[0])
+    except CorruptManifest:
+        return False  # whoever reads it as a model of Hugging Face says what is wrong
     return found.format == "np" or found.numpy_bits
 
 

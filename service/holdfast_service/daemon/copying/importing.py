@@ -87,6 +87,12 @@ def is_checkpoint(source: Readable) -> bool:
     return source.size(naming.COMMIT) is not None
 
 
+def was_never_committed(source: Readable) -> bool:
+    """Whether the source has what every Holdfast checkpoint has, but for the file that commits it."""
+    there = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
+    return there == [True, True, False]
+
+
 def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> PlannedImport:
     """What an import would write. No tensor is read for it.
 

@@ -92,6 +92,13 @@ def test_first_version(tmp_path: Path) -> None:
         _weights(folder, f".shard{rank:02d}", {})
         _optimizer(folder, f".shard{rank:02d}", {name: _states(name) for n, name in enumerate(SHAPES) if n % 2 == rank})
     _check_zero_cost(folder)
+    # Weights of both ranks, and the optimizer of one: the other's parameters would seem never to have been trained.
+    for rank in range(2):
+        _weights(folder, f".shard{rank:02d}", {name: written.weight(name) for name in SHAPES})
+    read(KIND, folder)
+    (folder / "optimizer.shard01.pdopt").unlink()
+    with pytest.raises(CorruptManifest, match=r"no file of rank shard 1, as optimizer\.shard00"):
+        read(KIND, folder)
 
 
 def _slices(values: NDArray[Any], ranks: int, cut: bool) -> list[NDArray[Any]]:

@@ -1,0 +1,62 @@
+"""What stands in the directories and links of a foreign checkpoint, which no kind of checkpoint here reads.
+
+Most are of no matter: logs, pictures, caches. One with files of tensors may be a second adapter, a layer of its own, or
+the states of a training, and is not passed over.
+"""
+
+from __future__ import annotations
+
+import re
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles
+
+LEVELS_MAX = 3
+LISTED_MAX = 1000  # names of a directory and all below it
+OTHER_STEP = re.compile(r"(checkpoint-|global_step|step-)\d+")
+# The same weights once more, for other programs, by the names that repositories of models give these directories.
+_COPIES = frozenset({"original", "onnx", "openvino", "coreml", "tensorrt", "gguf"})
+_TENSORS = re.compile(
+    r".+\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|npy|h5|msgpack|distcp|pdparams|pdopt|pdema|pdiparams)(_shard_\d+)?"
+    r"|\.metadata|.*\.metadata",
+    re.IGNORECASE,
+)
+
+
+def why_unused(files: ForeignFiles, name: str) -> str:
+    """Why a name that is no regular file is not imported; `StateMismatch`, by path, where it may hold tensors."""
+    if name.startswith("."):
+        return "a hidden directory, of a cache or of a version control"
+    if OTHER_STEP.fullmatch(name):
+        return "another checkpoint; import its directory by itself"
+    if name in _COPIES:
+        return "the weights once more, as another program stores them"
+    if _TENSORS.fullmatch(name):
+        raise _refused(name, "is no regular file, and may stand for state of the training", "copy the file that it links to")
+    found = _first(files, name)
+    if found is not None:
+        raise _refused(
+            found,
+            "is in a directory that this kind of import does not read, and may hold weights or state of the training",
+            f"import {name} by itself, and move it out of the directory to import the rest",
+        )
+    return "no regular file, and no directory with tensors; links are not followed"
+
+
+def _first(files: ForeignFiles, directory: str) -> str | None:
+    """The first file with tensors, as far as a look at some names tells; a directory of very many names counts as one."""
+    waiting, listed = [(directory, 1)], 0
+    while waiting:
+        path, level = waiting.pop()
+        for name in files.list(path):
+            inner = f"{path}/{name}"
+            listed += 1
+            if listed > LISTED_MAX or _TENSORS.fullmatch(name):
+                return inner
+            if level < LEVELS_MAX and files.size(inner) is None:
+                waiting.append((inner, level + 1))
+    return None
+
+
+def _refused(path: str, what: str, hint: str) -> StateMismatch:
+    return StateMismatch(f"{path} {what}", hint=hint, file=path)
