@@ -108,9 +108,11 @@ def test_documents(unpacked: Path) -> None:
     """The schedule, the scaler, counters, and what the caller gave, as JSON; hyper-parameters by name."""
     listing = KIND.read(_Only(unpacked / "zero2_fp16"), ReadOptions())
     extra = listing.documents["extra"]
-    assert extra["lr_scheduler"] == {"last_batch_iteration": 2}
+    theirs = extra["deepspeed_checkpoint"]
+    assert theirs["global_steps"] == 3
+    assert theirs["lr_scheduler"] == {"last_batch_iteration": 2}
     assert extra["client_state"]["epoch"] == 2 and extra["client_state"]["seen"] == {"$tuple": ["a", 1]}
-    assert extra["loss_scaler"]["dynamic"] is True and extra["loss_scaler"]["dtype"] == "torch.float16"
+    assert theirs["loss_scaler"]["dynamic"] is True and theirs["loss_scaler"]["dtype"] == "torch.float16"
     groups = listing.documents["optim"]["optimizer"]["groups"]
     decays = {
         name: group["weight_decay"] for group in groups.values() if isinstance(group, dict) for name in group["params"]
