@@ -123,3 +123,73 @@ def test_dcp(daemon: RunningDaemon, bring: Bring, tmp_path: Path, kind: str, key
         with Checkpointer(run, {"model": again, key: last, "epoch": 0}, at=daemon.socket) as checkpointer:
             assert checkpointer.restore() == 5
         assert_equal(model.state_dict(), again.state_dict())
+
+
+class Tiny(nn.Module):
+    """The module of `tests/golden/make_deepspeed.py`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.mix = nn.Linear(5, 7)
+        self.out = nn.Linear(7, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed saved, as a user has it, and beside it the values that its own functions give."""
+    target = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(GOLDEN / "deepspeed.tar.xz") as archive:
+        archive.extractall(target, filter="data")
+    for path in target.glob("*/expected.safetensors"):
+        path.rename(target / f"{path.parent.name}.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("name", ["zero1_fp32", "zero2_fp16", "zero3_bf16", "zero3_fp32"])
+def test_deepspeed(daemon: RunningDaemon, bring: Bring, zero: Path, name: str) -> None:
+    """Weights, FP32 masters and moments are DeepSpeed's, exactly, in a module and an AdamW over FP32 parameters."""
+    wanted = load_file(zero / f"{name}.safetensors")
+    bring(zero / name, name, 3)
+    model = Tiny().to({"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name.split("_")[1]])
+    model.seen = model.seen.to(wanted["seen"].dtype)
+    trained_ones = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    masters = trained_ones
+    if not name.endswith("fp32"):
+        masters = {name: value.detach().float().requires_grad_() for name, value in trained_ones.items()}
+    decayed = [value for name, value in masters.items() if value.ndim > 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": [v for v in masters.values() if v.ndim < 2]}])
+    state = {"model": model, "optimizer": optimizer, **({} if masters is trained_ones else {"master": masters})}
+    with Checkpointer(name, state, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 3
+        assert checkpointer.last_restore is not None and not checkpointer.last_restore.missing
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, wanted["embed.weight" if key == "head.weight" else key]), key
+    for key, master in masters.items():
+        assert torch.equal(master, wanted.get(f"{key}/master", wanted[key]))
+        held = optimizer.state[master]
+        assert torch.equal(held["exp_avg"], wanted[f"{key}/exp_avg"])
+        assert torch.equal(held["exp_avg_sq"], wanted[f"{key}/exp_avg_sq"])
+        assert held["step"].shape == () and 1 <= held["step"].item() <= 3
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_only_the_masters(daemon: RunningDaemon, bring: Bring, zero: Path) -> None:
+    """A module in FP32 goes on from the masters of a training in FP16: its parameters stand as masters in the state."""
+    wanted = load_file(zero / "zero2_fp16.safetensors")
+    bring(zero / "zero2_fp16", "masters", 3)
+    model = Tiny()
+    parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values())
+    with Checkpointer("masters", {"master": parameters, "optim": optimizer}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 3
+    for key, value in parameters.items():
+        assert torch.equal(value, wanted[f"{key}/master"])
+        assert torch.equal(optimizer.state[value]["exp_avg"], wanted[f"{key}/exp_avg"])

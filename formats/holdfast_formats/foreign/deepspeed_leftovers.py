@@ -38,11 +38,11 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
         made["lr_scheduler"] = torch_values.plain(schedule, path, "lr_scheduler")
     elif schedule is not None:
         counters["lr_scheduler"] = schedule
-    theirs = torch_values.plain(counters, path, KEY)
+    theirs = {key: torch_values.plain(one, path, key) for key, one in counters.items()}
     if rank.loss_scaler is not None and isinstance(rank.loss_scaler.state, dict):
         kept = {key: one.name if isinstance(one, PickledGlobal) else one for key, one in rank.loss_scaler.state.items()}
-        theirs = json_values.ordered({**theirs, "loss_scaler": torch_values.plain(kept, rank.path, "loss_scaler")})
-    made[KEY] = theirs
+        theirs["loss_scaler"] = torch_values.plain(kept, rank.path, "loss_scaler")
+    made[KEY] = json_values.ordered(theirs)
     for key in _EMPTY:
         if model.get(key):
             raise torch_values.mismatch(path, key, f"has {key!r}, which an import does not understand")

@@ -174,6 +174,15 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
             del sys.modules[name]
 
 
+def test_schedulers(directory: Path) -> None:
+    """A scheduler of torch, which DeepSpeed was given, is under the key of a trainer's; one of DeepSpeed is not."""
+    assert "lr_scheduler" not in read(directory).documents["extra"]
+    _edit(directory / TAG / MODEL, _set("lr_scheduler", to={"last_epoch": 3, "_step_count": 4, "base_lrs": [0.5]}))
+    extra = read(directory).documents["extra"]
+    assert extra["lr_scheduler"]["last_epoch"] == 3
+    assert "lr_scheduler" not in extra["deepspeed_checkpoint"]
+
+
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
