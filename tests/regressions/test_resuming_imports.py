@@ -193,3 +193,21 @@ def test_only_the_masters(daemon: RunningDaemon, bring: Bring, zero: Path) -> No
     for key, value in parameters.items():
         assert torch.equal(value, wanted[f"{key}/master"])
         assert torch.equal(optimizer.state[value]["exp_avg"], wanted[f"{key}/exp_avg"])
+
+
+def test_a_torch_file(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None:
+    """The file of many a loop: the optimizer goes by the names that it was given."""
+    model, _ = built(3)
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": named[::2], "lr": 0.05}, {"params": named[1::2], "weight_decay": 0.0}])
+    trained(model, optimizer, range(3))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    losses = trained(model, optimizer, range(3, 5))
+    bring(tmp_path, "file", 3)
+    fresh, other = built(8)  # whose groups have other parameters
+    others = list(fresh.parameters())
+    other = torch.optim.AdamW([{"params": others[::2]}, {"params": others[1::2]}])
+    with Checkpointer("file", {"model": fresh, "opt": other}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 3
+        assert trained(fresh, other, range(3, 5)) == losses
+    assert_equal(model.state_dict(), fresh.state_dict())

@@ -54,7 +54,7 @@ def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
     there = stored.values.get(GROUP, {})
     if not stored.imported or len(keys) != 1 or len(there) != 1 or keys[0] in there:
         return stored
-    (key, text), = there.items()
+    ((key, text),) = there.items()
     note = f"{GROUP}/{keys[0]} is what the checkpoint, which was imported, has as {GROUP}/{key}"
     return stored._replace(values={**stored.values, GROUP: {keys[0]: text}}, notes=(*stored.notes, note))
 
