@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import holdfast
 from holdfast import Checkpointer
+from holdfast.state.named import Named
 from holdfast_formats.errors import StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
@@ -211,3 +212,56 @@ def test_a_torch_file(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> No
         assert checkpointer.restore() == 3
         assert trained(fresh, other, range(3, 5)) == losses
     assert_equal(model.state_dict(), fresh.state_dict())
+
+
+class Adapted(nn.Module):
+    """A frozen layer and its adapter, as PEFT builds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 6)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 6, bias=False)})
+
+
+def test_an_adapter(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None:
+    """A trainer fills the adapter in place, as `integrations.peft.adapter` names it; a reader reads it."""
+    saved = {"base_model.lora_A.weight": torch.randn(2, 4), "base_model.lora_B.weight": torch.randn(6, 2)}
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    bring(tmp_path, "adapter", 7)
+    model = Adapted()
+    renamed = {f"lora_{part}.default.weight": f"base_model.lora_{part}.weight" for part in "AB"}
+    base = model.base_layer.weight.detach().clone()
+    entry = Named(model, rename=renamed, only=renamed.__contains__)
+    with Checkpointer("adapter", {"adapter": entry}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 7
+    for own, name in renamed.items():
+        assert torch.equal(model.state_dict()[own], saved[name])
+    assert torch.equal(model.base_layer.weight, base)
+    with holdfast.open("adapter@7", root=daemon.root) as checkpoint:
+        for name, value in saved.items():
+            assert torch.equal(checkpoint.read(name, group="adapter", framework="torch"), value)
+
+
+def test_what_a_trainer_still_needs(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None:
+    """Weights alone fill a model; a trainer with an optimizer, or with more of its own than was saved, is refused."""
+    model, optimizer = built(3)
+    trained(model, optimizer, range(1))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    bring(tmp_path / "weights", "weights", 1)
+    fresh, other = built(8)
+    with Checkpointer("weights", {"model": fresh}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert_equal(model.state_dict(), fresh.state_dict())
+    with Checkpointer("weights", {"model": fresh, "optim": other}, at=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match="optim"):
+            checkpointer.restore()
+        assert not other.state
+
+    dcp.save({**_dcp(model, optimizer)["plain"], "loader": {"at": 5}}, checkpoint_id=tmp_path / "all", no_dist=True)
+    bring(tmp_path / "all", "all", 1)
+    with Checkpointer("all", {"model": fresh, "optim": other, "data": {"at": 0}}, at=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match="extra/data"):
+            checkpointer.restore()
+        assert not other.state

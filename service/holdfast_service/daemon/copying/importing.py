@@ -19,7 +19,6 @@ from holdfast_formats.disk import manifest, state_json
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignListing, TensorKey
@@ -34,7 +33,6 @@ from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestP
 from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier
-
 
 _BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
 
@@ -104,9 +102,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     targets = {one.key: one for one in wanted.tensors}
     if not targets:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
-    groups = {key.group for key in targets} | wanted.documents.keys()
-    if optimizer_state.GROUP in groups:
-        groups.add(_BESIDE)
+    groups = {key.group for key in targets} | wanted.documents.keys() | {_BESIDE}
     layouts = pack(one.spec for one in targets.values())
     files = tuple(_target(layout, targets) for layout in layouts)
     sizes = {name: watched.size(name) or 0 for name in listing.assets}
