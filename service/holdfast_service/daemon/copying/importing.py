@@ -34,6 +34,7 @@ from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier
 
+_MODEL = "model"
 _BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
 
 
@@ -102,7 +103,9 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     targets = {one.key: one for one in wanted.tensors}
     if not targets:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
-    groups = {key.group for key in targets} | wanted.documents.keys() | {_BESIDE}
+    groups = {key.group for key in targets} | wanted.documents.keys()
+    if groups != {_MODEL}:  # weights alone stay the directory that Hugging Face knows
+        groups.add(_BESIDE)
     layouts = pack(one.spec for one in targets.values())
     files = tuple(_target(layout, targets) for layout in layouts)
     sizes = {name: watched.size(name) or 0 for name in listing.assets}
