@@ -245,7 +245,7 @@ def test_an_adapter(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None
 
 
 def test_what_a_trainer_still_needs(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None:
-    """Weights alone fill the group model; a trainer with an optimizer, or with more of its own than was saved, is refused."""
+    """Weights fill the group model; a trainer with an optimizer, or with more of its own than was saved, is refused."""
     model, optimizer = built(3)
     trained(model, optimizer, range(1))
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "weights", no_dist=True)
