@@ -20,7 +20,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash fuzz attack cluster e2e browser engine integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,9 +48,12 @@ fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_
 attack: $(READY) ## every route attacked by everybody who may not, and random deaths for ATTACK_S seconds
 	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
 
-# Some ten minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
 CLUSTER ?=
-cluster: $(READY) ## daemons of several nodes on one root: one lost in a training, killed at named points, cut off; CLUSTER="--cluster-s 600"
+cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on two, killed in every round: under five minutes
+	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
+
+# Some ten minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
+soak: $(READY) ## the same, and killed at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
 	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
 
 e2e: $(READY) ## the demo and other long runs, as tests

@@ -295,6 +295,7 @@ def test_a_few_meetings(postgres: Postgres) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.cluster_slow
 def test_many_meetings(postgres: Postgres, request: pytest.FixtureRequest) -> None:
     """At length: five for each round of the lane."""
     _examine(postgres, 5 * int(request.config.getoption("--cluster-rounds")), 60)

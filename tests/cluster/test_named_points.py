@@ -24,6 +24,7 @@ from tests.regressions.test_many_daemons import Daemon, Site, site, steps
 __all__ = ["site"]
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.cluster_slow,
     pytest.mark.filterwarnings("ignore::holdfast.SaveWarning"),  # of saves that a kill has ended
 ]
 

@@ -26,6 +26,7 @@ from tests.regressions.test_many_daemons import Site, site, steps
 __all__ = ["site"]
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.cluster_slow,
     pytest.mark.usefixtures("forked_programs"),
     pytest.mark.filterwarnings("ignore::holdfast.SaveWarning"),  # of saves that gave way to newer ones
 ]

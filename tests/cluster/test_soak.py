@@ -23,7 +23,7 @@ from tests.daemons import wait_until
 from tests.regressions.test_many_daemons import Daemon, Site, site, steps
 
 __all__ = ["site"]
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.cluster_slow]
 
 KEPT = 3
 ELEMENTS = 200_000
