@@ -242,7 +242,8 @@ class Checkpointer:
         `notices` and `last_restore` say so; a step that is named is restored or it is an error.
 
         `exclude` takes patterns over `group/name`, as `save()` does; `ignore` is its older name. With `strict`, missing and
-        unexpected names raise `StateMismatch`; without it they are in `last_restore`. Shapes and dtypes that differ are
+        unexpected names raise `StateMismatch`; without it they are in `last_restore`, as is in any case what another program
+        kept in the group `extra` of an imported checkpoint. Shapes and dtypes that differ are
         refused, before anything is touched, and so are files that are missing or too short; with `cast`, floats of another
         dtype are rounded as by torch's `.to`, and the notes say which. Every byte is proven before it is handed over.
         `CorruptExtent` names file, tensor and range; it is raised where a step was named, where nothing sound is left, and

@@ -20,6 +20,7 @@ from holdfast.restore.targets import finish, targets_of
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.leaves import Leaf
+from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 
@@ -73,7 +74,8 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     layout = None if state.declared is None else state.declared.layout
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
-    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters, wanted.cast)
+    stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
+    restoration = state.prepare(stored, *wanted[:3], wanted.masters, wanted.cast)
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"

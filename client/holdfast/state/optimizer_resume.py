@@ -46,6 +46,19 @@ def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, kee
     return _Resumption(state, stored, selection, made, keeper).prepare(text)
 
 
+def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
+    """An imported checkpoint with its optimizer under the live one's key, and a note: another program has another key.
+
+    Which parameters it is of is told by their names. So this is only done where there is one of each, and no choice.
+    """
+    there = stored.values.get(GROUP, {})
+    if not stored.imported or len(keys) != 1 or len(there) != 1 or keys[0] in there:
+        return stored
+    ((key, text),) = there.items()
+    note = f"{GROUP}/{keys[0]} is what the checkpoint, which was imported, has as {GROUP}/{key}"
+    return stored._replace(values={**stored.values, GROUP: {keys[0]: text}}, notes=(*stored.notes, note))
+
+
 class _Resumption:
     """Builds a plan from the optimizers of one key and a checkpoint's document of them."""
 

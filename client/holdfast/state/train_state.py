@@ -306,6 +306,7 @@ class TrainState:
                 f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
             )
         parts = self._parts(stored)
+        stored = optimizer_resume.under_key(stored, [optimizer.key for optimizer in parts.optimizers])
         wanted = check_groups(groups, parts.groups)
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights

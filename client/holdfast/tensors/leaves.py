@@ -56,6 +56,8 @@ class OfferedLeaves(NamedTuple):
     values: Mapping[str, Mapping[str, str]]
     config: Mapping[str, Any] | None = None  # the model's config.json, if a layout needs it
     stream: Heir | None = None  # the rank whose random streams this rank continues, if layouts say it
+    imported: bool = False  # made of another program's checkpoint, whose keys no state here needs to have
+    notes: tuple[str, ...] = ()  # what was renamed for the live state
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
         found = self.specs.get(group, {}).get(name)

@@ -13,6 +13,7 @@ from holdfast.tensors.casting import Cast
 from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import StateMismatch
 
+_BESIDE = "extra/"  # what is neither model nor optimizer
 LISTED_MAX = 20  # names in an error's text; its members have all of them
 
 
@@ -57,7 +58,7 @@ class _Comparison:
         self.leaves: dict[tuple[object, ...], Leaf] = {}
         self.missing: list[str] = []
         self.mismatched: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = list(stored.notes)
         self.claimed: set[Key] = set()
         self.late: list[str] = []
         self.checks: list[Callable[[], None]] = []
@@ -148,7 +149,11 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     for plan in plans:
         comparison.take(plan)
     unexpected = comparison.unexpected()
-    _refuse(comparison, unexpected, strict)
+    # What another program kept besides the training goes by that program's keys. It stays in the checkpoint.
+    theirs = [name for name in unexpected if stored.imported and name.startswith(_BESIDE)]
+    _refuse(comparison, [name for name in unexpected if name not in theirs], strict)
+    if theirs and strict:
+        comparison.notes.append(_listed("values of the program that the checkpoint was imported from are not used", theirs))
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
         comparison.notes.append(f"groups in the checkpoint that are not restored: {', '.join(idle)}")

@@ -4,7 +4,7 @@
      "groups": {"extra": {"scheduler": {"all": …}, "loader": {"ranks": {"0": …, "1": …}}}}}
 
 A value on which all ranks agree is stored once, under `all`; the others under `ranks`, by rank. `source` says what an
-imported checkpoint was made of, for people; no reader needs it.
+imported checkpoint was made of, for people; a restore asks whether it is there, for another program has keys of its own.
 """
 
 from __future__ import annotations

@@ -6,13 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast_formats.foreign import directories, hugging_face, torch_values
+from holdfast_formats.foreign import directories, hugging_face, json_values, torch_values
 from holdfast_formats.foreign.deepspeed_files import LATEST, ZeroFiles, refused
 from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal
 
 GROUP = "extra"
+# DeepSpeed's own counters, schedule and loss scale. A torch scheduler or scaler would take these for its own, and go on
+# from the beginning without a word; so they are not under keys that a trainer has.
+KEY = "deepspeed_checkpoint"
+_OF_TORCH = {"last_epoch", "_step_count"}  # what the state of any torch scheduler has
 _READ = {"module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version", "ds_config")
 _MORE_COUNTERS = ("checkpoint_parallel_dimensions",)
@@ -29,12 +33,16 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
     """Schedules, counters and the caller's state as JSON; `StateMismatch`, by key, for anything that is no plain value."""
     made: dict[str, Any] = {}
     counters = {key: model[key] for key in (*_COUNTERS, *_MORE_COUNTERS) if key in model}
-    made["deepspeed"] = torch_values.plain(counters, path, "deepspeed")
-    if model.get("lr_scheduler") is not None:
-        made["lr_scheduler"] = torch_values.plain(model["lr_scheduler"], path, "lr_scheduler")
+    schedule = model.get("lr_scheduler")
+    if isinstance(schedule, dict) and schedule.keys() >= _OF_TORCH:
+        made["lr_scheduler"] = torch_values.plain(schedule, path, "lr_scheduler")
+    elif schedule is not None:
+        counters["lr_scheduler"] = schedule
+    theirs = {key: torch_values.plain(one, path, key) for key, one in counters.items()}
     if rank.loss_scaler is not None and isinstance(rank.loss_scaler.state, dict):
         kept = {key: one.name if isinstance(one, PickledGlobal) else one for key, one in rank.loss_scaler.state.items()}
-        made["loss_scaler"] = torch_values.plain(kept, rank.path, "loss_scaler")
+        theirs["loss_scaler"] = torch_values.plain(kept, rank.path, "loss_scaler")
+    made[KEY] = json_values.ordered(theirs)
     for key in _EMPTY:
         if model.get(key):
             raise torch_values.mismatch(path, key, f"has {key!r}, which an import does not understand")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign import hugging_face, hugging_face_names, torch_values
+from holdfast_formats.foreign import hugging_face, hugging_face_names, optimizer_state, torch_optimizer, torch_values
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickles import read_torch
@@ -62,8 +62,8 @@ def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
-    """The tensors of a state dict, which may be nested under one of the usual names; plain values beside it become a
-    document. Raises `StateMismatch`, by key, for anything else.
+    """The tensors of a state dict, which may be nested under one of the usual names; beside it may be a torch optimizer's,
+    and plain values, which become documents. Raises `StateMismatch`, by key, for anything else.
     """
     found = _bare(files.list(""))
     if len(found) != 1:
@@ -77,16 +77,33 @@ def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
     if len(nested) > 1:
         raise torch_values.mismatch(file, nested[1], f"has two state dicts, {nested[0]!r} and {nested[1]!r}")
-    documents: dict[str, Any] = {}
+    beside: dict[Any, Any] = {}
     if nested:
-        documents = {str(key): torch_values.plain(one, file, str(key)) for key, one in value.items() if key != nested[0]}
+        beside = {key: one for key, one in value.items() if key != nested[0]}
         value = value[nested[0]]
-    tensors = {tensor.key: tensor for tensor in torch_values.state_dict(value, file, GROUP)}
-    listing = _listing(FILE_KIND, files, tensors, [file])
-    if not documents:
-        return listing
-    note = f"{', '.join(sorted(documents))} of {file} became documents in group {EXTRA_GROUP}"
-    return listing._replace(documents={EXTRA_GROUP: documents}, notes=(note,))
+    weights = torch_values.state_dict(value, file, GROUP)
+    listing = _listing(FILE_KIND, files, {tensor.key: tensor for tensor in weights}, [file])
+    return _with_values(listing, beside, weights, file)
+
+
+def _with_values(
+    listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
+) -> ForeignListing:
+    """The listing with an optimizer, and the plain values that stand beside the model."""
+    optimizers = [key for key, one in beside.items() if torch_optimizer.is_state_dict(one)]
+    if len(optimizers) > 1:
+        raise torch_values.mismatch(file, str(optimizers[1]), f"has several optimizers, {optimizers[1]!r} is the second")
+    tensors, documents, notes = dict(listing.tensors), dict[str, dict[str, Any]](), []
+    for key in optimizers:
+        made = torch_optimizer.read(beside[key], weights, file, str(key))
+        tensors |= {tensor.key: tensor for tensor in made.tensors}
+        documents[optimizer_state.GROUP] = {optimizer_state.KEY: made.document}
+        notes += [made.note] if made.note else []
+    plain = {str(key): torch_values.plain(one, file, str(key)) for key, one in beside.items() if key not in optimizers}
+    if plain:
+        documents[EXTRA_GROUP] = plain
+        notes.append(f"{', '.join(sorted(plain))} of {file} became documents in group {EXTRA_GROUP}")
+    return listing._replace(tensors=tensors, documents=documents, notes=tuple(notes))
 
 
 def _listing(

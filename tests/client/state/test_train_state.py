@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from holdfast.state.optimizer_resume import under_key
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.torch_dtypes import _TO_SAFETENSORS
@@ -481,3 +482,37 @@ def test_declared_shards_are_gathered_and_cut_anew():
     restoration = TrainState({"model": {"w": Fragment(local, (4, 6), offset=(1, 2))}}, 0, 1).prepare(checkpoint.stored())
     checkpoint.fill(restoration)
     assert torch.equal(local, whole[1:3, 2:5])
+
+
+def _offered(*keys: str, imported: bool = True) -> OfferedLeaves:
+    return OfferedLeaves({}, {}, {"optim": dict.fromkeys(keys, "{}"), "extra": {"epoch": "3"}}, imported=imported)
+
+
+def test_the_only_optimizer_of_an_imported_checkpoint() -> None:
+    """It is taken whatever its key is, unless there is a choice; one that was saved here goes by its own key."""
+    found = under_key(_offered("optim"), ["opt"])
+    assert found.values == {"optim": {"opt": "{}"}, "extra": {"epoch": "3"}}
+    assert found.notes == ("optim/opt is what the checkpoint, which was imported, has as optim/optim",)
+    for stored, live in [
+        (_offered("opt"), ["opt"]),
+        (_offered("a", "b"), ["opt"]),
+        (_offered("optim"), ["gen", "disc"]),
+        (_offered(), ["opt"]),
+        (_offered("optim"), []),
+        (_offered("optim", imported=False), ["opt"]),
+    ]:
+        assert under_key(stored, live) is stored
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_values_of_another_program(imported: bool) -> None:
+    """What an imported checkpoint has in group extra may be more than the state's; of one that was saved it may not."""
+    stored = OfferedLeaves({"extra": {"loader/at": ("I64", ())}}, {}, {"extra": {"epoch": "3"}}, imported=imported)
+    state = TrainState({"counts": {"seen": 0}}, 0, 1)
+    with pytest.raises(StateMismatch) as refused:
+        state.prepare(stored)
+    assert refused.value.members["unexpected"] == ([] if imported else ["extra/loader/at", "extra/epoch"])
+    assert "extra/counts" in refused.value.members["missing"]
+    if imported:
+        found = state.prepare(stored, strict=False)
+        assert found.unexpected == ["extra/loader/at", "extra/epoch"]

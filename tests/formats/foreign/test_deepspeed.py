@@ -108,9 +108,11 @@ def test_documents(unpacked: Path) -> None:
     """The schedule, the scaler, counters, and what the caller gave, as JSON; hyper-parameters by name."""
     listing = KIND.read(_Only(unpacked / "zero2_fp16"), ReadOptions())
     extra = listing.documents["extra"]
-    assert extra["lr_scheduler"] == {"last_batch_iteration": 2}
+    theirs = extra["deepspeed_checkpoint"]
+    assert theirs["global_steps"] == 3
+    assert theirs["lr_scheduler"] == {"last_batch_iteration": 2}
     assert extra["client_state"]["epoch"] == 2 and extra["client_state"]["seen"] == {"$tuple": ["a", 1]}
-    assert extra["loss_scaler"]["dynamic"] is True and extra["loss_scaler"]["dtype"] == "torch.float16"
+    assert theirs["loss_scaler"]["dynamic"] is True and theirs["loss_scaler"]["dtype"] == "torch.float16"
     groups = listing.documents["optim"]["optimizer"]["groups"]
     decays = {
         name: group["weight_decay"] for group in groups.values() if isinstance(group, dict) for name in group["params"]
@@ -170,6 +172,15 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     finally:
         for name in sys.modules.keys() - before.keys():
             del sys.modules[name]
+
+
+def test_schedulers(directory: Path) -> None:
+    """A scheduler of torch, which DeepSpeed was given, is under the key of a trainer's; one of DeepSpeed is not."""
+    assert "lr_scheduler" not in read(directory).documents["extra"]
+    _edit(directory / TAG / MODEL, _set("lr_scheduler", to={"last_epoch": 3, "_step_count": 4, "base_lrs": [0.5]}))
+    extra = read(directory).documents["extra"]
+    assert extra["lr_scheduler"]["last_epoch"] == 3
+    assert "lr_scheduler" not in extra["deepspeed_checkpoint"]
 
 
 OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -100,10 +100,11 @@ def test_a_state_dict_alone(directory: Path, ending: str) -> None:
         ({"w": torch.ones(2), "step": 3}, "step"),
         ({"w": torch.ones(2), 5: torch.ones(2)}, "5"),
         ({"state_dict": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, "optimizer.state"),
+        ({"state_dict": {"w": torch.ones(2)}, "rng": torch.ones(2)}, "rng"),
         ({"state_dict": {"w": torch.ones(2)}, "model": {"w": torch.ones(2)}}, "model"),
         ([torch.ones(2)], ""),
     ],
-    ids=["number", "name", "optimizer", "two", "list"],
+    ids=["number", "name", "optimizer", "tensor", "two", "list"],
 )
 def test_what_is_no_weight(directory: Path, value: Any, key: str) -> None:
     """Anything but tensors is refused by file and key."""

@@ -34,6 +34,9 @@ from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier
 
+_MODEL = "model"
+_BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
+
 
 class Goal(NamedTuple):
     """The imported checkpoint: its run, step and attempt, its staging directory, and its rewinds."""
@@ -106,6 +109,9 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     targets = {one.key: one for one in wanted.tensors}
     if not targets:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
+    groups = {key.group for key in targets} | wanted.documents.keys()
+    if groups != {_MODEL}:  # weights alone stay the directory that Hugging Face knows
+        groups.add(_BESIDE)
     layouts = pack(one.spec for one in targets.values())
     files = tuple(_target(layout, targets) for layout in layouts)
     sizes = {name: watched.size(name) or 0 for name in listing.assets}
@@ -117,7 +123,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
         step=naming.check_step(goal.step),
         attempt=goal.attempt,
         world=1,
-        groups=tuple(sorted({key.group for key in targets} | wanted.documents.keys())),
+        groups=tuple(sorted(groups)),
         files=tuple(_planned(layout) for layout in layouts),
         aliases={},
         assets=tuple(PlannedAsset(0, Blob(name, 0, size)) for name, size in sizes.items()),

@@ -63,10 +63,17 @@ def _config(files: ForeignFiles) -> Mapping[str, Any]:
 
 
 def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:
-    """The documents with the optimizer's parameters under the names that they get."""
-    held = documents.get(optimizer_state.GROUP, {}).get(optimizer_state.KEY)
-    if held is None:
-        return documents
+    """The documents with the parameters of every optimizer under the names that they get."""
+    optim = documents.get(optimizer_state.GROUP, {})
+    made = {key: _renamed_optimizer(held, names) if _is_optimizer(held) else held for key, held in optim.items()}
+    return {**documents, optimizer_state.GROUP: made} if made else documents
+
+
+def _is_optimizer(held: Any) -> bool:
+    return isinstance(held, dict) and isinstance(held.get("groups"), dict)
+
+
+def _renamed_optimizer(held: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     if any(held.get(key) for key in ("state", "masters", "kinds")):
         raise StateMismatch(
             "the optimizer has values of parameters, which no program maps", hint="import it without a program"
@@ -81,8 +88,7 @@ def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Docume
                     f"{name!r} is made of parameters of two groups of the optimizer", hint="import it without the optimizer"
                 )
         groups.append((made, {key: value for key, value in group.items() if key not in ("params", "$keys")}))
-    optim = {**documents[optimizer_state.GROUP], optimizer_state.KEY: {**held, **optimizer_state.document(groups)}}
-    return {**documents, optimizer_state.GROUP: optim}
+    return {**held, **optimizer_state.document(groups)}
 
 
 def _notes(made: CompiledProgram) -> list[str]:
