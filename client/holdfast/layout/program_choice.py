@@ -9,7 +9,7 @@ from holdfast_formats.programs import Program, load, read_program
 
 PROGRAM_BYTES_MAX = 60_000
 
-ProgramSource = Program | Path | str | None  # a str is a program's text, or the name of a shipped one
+ProgramSource = Program | Path | str | None  # a str is a program's text, the path of a .toml file, or a shipped one's name
 
 
 def program_of(source: ProgramSource) -> Program | None:
@@ -18,7 +18,11 @@ def program_of(source: ProgramSource) -> Program | None:
         return source
     if isinstance(source, Path):
         return read_program(_read(source))
-    return read_program(source) if "\n" in source or "=" in source else load(source)
+    if not isinstance(source, str):
+        raise InvalidRequest(f"a program is a file, its text, or a shipped one's name, not {type(source).__name__}")
+    if "\n" in source or "=" in source:
+        return read_program(source)
+    return read_program(_read(Path(source))) if source.endswith(".toml") else load(source)
 
 
 def _read(path: Path) -> str:

@@ -22,6 +22,7 @@ from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.leaves import Leaf
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.programs import remade
 
 Origin = Literal["slot", "peers", "directory", "http"]
 
@@ -74,6 +75,10 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters, wanted.cast)
+    program = None if state.declared is None else state.declared.compiled
+    if program is not None:
+        for group in {leaf.group for leaf in restoration.leaves} & reader.manifest.tensors.keys():
+            remade.check_assumed(reader.manifest, group, program)
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"

@@ -26,9 +26,10 @@ from holdfast_formats.foreign.committed import same_bytes
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import BoxMove, MappedTensor, drawn
 from holdfast_formats.layout import rank_tensors
+from holdfast_formats.layout.elements import Specs, split_key
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
-from holdfast_formats.layout.rank_tensors import LayoutHoldings
+from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -48,39 +49,63 @@ def remade_holdings(
 ) -> LayoutHoldings:
     """What every rank of a layout holds of a group of a checkpoint, as `program` makes it; `config` is its config.json.
 
-    Raises `InvalidRequest` for a layout with fused forms, which are the program's matter, `StateMismatch`, with tensor and
+    Raises `InvalidRequest` for a layout with fused forms, which are the program's matter; `StateMismatch`, with tensor and
     numbers, where program, layout and checkpoint do not fit, and where tensors are not equal or zeros, as the program needs
     them to be.
     """
     if group not in manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
+    refuse_forms(layout)
+    specs = {
+        of: {name: (entry.dtype, entry.shape) for name, entry in named.items()} for of, named in manifest.tensors.items()
+    }
+    compiled = compile_program(program, keyed(specs), config or {})
+    check_assumed(manifest, group, compiled)
+    return rank_tensors.of_manifest(manifest, group, layout, config, extra, RemadeTensors(compiled, group, specs[group]))
+
+
+def refuse_forms(layout: Layout) -> None:
+    """`InvalidRequest` for a layout that says how tensors are fused."""
     forms = [f"{kind}={form}" for kind, form in layout.forms._asdict().items() if form]
     if forms:
         raise InvalidRequest(
             f"{forms[0]} cannot be combined with a program, which says itself what is fused",
             hint="leave qkv, gate_up and experts out of the layout",
         )
-    specs = {
-        TensorKey(of, name): TensorSpec(of, name, entry.dtype, entry.shape)
-        for of, named in manifest.tensors.items()
-        for name, entry in named.items()
-    }
-    compiled = compile_program(program, specs, config or {})
-    _check_equal(manifest, group, compiled)
-    _check_zeros(manifest, group, compiled)
-    remade = RemadeTensors(compiled, group, {key.name: spec for key, spec in specs.items() if key.group == group})
-    return rank_tensors.of_manifest(manifest, group, layout, config, extra, remade)
+
+
+def keyed(specs: Mapping[str, Specs]) -> dict[TensorKey, TensorSpec]:
+    """Tensors by group and name as programs take them."""
+    return {TensorKey(of, name): TensorSpec(of, name, *spec) for of, named in specs.items() for name, spec in named.items()}
+
+
+def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> None:
+    """`StateMismatch`, by name, for tensors that the program needs to be equal, or zeros, and that are not.
+
+    The digests of their extents tell it.
+    """
+    _check_equal(manifest, group, program)
+    _check_zeros(manifest, group, program)
 
 
 class RemadeTensors:
     """Makes a rank's local tensors out of its local tensors of the stored ones."""
 
-    def __init__(self, program: CompiledProgram, group: str, stored: Mapping[str, TensorSpec]) -> None:
-        """`stored` are the group's tensors by name."""
+    def __init__(self, program: CompiledProgram, group: str, stored: Specs, first: Mapping[str, int] | None = None) -> None:
+        """`stored` are the group's tensors by name. Tensors are made in the natural order of their names, those before
+        others that `first` gives a position.
+        """
         self._program = program.program
-        self._stored = stored
+        self._stored = {name: TensorSpec(group, name, *spec) for name, spec in stored.items()}
         made = [mapped for key, mapped in program.tensors.items() if key.group == group]
-        self._made = sorted(made, key=lambda mapped: natural_key(mapped.spec.name))
+        known: Mapping[str, int] = first or {}
+        self._made = sorted(
+            made,
+            key=lambda mapped: (
+                known.get(split_key(mapped.spec.name, group == KEYED_GROUP)[0], len(known)),
+                natural_key(mapped.spec.name),
+            ),
+        )
         for mapped in self._made:
             self._check(mapped)
 

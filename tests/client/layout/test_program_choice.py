@@ -19,7 +19,7 @@ def test_a_program_in_every_form(tmp_path: Path) -> None:
     file.write_text(written("hf-paddle"))
     wanted = load("hf-paddle")
     assert program_of(None) is None
-    for given in (wanted, file, written("hf-paddle"), "hf-paddle"):
+    for given in (wanted, file, str(file), written("hf-paddle"), "hf-paddle"):
         assert program_of(given) == wanted
     assert program_of("hf-paddle-inverse") == load("hf-paddle-inverse")
 
@@ -29,6 +29,8 @@ def test_what_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file = tmp_path / "mine.toml"
     with pytest.raises(InvalidRequest, match=r"cannot read the program .*mine\.toml: No such file"):
         program_of(file)
+    with pytest.raises(InvalidRequest, match="not int"):
+        program_of(7)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="there is no program 'hf'"):
         program_of("hf")
     file.write_bytes(b"name = '\xff'")
