@@ -24,8 +24,8 @@ from holdfast.layout.rank_view import (
     MODEL,
     NAMED,
     OPTIM,
+    LayoutPart,
     Live,
-    RankPart,
     View,
     inward_texts,
     owner_of,
@@ -133,7 +133,7 @@ class DeclaredLayout:
         if self.program is not None:
             sizes = stored.config or self.config or {}
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
-            return through_program(self.compiled, stored, RankPart(self.layout, self.rank, wanted, rules), live)
+            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live)
         layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)

@@ -57,7 +57,7 @@ class View(NamedTuple):
     notes: tuple[str, ...]
 
 
-class RankPart(NamedTuple):
+class LayoutPart(NamedTuple):
     """Which part of a checkpoint: a layout's rank, the groups, and the rules for the stored tensors."""
 
     layout: Layout
@@ -66,7 +66,7 @@ class RankPart(NamedTuple):
     rules: Rules
 
 
-def through_program(compiled: CompiledProgram, stored: OfferedLeaves, wanted: RankPart, live: Live) -> View:
+def through_program(compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live) -> View:
     """The view of what a program makes of the checkpoint; `InvalidRequest` for live DTensors and Fragments, by name."""
     positions = {name: position for position, name in enumerate(live.parameters)}
     specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
