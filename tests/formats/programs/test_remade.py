@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.layout import language, parts
+from holdfast_formats.layout import language, padding, parts
 from holdfast_formats.layout.rank_tensors import of_manifest
 from holdfast_formats.programs import compile_program, inverted, load, read_program
 from holdfast_formats.programs.document import Program
@@ -132,7 +132,7 @@ def test_ranks_that_share_an_optimizer_share_what_is_made(name: str, tmp_path: P
 
 
 def test_a_turned_part_is_cut_along_its_positions() -> None:
-    """Any range of positions of a transposed tensor is that range of its elements."""
+    """Any range of positions of a transposed tensor is that range of its elements, and padding is what is left."""
     whole = np.arange(30, dtype=np.float32).reshape(5, 6)
     part = parts.Part("a", parts.Box((0, 1), (5, 4)), 0, (1, 5))
     assert part.turned and not part._replace(strides=(6, 1)).turned
@@ -141,6 +141,8 @@ def test_a_turned_part_is_cut_along_its_positions() -> None:
     for start in range(21):
         for stop in range(start, 21):
             np.testing.assert_array_equal(fill(parts.flat(local, start, stop), {"a": whole}), wanted[start:stop])
+    wide = parts.LocalTensor("a", "F32", (4, 7), (part._replace(strides=(1, 7)),))
+    assert padding.gaps(wide) == [(5, 7), (12, 14), (19, 21), (26, 28)]
     square = parts.LocalTensor("a", "F32", (5, 5), (parts.Part("a", parts.Box((0, 0), (5, 5)), 0, (1, 5)),))
     np.testing.assert_array_equal(fill(parts.rows(square, 1, 3), {"a": whole}), whole[:, :5].T[1:3])
 
