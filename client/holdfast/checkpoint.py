@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from holdfast.layout import rules_choice, shards
+from holdfast.layout.program_choice import ProgramSource, program_of
 from holdfast.layout.rules_choice import LayoutSource, RulesSource
 from holdfast.layout.shards import Framework
 from holdfast.read.library import LATEST, LATEST_HEALTHY, open_source, parse_target
@@ -32,6 +33,7 @@ from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.parts import LocalTensor, of_box
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings, of_manifest
+from holdfast_formats.programs.remade import remade_holdings
 from holdfast_formats.region import Box, Shape, check_box, whole
 
 _ADDRESS = re.compile(r"(https?://.+?)/v1/runs/([^/]+)/checkpoints/([^/]+)/?")
@@ -108,18 +110,31 @@ class Checkpoint:
         check_box(box, entry.shape, name)
         return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
 
-    def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> LayoutHoldings:
+    def holding(
+        self, layout: LayoutSource, group: str = "model", rules: RulesSource = None, program: ProgramSource = None
+    ) -> LayoutHoldings:
         """Compute what every rank of a layout holds of a group; `of(rank)` returns it, in parts of stored tensors.
 
         Reads only the model's config.json. `rules` is a TOML file, or its content, that extends the built-in
-        tables. Raises `InvalidRequest` for an invalid layout, and `StateMismatch` for a tensor that the layout
-        cannot split.
+        tables. With `program`, the tensors are those that a mapping program makes: a file, its text, or a shipped one's
+        name. Raises `InvalidRequest` for an invalid layout or program, and `StateMismatch` for a tensor that the
+        layout cannot split, or the program cannot map.
         """
-        return of_manifest(self.manifest, group, rules_choice.layout_of(layout), self.config, rules_choice.read_rules(rules))
+        wanted, extra, through = rules_choice.layout_of(layout), rules_choice.read_rules(rules), program_of(program)
+        if through is None:
+            return of_manifest(self.manifest, group, wanted, self.config, extra)
+        return remade_holdings(self.manifest, group, wanted, self.config, extra, through)
 
-    def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> HeldTensors:
+    def held(
+        self,
+        layout: LayoutSource,
+        rank: int,
+        group: str = "model",
+        rules: RulesSource = None,
+        program: ProgramSource = None,
+    ) -> HeldTensors:
         """What one rank holds, with notes on uneven splits, padding and replication; for many ranks use `holding`."""
-        return self.holding(layout, group, rules).of(rank)
+        return self.holding(layout, group, rules, program).of(rank)
 
     def shard(
         self,
@@ -128,15 +143,17 @@ class Checkpoint:
         group: str = "model",
         rules: RulesSource = None,
         framework: Framework = "numpy",
+        program: ProgramSource = None,
     ) -> dict[str, Any]:
         """Read the local tensors of a rank in a layout, by name; `held` describes them.
 
-        Tied tensors share one array. Only the extents that the shard needs are read.
+        Tied tensors share one array; with a program, whose names are others, there is only the stored one. Only the
+        extents that the shard needs are read.
         """
         shards.check_framework(framework)
         wanted = rules_choice.layout_of(layout)
-        arrays = self.fill(self.held(wanted, rank, group, rules).tensors, group, framework)
-        if wanted.mesh.pp == 1:  # with several stages, the other one has its own
+        arrays = self.fill(self.held(wanted, rank, group, rules, program).tensors, group, framework)
+        if wanted.mesh.pp == 1 and program is None:  # with several stages, the other one has its own
             tied = self.manifest.aliases.get(group, {})
             arrays |= {alias: arrays[name] for alias, name in tied.items() if name in arrays and alias not in arrays}
         return arrays

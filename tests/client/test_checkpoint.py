@@ -26,9 +26,11 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.layout import parts
+from holdfast_formats.programs import choice
 from holdfast_formats.region import Box
 from tests.checkpoints import Built, build, flip
 from tests.client import llama
+from tests.local_tensors import fill
 from tests.serving import served
 
 
@@ -292,3 +294,33 @@ def test_the_public_names() -> None:
     ]
     assert all(getattr(holdfast, name) is not None for name in holdfast.__all__)
     assert holdfast.Checkpoint is Checkpoint
+
+
+@pytest.mark.parametrize("name", ["hf-megatron", "hf-paddle", "hf-titan-legacy"])
+def test_a_shard_through_a_program(model: Built, url: str, name: str, tmp_path: Path) -> None:
+    """Ranks get what their parts say, turned ones too, from a directory and from a service; only what they need is read."""
+    program = tmp_path / "mine.toml"
+    program.write_text(choice.written(name))
+    for where in (holdfast.open(model.path), holdfast.open("tiny@5", url=url)):
+        with where as checkpoint:
+            for group in ("model", "optim"):
+                held = checkpoint.held("tp=2,pp=2", 3, group, program=name)
+                expected = {local.name: fill(local, model.arrays[group]) for local in held.tensors}
+                same(checkpoint.shard("tp=2,pp=2", 3, group, program=name), expected)
+                found = checkpoint.shard("tp=2,pp=2", 3, group, framework="torch", program=program)
+                same({of: tensor.numpy() for of, tensor in found.items()}, expected)
+            plan = checkpoint.plan(held.tensors, "optim")
+            assert plan.needed == sum(array.nbytes for array in expected.values())
+            assert plan.read < sum(entry.nbytes for entry in model.manifest.tensors["optim"].values())
+
+
+def test_a_damaged_byte_reaches_nobody_through_a_program(model: Built, tmp_path: Path) -> None:
+    """A flipped bit under a turned tensor is an error with file and tensor."""
+    whole = {"model": model.arrays["model"], "extra": {}}
+    built = build(tmp_path / "copy", whole, config=llama.CONFIG_BYTES)
+    entry = built.manifest.tensors["model"]["model.layers.1.mlp.up_proj.weight"]
+    flip(built.path / entry.file, entry.start + 40)
+    with holdfast.open(built.path) as checkpoint:
+        assert checkpoint.shard("pp=2", 0, program="hf-paddle")
+        with pytest.raises(CorruptExtent, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+            checkpoint.shard("pp=2", 1, program="hf-paddle")

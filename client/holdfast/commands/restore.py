@@ -9,10 +9,12 @@ import typer
 from rich.text import Text
 
 from holdfast.export.copy import Copied, copy_checkpoint
+from holdfast.layout.program_choice import program_of
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 
 from . import shard
@@ -31,6 +33,10 @@ AllRanks = Annotated[
     typer.Option("--all-ranks", metavar="DIR", help="Write the shards of all ranks into this directory, one file each."),
 ]
 Rules = Annotated[Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with rules for your own models.")]
+Through = Annotated[
+    str | None,
+    typer.Option("--program", metavar="PROGRAM", help="Make other tensors of them: a program's name, or its TOML file."),
+]
 Plan = Annotated[bool, typer.Option("--plan", "--dry-run", help="Only print what each rank would hold and read.")]
 
 
@@ -42,6 +48,7 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     rank: Rank = None,
     all_ranks: AllRanks = None,
     rules: Rules = None,
+    program: Through = None,
     plan: Plan = False,
     root: Root = None,
     url: Url = None,
@@ -58,12 +65,15 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     """
     with console.reporting(as_json):
         if layout is not None:
-            wanted = shard.ShardRequest(layout, rank, _one(group), rules)
+            through = program_of(None if program is None else program_text(program))
+            wanted = shard.ShardRequest(layout, rank, _one(group), rules, through)
             with open_source(parse_target(checkpoint), root, url) as source:
                 shard.restore(source, wanted, shard.Into(out, all_ranks, plan), as_json)
             return
-        if plan or rules is not None or rank is not None or all_ranks is not None:
-            raise InvalidRequest("--rank, --all-ranks, --rules and --plan need a layout", hint="add --layout tp=4,pp=2")
+        if plan or any(option is not None for option in (rules, rank, all_ranks, program)):
+            raise InvalidRequest(
+                "--rank, --all-ranks, --rules, --program and --plan need a layout", hint="add --layout tp=4,pp=2"
+            )
         if out is None:
             raise InvalidRequest("no target for the copy", hint="pass --out DIR")
         with open_source(parse_target(checkpoint), root, url) as source:

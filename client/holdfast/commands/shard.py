@@ -19,6 +19,7 @@ from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_formats.layout import language
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
+from holdfast_formats.programs import Program
 
 PLANNED_TENSORS_MAX = 200_000  # of all ranks together: more are counted, and not made
 _AXES_SHOWN = ("tp", "cp", "sharding", "dp", "pp", "etp", "ep")
@@ -31,6 +32,7 @@ class ShardRequest(NamedTuple):
     rank: int | None
     group: str
     rules: Path | None
+    program: Program | None = None
 
 
 class Into(NamedTuple):
@@ -69,7 +71,7 @@ def restore(source: Source, wanted: ShardRequest, into: Into, as_json: bool) -> 
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
         if into.plan or (into.out is None and into.all_ranks is None):
-            shares = _shares(checkpoint, checkpoint.holding(layout, wanted.group, wanted.rules), ranks)
+            shares = _shares(checkpoint, checkpoint.holding(layout, wanted.group, wanted.rules, wanted.program), ranks)
             if as_json:
                 console.print_json(_document(layout, wanted, shares))
             else:
@@ -77,6 +79,10 @@ def restore(source: Source, wanted: ShardRequest, into: Into, as_json: bool) -> 
         else:
             paths = {rank: into.out or _file_of(into.all_ranks or Path(), rank) for rank in ranks}
             _write(checkpoint, layout, wanted, paths, as_json)
+
+
+def _name(wanted: ShardRequest) -> str:
+    return "" if wanted.program is None else wanted.program.name
 
 
 def _file_of(directory: Path, rank: int) -> Path:
@@ -102,7 +108,7 @@ def _shares(checkpoint: Checkpoint, holding: LayoutHoldings, ranks: Iterable[int
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: Mapping[int, Path], as_json: bool) -> None:
     """Write all files, rank by rank. If one fails, those already written are removed."""
     manifest, group = checkpoint.manifest, wanted.group
-    holding = checkpoint.holding(layout, group, wanted.rules)
+    holding = checkpoint.holding(layout, group, wanted.rules, wanted.program)
     total = sum(holding.share(rank).bytes for rank in paths)
     written: list[Written] = []
     notes: dict[str, None] = {}
@@ -110,7 +116,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: 
         with console.progress("restoring", total, shown=not as_json) as bar:
             for rank, path in paths.items():
                 held = holding.of(rank)
-                file = shard_file.of(manifest, layout, rank, group, held.tensors)
+                file = shard_file.of(manifest, layout, rank, group, held.tensors, _name(wanted))
                 shard_file.write(checkpoint.reader, group, file, path, lambda count: bar.advance(bar.task_ids[0], count))
                 written.append(Written(rank, path, file.bytes))
                 notes |= dict.fromkeys(held.notes)
@@ -138,7 +144,8 @@ def _print(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare]) ->
         counts = (str(share.tensors), console.human_bytes(share.bytes), to_read)
         ranks.add_row(str(share.rank), *(str(getattr(place, axis)) for axis in axes), *counts)
     out = console.out()
-    out.print(Text(f"{language.text(layout)}, group {wanted.group}", "bold"))
+    through = f", through {_name(wanted)}" if wanted.program is not None else ""
+    out.print(Text(f"{language.text(layout)}, group {wanted.group}{through}", "bold"))
     out.print(ranks)
     if wanted.rank is not None and shares[0].held is not None:
         tensors = console.table("TENSOR", "DTYPE", "SHAPE", "BYTES", "MADE OF", right=("BYTES",))
@@ -160,6 +167,7 @@ def _document(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare])
     return {
         "layout": language.text(layout),
         "group": wanted.group,
+        **({"program": _name(wanted)} if wanted.program is not None else {}),
         "world": layout.mesh.world,
         "ranks": [_rank_document(layout, share) for share in shares],
     }

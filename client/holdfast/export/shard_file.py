@@ -36,10 +36,15 @@ class _Placed(NamedTuple):
     start: int
 
 
-def of(manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor]) -> ShardFile:
-    """The file of a rank's local tensors, as the service would send it; `StateMismatch` names a tensor it cannot hold."""
+def of(
+    manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor], program: str = ""
+) -> ShardFile:
+    """The file of a rank's local tensors, as the service would send it; `StateMismatch` names a tensor it cannot hold.
+
+    `program` is the name of the one that made the tensors, if one did.
+    """
     shapes = {name: entry.shape for name, entry in manifest.tensors[group].items()}
-    metadata = shard_file.describe(manifest.run, manifest.step, language.text(layout), rank, group)
+    metadata = shard_file.describe(manifest.run, manifest.step, language.text(layout), rank, group, program)
     return shard_file.lay_out(tensors, shapes, metadata)
 
 

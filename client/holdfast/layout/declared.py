@@ -17,6 +17,20 @@ from typing import Any, NamedTuple
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
+from holdfast.layout.program_choice import program_of
+from holdfast.layout.rank_view import (
+    EMA,
+    MASTER,
+    MODEL,
+    NAMED,
+    OPTIM,
+    LayoutPart,
+    Live,
+    View,
+    inward_texts,
+    owner_of,
+    through_program,
+)
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
@@ -26,42 +40,16 @@ from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
 from holdfast_formats.layout.rules import Rules
+from holdfast_formats.programs import CompiledProgram, Program, compile_program, remade
 from holdfast_formats.region import Shape, whole
 from holdfast_formats.tensors import TensorSpec
 
-MODEL, MASTER, EMA, OPTIM = "model", "master", "ema", "optim"
-_NAMED = (MODEL, MASTER, EMA)  # optimizer state follows these
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
 
 Specs = dict[str, tuple[str, Shape]]
 Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
 Places = dict[str, list[Place]]  # by local name
 Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
-
-
-class Live(NamedTuple):
-    """Facts about the live state: its parameters in order, the names of DTensors and Fragments, and those of empty plain
-    tensors.
-
-    An empty tensor may be all that a rank has of a tensor that the ranks share.
-    """
-
-    parameters: tuple[str, ...]
-    foreign: frozenset[Key]
-    empty: frozenset[Key]
-
-    def is_foreign(self, group: str, name: str) -> bool:
-        """Whether this is not a local tensor of the layout; optimizer state is what its parameter is."""
-        if group != OPTIM:
-            return (group, name) in self.foreign
-        owner = name.rpartition("/")[0]
-        return any((of, owner) in self.foreign for of in (MASTER, MODEL))
-
-    def is_empty(self, leaf: Leaf) -> bool:
-        """Whether nothing need be stored for this tensor or its optimizer state."""
-        owner = _owner(leaf.group, leaf.name)
-        owners = [(leaf.group, owner)] if leaf.group != OPTIM else [(MASTER, owner), (MODEL, owner)]
-        return leaf.plain and (0 in leaf.shape or any(key in self.empty for key in owners))
 
 
 class Group(NamedTuple):
@@ -72,19 +60,19 @@ class Group(NamedTuple):
     ties: Mapping[str, str]
 
 
-class View(NamedTuple):
-    """A checkpoint as this rank would have saved it, and the local tensors behind its names."""
-
-    stored: OfferedLeaves
-    held: Mapping[Key, LocalTensor]
-    notes: tuple[str, ...]
-
-
 class DeclaredLayout:
     """The layout of one rank's plain tensors. It keeps its results for tensors that stay the same."""
 
-    def __init__(self, layout: Layout, rank: int, config: Mapping[str, Any] | None, rules: RulesSource) -> None:
-        self.layout, self.rank, self.config = layout, rank, config
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        config: Mapping[str, Any] | None,
+        rules: RulesSource,
+        program: Program | None = None,
+    ) -> None:
+        self.layout, self.rank, self.config, self.program = layout, rank, config, program
+        self.compiled: CompiledProgram | None = None  # for the checkpoint of the last call of `inward`
         self._extra = rules_choice.read_rules(rules)
         self._placement = language.text(layout)
         self._groups: dict[str, Group] = {}
@@ -101,7 +89,12 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
-        groups = {group: self._declare(group, content, live) for group in _NAMED}
+        if self.program is not None:
+            raise InvalidRequest(
+                f"the state is what program {self.program.name!r} makes of stored tensors, and is not saved through it",
+                hint="save with another Checkpointer, of a run of its own, without program=",
+            )
+        groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):
             self._made = {}  # the parts of a tensor may depend on which others there are
@@ -137,15 +130,19 @@ class DeclaredLayout:
         known = stored.specs.get(MODEL) or stored.specs.get(MASTER) or {}
         shapes = {name: shape for name, (_, shape) in known.items()}
         rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
+        if self.program is not None:
+            sizes = stored.config or self.config or {}
+            self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
+            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live)
         layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
         aliases = dict(stored.aliases)
         held: dict[Key, LocalTensor] = {}
         notes: list[str] = []
-        for group in (group for group in (*_NAMED, OPTIM) if group in wanted and stored.specs.get(group)):
+        for group in (group for group in (*NAMED, OPTIM) if group in wanted and stored.specs.get(group)):
             tied = stored.aliases.get(group, {})
-            given = dict(sorted(stored.specs[group].items(), key=lambda item: order.get(_owner(group, item[0]), _LAST)))
+            given = dict(sorted(stored.specs[group].items(), key=lambda item: order.get(owner_of(group, item[0]), _LAST)))
             found = rank_tensors.hold(layout, self.rank, group, given, rules, tied)
             own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
             others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
@@ -154,7 +151,7 @@ class DeclaredLayout:
             aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
             notes += [note for note in found.notes if note not in notes]
-        values = {**stored.values, OPTIM: _inward_texts(stored, held)} if OPTIM in stored.values else stored.values
+        values = {**stored.values, OPTIM: inward_texts(stored, held)} if OPTIM in stored.values else stored.values
         return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
     def _declare(self, group: str, content: Content, live: Live) -> Group:
@@ -203,7 +200,7 @@ class DeclaredLayout:
         for leaf in content.leaves.values():
             if leaf.group == OPTIM and leaf.plain and prod(leaf.shape) != 1:
                 owners = _owners(leaf.name, groups)
-                if owners and all(owner.local[_owner(OPTIM, leaf.name)][1] != leaf.shape for owner in owners):
+                if owners and all(owner.local[owner_of(OPTIM, leaf.name)][1] != leaf.shape for owner in owners):
                     local[leaf.name] = (leaf.dtype, leaf.shape)
         known = self._groups.get(OPTIM)
         if known is not None and known.local == local:
@@ -273,7 +270,10 @@ def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) 
         )
     if config is None and rules_choice.CONFIG in assets:
         config = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
-    return DeclaredLayout(wanted, launch.rank, config, given.rules)
+    program = program_of(given.program)
+    if program is not None:
+        remade.refuse_forms(wanted)
+    return DeclaredLayout(wanted, launch.rank, config, given.rules, program)
 
 
 _LAST = (2**63, 0)
@@ -290,14 +290,9 @@ def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]
     return order
 
 
-def _owner(group: str, name: str) -> str:
-    """The parameter to which a tensor belongs."""
-    return name.rpartition("/")[0] if group == OPTIM else name
-
-
 def _owners(name: str, groups: Mapping[str, Group]) -> list[Group]:
     """The groups in which the layout knows the parameter of this optimizer state."""
-    owner = _owner(OPTIM, name)
+    owner = owner_of(OPTIM, name)
     return [groups[group] for group in (MASTER, MODEL) if owner in groups[group].places and owner in groups[group].local]
 
 
@@ -354,14 +349,3 @@ def _ties(group: Group) -> dict[str, str]:
     """Names that the model ties to others: this rank holds the other's tensor under them."""
     pairs = ((name, group.ties.get(name)) for name in group.places)
     return {name: target for name, target in pairs if target is not None and _names(group, name) == [target]}
-
-
-def _inward_texts(stored: OfferedLeaves, held: Mapping[Key, LocalTensor]) -> dict[str, str]:
-    """The optimizers' documents with the names of local tensors."""
-    names: dict[str, list[str]] = {}
-    for group in (MASTER, MODEL):
-        for (of, name), local in held.items():
-            for tensor in dict.fromkeys(part.tensor for part in local.parts if of == group):
-                if name not in names.setdefault(tensor, []):
-                    names[tensor].append(name)
-    return {key: optimizer_documents.renamed(text, names) for key, text in stored.values[OPTIM].items()}

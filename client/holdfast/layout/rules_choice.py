@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.layout.program_choice import ProgramSource
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 from holdfast_formats.layout import language, rules
@@ -25,12 +26,14 @@ class ParallelLayout(NamedTuple):
     """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model.
 
     `rules` extend the tables of architectures: a TOML file, or its contents. `config` is the model's config.json, if it is
-    not among the assets.
+    not among the assets. With `program`, the tensors are those that a mapping program makes of the stored ones: they can be
+    restored, not saved.
     """
 
     layout: LayoutSource
     rules: RulesSource = None
     config: Mapping[str, Any] | None = None
+    program: ProgramSource = None
 
 
 def layout_of(layout: LayoutSource) -> Layout:

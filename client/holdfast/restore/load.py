@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from holdfast.tensors.leaves import Leaf
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.programs import remade
 
 Origin = Literal["slot", "peers", "directory", "http"]
 
@@ -76,6 +77,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
     restoration = state.prepare(stored, *wanted[:3], wanted.masters, wanted.cast)
+    _check_assumed(state, reader.manifest, {leaf.group for leaf in restoration.leaves})
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
@@ -102,6 +104,14 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         bytes_read=filled.bytes_read,
         bytes_by=origins,
     )
+
+
+def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> None:
+    """What a mapping program takes for granted of the groups' tensors, before anything is overwritten."""
+    program = None if state.declared is None else state.declared.compiled
+    if program is not None:
+        for group in groups & manifest.tensors.keys():
+            remade.check_assumed(manifest, group, program)
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from holdfast.layout.declared import DeclaredLayout, Live
+from holdfast.layout.declared import DeclaredLayout
 from holdfast.layout.local_views import land
+from holdfast.layout.rank_view import Live
 from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import (
     entries,

@@ -102,6 +102,13 @@ def narrowed(move: BoxMove, box: Box) -> BoxMove | None:
     return BoxMove(move.source, Box(tuple(offset), tuple(shape)), common, move.axes)
 
 
+def drawn(move: BoxMove, box: Box) -> BoxMove | None:
+    """The share of a move that comes out of `box` of the source; None if nothing of it does."""
+    axes = tuple(move.axes.index(d) if d in move.axes else None for d in range(len(move.box.shape)))
+    back = narrowed(BoxMove(move.source, move.target, move.box, axes, move.target_step, move.step), box)
+    return None if back is None else move._replace(box=back.target, target=back.box)
+
+
 def _turned(shape: Shape, axes: tuple[int | None, ...]) -> Shape:
     return tuple(1 if axis is None else shape[axis] for axis in axes)
 

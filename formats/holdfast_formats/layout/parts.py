@@ -22,8 +22,8 @@ from holdfast_formats.region import Box, Shape, intersect, whole
 class Part(NamedTuple):
     """Element `box.offset + i` of `tensor` is element `start + Σ i·strides` of the local tensor, counted row-major.
 
-    Every dimension's stride is longer than all inner ones together, as in a row-major tensor: positions follow the box's
-    order.
+    Of two dimensions, the longer stride is longer than all shorter ones together. In a part that is not turned, strides
+    become shorter from dimension to dimension, as in a row-major tensor: positions follow the box's order.
     """
 
     tensor: str
@@ -35,6 +35,12 @@ class Part(NamedTuple):
     def stop(self) -> int:
         """One after the last element's position."""
         return self.start + sum((n - 1) * stride for n, stride in zip(self.box.shape, self.strides, strict=True)) + 1
+
+    @property
+    def turned(self) -> bool:
+        """Whether positions follow another order than the box's: dimensions are transposed."""
+        steps = [stride for n, stride in zip(self.box.shape, self.strides, strict=True) if n > 1]
+        return steps != sorted(steps, reverse=True)
 
 
 class LocalTensor(NamedTuple):
@@ -91,7 +97,8 @@ def cut(part: Part, start: int, stop: int) -> list[Part]:
         return [part._replace(start=low - start)]
     if high <= start or stop <= low:
         return []
-    outer = next(d for d, n in enumerate(part.box.shape) if n > 1)  # a part of one element is in or out
+    long = [d for d, n in enumerate(part.box.shape) if n > 1]  # a part of one element is in or out
+    outer = max(long, key=lambda d: part.strides[d])
     stride, n = part.strides[outer], part.box.shape[outer]
     span = high - low - (n - 1) * stride  # the distance of one step of the outermost dimension
     # Steps from `whole_from` to `whole_to` are inside as they are.
@@ -124,7 +131,8 @@ def flat(local: LocalTensor, start: int, stop: int) -> LocalTensor:
 
 def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
     """Rows [first, last) of a local tensor: a cut along dimension 0."""
-    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is the whole tensor, row-major
+    one = local.parts[0] if len(local.parts) == 1 else None
+    if one is not None and one.box.shape == local.shape and not one.turned:  # the part is the whole tensor, row-major
         tensor, box, _, steps = local.parts[0]
         shape = (last - first, *local.shape[1:])
         part = Part(tensor, Box((box.offset[0] + first, *box.offset[1:]), shape), 0, steps)

@@ -8,7 +8,7 @@ layout's own fused forms combine them again, and sharding distributes what is le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ _MODEL = "model"  # the group whose names all others follow
 _SHARDED_FROM_STAGE = {_MODEL: 3, "ema": 3, "master": 1, KEYED_GROUP: 1}
 _NEVER = 4
 _RANKS = "ranks/"  # tensors of one rank's process: random streams, data loaders
+
+
+# Makes other local tensors of these, the dense ones and the experts', before any are sharded.
+Remake = Callable[[list[LocalTensor], list[LocalTensor]], tuple[list[LocalTensor], list[LocalTensor]]]
 
 
 class HeldTensors(NamedTuple):
@@ -82,14 +86,21 @@ class LayoutHoldings:
     """What the ranks of one layout hold of one group. Ranks that differ only in data parallelism are computed once."""
 
     def __init__(
-        self, layout: Layout, group: str, specs: Specs, rules: Rules, aliases: Mapping[str, str] | None = None
+        self,
+        layout: Layout,
+        group: str,
+        specs: Specs,
+        rules: Rules,
+        aliases: Mapping[str, str] | None = None,
+        remake: Remake | None = None,
     ) -> None:
         """Raises `StateMismatch`, with tensor and numbers, if the layout does not fit the tensors.
 
         `specs` are the group's stored tensors, `aliases` the names that are tied to one of them. If sharding distributes
-        tensors one after the other, their order is that of `specs`.
+        tensors one after the other, their order is that of `specs`, or that in which `remake` makes others of them.
         """
         self.layout = layout
+        self._remake = remake
         self.group = group
         self._keyed = group == KEYED_GROUP
         self._specs = specs
@@ -190,6 +201,8 @@ class LayoutHoldings:
         dense += self._ties(cuts, at)
         if self._elements.sources:
             dense, experts = ([resolve(local, self._elements.sources) for local in each] for each in (dense, experts))
+        if self._remake is not None:
+            dense, experts = self._remake(dense, experts)
         notes = (*self.layout.notes(self._layers), *_tell(cuts))
         if self.layout.stage < _SHARDED_FROM_STAGE.get(self.group, _NEVER):
             return _Cell((*dense, *experts), sum(map(_bytes, (*dense, *experts))), [], [], notes)
@@ -306,7 +319,12 @@ class LayoutHoldings:
 
 
 def of_manifest(
-    manifest: Manifest, group: str, layout: Layout, config: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
+    manifest: Manifest,
+    group: str,
+    layout: Layout,
+    config: Mapping[str, Any] | None,
+    extra: Mapping[str, Any] | None = None,
+    remake: Remake | None = None,
 ) -> LayoutHoldings:
     """What the ranks of a layout hold of a checkpoint's group; every reader gets the same result.
 
@@ -320,7 +338,7 @@ def of_manifest(
     shapes = {name: entry.shape for name, entry in model.items()}
     chosen = choose(config, model, table=layout.rules, extra=extra, shapes=shapes)
     specs = {name: (entries[name].dtype, entries[name].shape) for name in sorted(entries, key=natural_key)}
-    return LayoutHoldings(layout, group, specs, chosen, manifest.aliases.get(group))
+    return LayoutHoldings(layout, group, specs, chosen, manifest.aliases.get(group), remake)
 
 
 def hold(

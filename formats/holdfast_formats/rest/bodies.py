@@ -205,6 +205,7 @@ class ShardPlan(BaseModel):
     group: str
     layout: str = Field(description="canonical text of the layout")
     rank: int
+    program: str | None = Field(None, description="the mapping program that makes the shard's tensors of the stored ones")
     etag: str = Field(description="ETag of the shard's file")
     tensors: int
     bytes: int = Field(description="length of the shard's file, including its header of `header_bytes`")

@@ -17,12 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes, naming
+from holdfast.checkpoint import Checkpoint
+from holdfast.export import shard_file as shard_files
+from holdfast.read.sources import DirectorySource
+from holdfast_formats import dtypes, naming, programs
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.layout import language as layouts
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import of_manifest
+from holdfast_formats.programs.remade import remade_holdings
 from holdfast_formats.region import Box
 from holdfast_service.api.content import shard_plans, shard_streams
 from tests.api.shard_roots import PLAIN, Root, path_of, save
@@ -336,3 +340,55 @@ def test_planned_shards_are_kept_within_bounds(service: Served, http: httpx.Clie
     kept = service.app.state.planned._shards
     assert len(kept) == 1
     assert http.head(path_of("moe"), params={"layout": "dp=9"}).headers["etag"] == first
+
+
+@pytest.mark.parametrize("program", ["hf-megatron", "hf-paddle", "hf-titan-legacy", "hf-megatron-stacked"])
+def test_a_shard_through_a_program(root: Root, http: httpx.Client, program: str) -> None:
+    """What a program makes, whole and in ranges that cut turned tensors; the plan, the ETag and the metadata say so."""
+    built = root.made["llama"]
+    config = json.loads((built.path / shard_plans.CONFIG).read_bytes())
+    layout = "tp=2,sharding=2:stage1:flat"
+    for group in ("model", "master"):
+        wanted = {"layout": layout, "rank": "3", "group": group, "program": program}
+        holdings = remade_holdings(built.manifest, group, layouts.parse(layout), config, None, programs.load(program))
+        held = holdings.of(3)
+        answer = http.get(path_of("llama"), params=wanted)
+        assert answer.status_code == 200, answer.text
+        assert_equal(answer.content, {local.name: fill(local, built.arrays[group]) for local in held.tensors})
+        assert b'"program":"%s"' % program.encode() in answer.content[:4096]
+        for start in range(0, len(answer.content), 3001):
+            cut = http.get(path_of("llama"), params=wanted, headers={"Range": f"bytes={start}-{start + 1700}"})
+            assert cut.content == answer.content[start : start + 1701]
+        plain = http.head(path_of("llama"), params={key: value for key, value in wanted.items() if key != "program"})
+        again = http.head(path_of("llama"), params=wanted)
+        assert again.headers["ETag"] == answer.headers["ETag"] != plain.headers["ETag"]
+        plan = http.get(path_of("llama"), params=wanted, headers={"Accept": "application/json"}).json()
+        assert (plan["program"], plan["tensors"]) == (program, len(held.tensors))
+        assert {name for item in plan["items"] for name in (part["tensor"] for part in item["parts"])} == set(
+            plan["sources"]
+        )
+
+
+def test_what_the_client_writes_through_a_program_is_the_same_file(root: Root, http: httpx.Client, tmp_path: Path) -> None:
+    built, out = root.made["llama"], tmp_path / "one.safetensors"
+    with Checkpoint(DirectorySource(built.path)) as checkpoint:
+        layout = layouts.parse("tp=2")
+        tensors = checkpoint.held(layout, 1, program="hf-paddle").tensors
+        written = shard_files.of(checkpoint.manifest, layout, 1, "model", tensors, "hf-paddle")
+        shard_files.write(checkpoint.reader, "model", written, out)
+    answer = http.get(path_of("llama"), params={"layout": "tp=2", "rank": "1", "program": "hf-paddle"})
+    assert answer.content == out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "told"),
+    [
+        ("hf", 400, "there is no program 'hf'"),
+        ("../hf-paddle", 400, "there is no program"),
+        ("hf-paddle-qwen-moe", 422, "program 'hf-paddle-qwen-moe'"),
+        ("x" * 65, 400, "program"),
+    ],
+)
+def test_a_program_that_does_not_fit(http: httpx.Client, program: str, status: int, told: str) -> None:
+    answer = http.get(path_of("llama"), params={"program": program})
+    assert answer.status_code == status and told in answer.text

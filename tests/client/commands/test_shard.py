@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
@@ -194,3 +195,26 @@ def test_damage_leaves_no_file_of_any_rank(root: Path, tmp_path: Path) -> None:
     assert result.exit_code == 5
     assert "model.norm.weight" in result.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_through_a_program(place: list[str], tmp_path: Path) -> None:
+    """Files of what a shipped program makes, or one of a file; the metadata and the plan have its name."""
+    fused = llama.fused(llama.cut(llama.arrays(), 2, 1))
+    done = call("--layout", "tp=2", "--program", "hf-megatron", "--rank", 1, "--out", "one.safetensors", *place)
+    assert done.exit_code == 0, done.output
+    found = load_file("one.safetensors")
+    at = "decoder.layers.1.mlp.linear_fc1.weight"
+    np.testing.assert_array_equal(found[at], fused["model.layers.1.mlp.gate_up_proj.weight"])
+    with safe_open("one.safetensors", "np") as opened:
+        assert opened.metadata()["program"] == "hf-megatron"
+    document = call_json("--layout", "tp=2", "--program", "hf-megatron", "--rank", 1, *place)
+    assert document["program"] == "hf-megatron"
+    assert {made["name"] for made in document["ranks"][0]["tensors"]} == set(found)
+    Path("mine.toml").write_text(
+        "name = 'mine'\nfrom = 'a'\nto = 'b'\nstatements = '''\nmodel.norm.weight -> norm\n* -> *\n'''\n"
+    )
+    printed = call("--layout", "tp=2", "--program", "mine.toml", "--rank", 0, *place)
+    assert "tp=2, group model, through mine" in printed.output and "norm" in printed.output
+    refused = call("--layout", "tp=2,qkv=groups", "--program", "hf-megatron", *place)
+    assert refused.exit_code != 0 and "qkv=groups cannot be combined with a program" in refused.output
+    assert "need a layout" in call("--program", "hf-megatron", *place).output

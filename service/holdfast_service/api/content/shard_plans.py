@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast_formats import programs
 from holdfast_formats.disk import read_planner, verification
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
 from holdfast_formats.layout import language, rank_tensors, shard_file
+from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import PlacedTensor
+from holdfast_formats.programs.remade import remade_holdings
 from holdfast_formats.rest import bodies
 from holdfast_service.api.content.extent_cache import CachedCheckpoint
 from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
@@ -34,11 +38,12 @@ EXTENTS_MAX = 20_000  # of one page, unless a single tensor has more
 
 
 class ShardKey(NamedTuple):
-    """Whose shard: the layout as it was spelled, the rank in it, and the group of tensors."""
+    """Whose shard: the layout as it was spelled, the rank in it, the group of tensors, and a shipped program's name."""
 
     layout: str
     rank: int
     group: str
+    program: str = ""
 
 
 class PlannedShard:
@@ -49,7 +54,7 @@ class PlannedShard:
         manifest = contents.manifest
         entries = manifest.tensors[asked.group]
         shapes = {name: entry.shape for name, entry in entries.items()}
-        metadata = shard_file.describe(manifest.run, manifest.step, asked.layout, asked.rank, asked.group)
+        metadata = shard_file.describe(manifest.run, manifest.step, asked.layout, asked.rank, asked.group, asked.program)
         file = shard_file.lay_out(held.tensors, shapes, metadata)
         # The parts count too: the same header could hold other bytes where the rules for a model have changed.
         made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])
@@ -86,6 +91,7 @@ class PlannedShard:
             group=self._asked.group,
             layout=self._asked.layout,
             rank=self._asked.rank,
+            program=self._asked.program or None,
             etag=self.etag,
             tensors=len(placed),
             bytes=self.recipe.file.bytes,
@@ -122,7 +128,7 @@ class PlannedShards:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._planning = threading.Lock()
-        self._holdings: OrderedDict[tuple[str, str, str], LayoutHoldings] = OrderedDict()
+        self._holdings: OrderedDict[tuple[str, ShardKey], LayoutHoldings] = OrderedDict()
         self._given = 0  # parts that came out of the holdings, which keep what ranks have in common
         self._shards: OrderedDict[tuple[str, ShardKey], PlannedShard] = OrderedDict()
 
@@ -153,10 +159,10 @@ class PlannedShards:
             self._given = 0
 
     def _holding(self, contents: Contents, asked: ShardKey) -> LayoutHoldings:
-        key = (contents.sha256, asked.layout, asked.group)
+        key = (contents.sha256, asked._replace(rank=0))
         if key not in self._holdings:
             layout, config = language.parse(asked.layout), self._config(contents)
-            self._holdings[key] = rank_tensors.of_manifest(contents.manifest, asked.group, layout, config)
+            self._holdings[key] = _holdings(contents.manifest, asked, layout, config)
             if len(self._holdings) > HOLDINGS_MAX:
                 self._holdings.popitem(last=False)
         self._holdings.move_to_end(key)
@@ -181,6 +187,12 @@ class PlannedShards:
                 f"{CONFIG} of this checkpoint is not a JSON object", hint="choose the rules: rules=llama, or rules=none"
             )
         return config
+
+
+def _holdings(manifest: Manifest, asked: ShardKey, layout: Layout, config: Mapping[str, Any] | None) -> LayoutHoldings:
+    if not asked.program:
+        return rank_tensors.of_manifest(manifest, asked.group, layout, config)
+    return remade_holdings(manifest, asked.group, layout, config, None, programs.load(asked.program))
 
 
 def _told(notes: tuple[str, ...]) -> list[str]:

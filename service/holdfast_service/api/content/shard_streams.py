@@ -155,6 +155,7 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         view = byte_view(entry.dtype, entry.shape)
         start, stop = byte_span(part.box, view.shape, strip.itemsize)
         together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
+        together = together and not part.turned
         place = StripPlace(parts.view(memory, part), part.box, view.shape, 0, 0, 0)
         if together:
             place = place._replace(start=start, stop=stop, at=strip.at + part.start * strip.itemsize)

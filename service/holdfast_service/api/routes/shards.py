@@ -53,8 +53,12 @@ def _asked(
     ] = "",
     rank: Annotated[int, Query(ge=0, le=RANK_MAX, description="the rank in this layout")] = 0,
     group: Annotated[str, Query(max_length=64, description="the group of tensors, such as `model`")] = "model",
+    program: Annotated[
+        str,
+        Query(max_length=64, description="a mapping program that Holdfast comes with, or its name and `-inverse`; or none"),
+    ] = "",
 ) -> ShardKey:
-    return ShardKey(layout, rank, group)
+    return ShardKey(layout, rank, group, program)
 
 
 def _shard(
@@ -78,7 +82,7 @@ Shard = Annotated[PlannedShard, Depends(_shard)]
 async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """A standard safetensors file of one rank's shard, assembled while it is sent. Every extent is verified first.
 
-    Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank and group give the same
+    Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank, group and program give the same
     strong ETag and the same bytes, whatever the spelling of the layout. `Accept-Encoding: zstd` is supported; then
     there is no length.
 

@@ -1,0 +1,319 @@
+"""What the ranks of a layout hold of the tensors that a program makes.
+
+The layout cuts the stored tensors, whose rules are known; the program says what is made of them. Of a tensor that is made, a
+rank holds the elements that come out of what it holds of the stored ones, moved together. So a transposed weight is cut
+along its other dimension, a fused one consists of the rank's part of each of its tensors, and of stacked layers a stage has
+its own. Nothing is read for it, and a shard is made of parts of stored tensors, as without a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource, StateMismatch
+from holdfast_formats.foreign.committed import same_bytes
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import BoxMove, MappedTensor, drawn
+from holdfast_formats.layout import rank_tensors
+from holdfast_formats.layout.elements import Specs, split_key
+from holdfast_formats.layout.language import Layout
+from holdfast_formats.layout.parts import LocalTensor, Part, strides
+from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
+from holdfast_formats.programs.compilation import compile_program
+from holdfast_formats.programs.compiled import CompiledProgram
+from holdfast_formats.programs.document import Program
+from holdfast_formats.region import Box, Shape, whole
+from holdfast_formats.tensors import TensorSpec
+
+PARTS_MAX = 200_000  # of one rank's tensors, of about 500 bytes each
+
+
+def remade_holdings(
+    manifest: Manifest,
+    group: str,
+    layout: Layout,
+    config: Mapping[str, Any] | None,
+    extra: Mapping[str, Any] | None,
+    program: Program,
+) -> LayoutHoldings:
+    """What every rank of a layout holds of a group of a checkpoint, as `program` makes it; `config` is its config.json.
+
+    Raises `InvalidRequest` for a layout with fused forms, which are the program's matter; `StateMismatch`, with tensor and
+    numbers, where program, layout and checkpoint do not fit, and where tensors are not equal or zeros, as the program needs
+    them to be.
+    """
+    if group not in manifest.tensors:
+        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
+    refuse_forms(layout)
+    specs = {
+        of: {name: (entry.dtype, entry.shape) for name, entry in named.items()} for of, named in manifest.tensors.items()
+    }
+    compiled = compile_program(program, keyed(specs), config or {})
+    check_assumed(manifest, group, compiled)
+    return rank_tensors.of_manifest(manifest, group, layout, config, extra, RemadeTensors(compiled, group, specs[group]))
+
+
+def refuse_forms(layout: Layout) -> None:
+    """`InvalidRequest` for a layout that says how tensors are fused."""
+    forms = [f"{kind}={form}" for kind, form in layout.forms._asdict().items() if form]
+    if forms:
+        raise InvalidRequest(
+            f"{forms[0]} cannot be combined with a program, which says itself what is fused",
+            hint="leave qkv, gate_up and experts out of the layout",
+        )
+
+
+def keyed(specs: Mapping[str, Specs]) -> dict[TensorKey, TensorSpec]:
+    """Tensors by group and name as programs take them."""
+    return {TensorKey(of, name): TensorSpec(of, name, *spec) for of, named in specs.items() for name, spec in named.items()}
+
+
+def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> None:
+    """`StateMismatch`, by name, for tensors that the program needs to be equal, or zeros, and that are not.
+
+    The digests of their extents tell it.
+    """
+    _check_equal(manifest, group, program)
+    _check_zeros(manifest, group, program)
+
+
+class RemadeTensors:
+    """Makes a rank's local tensors out of its local tensors of the stored ones."""
+
+    def __init__(self, program: CompiledProgram, group: str, stored: Specs, first: Mapping[str, int] | None = None) -> None:
+        """`stored` are the group's tensors by name. Tensors are made in the natural order of their names, those before
+        others that `first` gives a position.
+        """
+        self._program = program.program
+        self._stored = {name: TensorSpec(group, name, *spec) for name, spec in stored.items()}
+        made = [mapped for key, mapped in program.tensors.items() if key.group == group]
+        known: Mapping[str, int] = first or {}
+        self._made = sorted(
+            made,
+            key=lambda mapped: (
+                known.get(split_key(mapped.spec.name, group == KEYED_GROUP)[0], len(known)),
+                natural_key(mapped.spec.name),
+            ),
+        )
+        for mapped in self._made:
+            self._check(mapped)
+
+    def __call__(self, dense: list[LocalTensor], experts: list[LocalTensor]) -> tuple[list[LocalTensor], list[LocalTensor]]:
+        """The tensors that are made of these, dense ones and experts'; each is sharded as what it is made of."""
+        rank = _RankTensors({}, {})
+        for local in chain(dense, experts):
+            if local.name in self._stored:  # a second name of a tied tensor has none where the program leads to
+                rank.held[local.name] = local
+                for part in local.parts:
+                    rank.boxes.setdefault(part.tensor, {})[part.box] = None
+        of_experts = {local.name for local in experts}
+        found: tuple[list[LocalTensor], list[LocalTensor]] = ([], [])
+        parts = 0
+        for mapped in self._made:
+            made = self._remade(mapped, rank)
+            if made is None:
+                continue
+            parts += len(made.parts)
+            if parts > PARTS_MAX:
+                raise LimitExceeded(
+                    f"program {self._program!r} makes a rank's tensors of more than {PARTS_MAX} parts",
+                    hint="export the checkpoint through the program first",
+                )
+            found[bool(made.parts) and all(part.tensor in of_experts for part in made.parts)].append(made)
+        return found
+
+    def _check(self, mapped: MappedTensor) -> None:
+        """`StateMismatch` for what can be written, but is not a matter of parts of stored tensors."""
+        name, dtype = mapped.spec.name, mapped.spec.dtype
+        for move in mapped.moves:
+            spec = self._stored.get(move.source.name)
+            if spec is None or spec.group != move.source.group:
+                raise StateMismatch(f"tensor {name!r} is made of another group's {move.source.name!r}", tensor=name)
+            if spec.dtype != dtype:
+                raise StateMismatch(
+                    f"program {self._program!r} casts {name!r} from {spec.dtype} to {dtype}, and a shard is not cast",
+                    hint="take the cast out of the program, or export the checkpoint through it first",
+                    tensor=name,
+                )
+            if dtypes.bits(dtype) % 8 and (move.stepped or move.axes != tuple(range(len(spec.shape)))):
+                raise StateMismatch(
+                    f"tensor {name!r} is {dtype}, whose elements are shorter than a byte and cannot be moved", tensor=name
+                )
+
+    def _remade(self, mapped: MappedTensor, rank: _RankTensors) -> LocalTensor | None:
+        """The rank's share of a tensor; None if it holds nothing that this is made of."""
+        spec = mapped.spec
+        if not mapped.moves or not prod(spec.shape):
+            return LocalTensor(spec.name, spec.dtype, spec.shape, ())  # every rank holds what is made of nothing
+        if not any(move.source.name in rank.held or move.source.name in rank.boxes for move in mapped.moves):
+            return None
+        shares = list(_shares(mapped.moves, rank.boxes))
+        one = rank.held.get(mapped.moves[0].source.name) if self._is_whole(mapped) else None
+        if one is not None:  # its local shape may have padding, and no elements
+            shape = tuple(1 if axis is None else one.shape[axis] for axis in mapped.moves[0].axes)
+            return self._placed(spec, shape, shares)
+        if not shares:
+            return None
+        padded = [move.source.name for move in mapped.moves if _is_padded(rank.held.get(move.source.name))]
+        if padded:
+            raise StateMismatch(
+                f"tensor {spec.name!r} is made of {padded[0]!r}, which the layout pads",
+                hint="leave vocab= out of the layout",
+            )
+        if sum(share.target.volume for share in shares) == sum(move.target.volume for move in mapped.moves):
+            return LocalTensor(spec.name, spec.dtype, spec.shape, _as_they_are(spec.shape, shares))
+        if mapped.padded:
+            raise StateMismatch(
+                f"program {self._program!r} pads {spec.name!r}, of which a rank holds a part: the padding is nobody's",
+                hint="let the layout pad the vocabulary, with vocab=",
+                tensor=spec.name,
+            )
+        return self._placed(spec, None, shares)
+
+    def _is_whole(self, mapped: MappedTensor) -> bool:
+        """Whether a tensor is the whole of a stored one, transposed perhaps."""
+        move = mapped.moves[0]
+        source = self._stored[move.source.name].shape
+        return len(mapped.moves) == 1 and not move.stepped and not mapped.padded and move.box == whole(source)
+
+    def _placed(self, spec: TensorSpec, shape: Shape | None, shares: Sequence[BoxMove]) -> LocalTensor:
+        """The elements that are there, moved together, in a local tensor of `shape` or of just their size."""
+        sides = [_places(dimension, size, shares) for dimension, size in enumerate(spec.shape)]
+        counts = tuple(side.held for side in sides)
+        if shares and prod(counts) != sum(share.target.volume for share in shares):
+            raise StateMismatch(
+                f"program {self._program!r}: what a rank of this layout holds of {spec.name!r} is no box of it",
+                hint="choose a layout that divides what it is made of evenly",
+                tensor=spec.name,
+            )
+        shape = counts if shape is None else shape
+        steps = strides(shape)
+        parts: list[Part] = []
+        for share in shares:
+            start, along = 0, []
+            for dimension, side in enumerate(sides):
+                first, step = self._progress(spec.name, side, share, dimension)
+                start += first * steps[dimension]
+                along.append(step * steps[dimension])
+            parts += _parts(share, start, along)
+        return LocalTensor(spec.name, spec.dtype, shape, tuple(parts))
+
+    def _progress(self, name: str, side: _Side, share: BoxMove, dimension: int) -> tuple[int, int]:
+        """Where the elements of a share are along a dimension: the first one, and the distance between two."""
+        by = share.target_step[dimension] if share.target_step else 1
+        begin, count = share.target.offset[dimension], share.target.shape[dimension]
+        where = side.places[begin : begin + (count - 1) * by + 1 : by]
+        if count == 1:
+            return int(where[0]), 1
+        step = int(where[1] - where[0])
+        if (np.diff(where) != step).any():
+            raise StateMismatch(
+                f"program {self._program!r}: what a rank of this layout holds of {name!r} is not evenly spaced",
+                hint="choose a layout that divides what it is made of evenly",
+                tensor=name,
+            )
+        return int(where[0]), step
+
+
+class _RankTensors(NamedTuple):
+    """A rank's local tensors of stored ones by name, and which boxes it holds of each; a dict for its order."""
+
+    held: dict[str, LocalTensor]
+    boxes: dict[str, dict[Box, None]]
+
+
+class _Side(NamedTuple):
+    """Along one dimension of a tensor, the place of each index among those that a rank holds, and their number."""
+
+    places: NDArray[np.int64]
+    held: int
+
+
+def _places(dimension: int, size: int, shares: Sequence[BoxMove]) -> _Side:
+    held = np.zeros(size, bool)
+    for share in shares:
+        by = share.target_step[dimension] if share.target_step else 1
+        begin, count = share.target.offset[dimension], share.target.shape[dimension]
+        held[begin : begin + (count - 1) * by + 1 : by] = True
+    return _Side(np.cumsum(held) - 1, int(held.sum()))
+
+
+def _is_padded(local: LocalTensor | None) -> bool:
+    return local is not None and local.padding > 0
+
+
+def _shares(moves: Sequence[BoxMove], boxes: Mapping[str, Mapping[Box, None]]) -> Iterator[BoxMove]:
+    for move in moves:
+        for box in boxes.get(move.source.name, ()):
+            share = drawn(move, box)
+            if share is not None:
+                yield share
+
+
+def _as_they_are(shape: Shape, shares: Sequence[BoxMove]) -> tuple[Part, ...]:
+    steps = strides(shape)
+    parts: list[Part] = []
+    for share in shares:
+        start = sum(offset * step for offset, step in zip(share.target.offset, steps, strict=True))
+        by = share.target_step or (1,) * len(shape)
+        parts += _parts(share, start, [step * distance for step, distance in zip(steps, by, strict=True)])
+    return tuple(parts)
+
+
+def _parts(share: BoxMove, start: int, along: Sequence[int]) -> Iterator[Part]:
+    """A share as parts; `along` are the distances of its target's dimensions. Elements that are apart in the source are a
+    part each.
+    """
+    by_axis = {axis: distance for axis, distance in zip(share.axes, along, strict=True) if axis is not None}
+    distances = tuple(by_axis.get(dimension, 1) for dimension in range(len(share.box.shape)))
+    if not share.step:
+        yield Part(share.source.name, share.box, start, distances)
+        return
+    apart = [step if n > 1 else 1 for n, step in zip(share.box.shape, share.step, strict=True)]
+    shape = tuple(1 if step > 1 else n for n, step in zip(share.box.shape, apart, strict=True))
+    for index in product(*(range(n) if step > 1 else (0,) for n, step in zip(share.box.shape, apart, strict=True))):
+        offset = tuple(o + i * step for o, i, step in zip(share.box.offset, index, apart, strict=True))
+        first = start + sum(i * distance for i, distance in zip(index, distances, strict=True))
+        yield Part(share.source.name, Box(offset, shape), first, distances)
+
+
+def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> None:
+    held = manifest.tensors[group]
+    for first, *others in program.equal:
+        for other in others if first.group == group else ():
+            if not same_bytes(held[first.name], held[other.name]):
+                raise StateMismatch(
+                    f"program {program.program!r} takes {first.name!r} and {other.name!r} of group {group} for equal, and "
+                    "they differ",
+                    tensor=other.name,
+                )
+
+
+def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> None:
+    """That tensors are zeros can be told by the digests of their extents."""
+    for key in program.zeros:
+        if key.group == group and not _is_zeros(manifest.tensors[group][key.name]):
+            raise StateMismatch(
+                f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
+                tensor=key.name,
+            )
+
+
+def _is_zeros(entry: TensorEntry) -> bool:
+    return all(extent.digest == _digest_of_zeros(extent.length) for extent in entry.extents)
+
+
+@cache
+def _digest_of_zeros(length: int) -> str:
+    return digest(bytes(length))
