@@ -162,6 +162,26 @@ def test_full_precision_into_mixed_and_back(daemon: RunningDaemon, run: str) -> 
             assert torch.equal(mine, theirs.float())
 
 
+def test_a_value_that_does_not_fit_is_found_before_anything_changes(daemon: RunningDaemon, run: str) -> None:
+    """With `prove_first`: one weight of the last layer is too large for FP16, and the first layer is as it was."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[3, 3] = 1e5
+    live = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    before = [parameter.clone() for parameter in live.parameters()]
+    with Checkpointer(run, {"model": model}, at=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    with Checkpointer(run, {"model": live}, at=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match=r"model/1\.weight: stored values up to 1e\+05 do not fit into F16"):
+            checkpointer.restore(cast=True, prove_first=True)
+        assert all(map(torch.equal, before, live.parameters()))
+        checkpointer.save(2, wait="durable")  # the old state is whole
+        with torch.no_grad():
+            live[0].weight.zero_()
+        checkpointer.restore(2, cast=True, prove_first=True)
+        assert all(map(torch.equal, before, live.parameters()))
+
+
 def test_names_left_out_are_not_in_the_files(daemon: RunningDaemon, run: str) -> None:
     """The directory has the rest, the ticket says what is missing, and the same patterns restore it."""
     model = nn.Linear(4, 4)

@@ -176,8 +176,8 @@ def _renewing(restoration: MatchedLeaves, stale: Sequence[MasterPair], lacking: 
     for pair in every:
         if not _can_hold(pair):
             raise StateMismatch(
-                f"the master of {pair.name} is of {pair.master.dtype}, which cannot hold a weight of {pair.weight.dtype}, so "
-                "it cannot be copied from it",
+                f"the master of {pair.name} is of {pair.master.dtype}, which cannot hold a weight of {pair.weight.dtype}, "
+                "so it cannot be copied from it",
                 hint="restore the group master as well",
             )
         if _copies(pair) is None:
