@@ -195,7 +195,7 @@ class Checkpointer:
             groups, note = self._rhythm.due(every, groups, self._state.groups())
             ticket.notes = () if note is None else (note,)
         if existing == "same":
-            under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups)
+            under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups, left_out)
             if under_way is not None:
                 if wait == "durable":
                     under_way.result()
@@ -490,4 +490,5 @@ class Checkpointer:
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
+            self._tickets.leaves_out(ticket.step, asked.exclude)
         return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._copy_plans)

@@ -156,6 +156,7 @@ class Tickets:
         self._open: dict[int, SaveTicket] = {}
         self._untold: dict[str, SaveTicket] = {}
         self._drops = itertools.count()
+        self._left_out: dict[int, frozenset[str]] = {}  # patterns of the last save of a step, if it had some
         at_exit.tell_failures_of(self)
 
     @contextmanager
@@ -173,10 +174,24 @@ class Tickets:
             self.drop(ticket)
             raise
 
-    def awaited(self, step: int, groups: Collection[str]) -> SaveTicket | None:
-        """The open ticket for this step with at least these groups."""
+    def awaited(self, step: int, groups: Collection[str], exclude: Collection[str] | None = None) -> SaveTicket | None:
+        """The open ticket for this step with at least these groups; with `exclude`, leaving out no other names than these
+        patterns do.
+        """
         found = self._open.get(step)
-        return found if found is not None and set(groups) <= set(found.groups) else None
+        if found is None or not set(groups) <= set(found.groups):
+            return None
+        return found if exclude is None or self.has_all_but(step, exclude) else None
+
+    def leaves_out(self, step: int, patterns: Collection[str]) -> None:
+        """The save of this step that begins leaves out what these patterns match."""
+        self._left_out.pop(step, None)
+        if patterns:
+            self._left_out[step] = frozenset(patterns)
+
+    def has_all_but(self, step: int, patterns: Collection[str]) -> bool:
+        """Whether this process's save of the step left out no more than these patterns say."""
+        return self._left_out.get(step, frozenset()) <= set(patterns)
 
     def drop(self, ticket: SaveTicket) -> None:
         if self._open.get(ticket.step) is ticket:

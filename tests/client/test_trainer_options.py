@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast import Api, Checkpointer
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch, StateOverwritten
+from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, InvalidRequest, StateMismatch, StateOverwritten
 from tests.daemons import RunningDaemon, running, wait_until
 
 _runs = itertools.count()
@@ -162,6 +162,26 @@ def test_full_precision_into_mixed_and_back(daemon: RunningDaemon, run: str) -> 
             assert torch.equal(mine, theirs.float())
 
 
+def test_a_value_that_does_not_fit_is_found_before_anything_changes(daemon: RunningDaemon, run: str) -> None:
+    """With `prove_first`: one weight of the last layer is too large for FP16, and the first layer is as it was."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[3, 3] = 1e5
+    live = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    before = [parameter.clone() for parameter in live.parameters()]
+    with Checkpointer(run, {"model": model}, at=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    with Checkpointer(run, {"model": live}, at=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match=r"model/1\.weight: stored values up to 1e\+05 do not fit into F16"):
+            checkpointer.restore(cast=True, prove_first=True)
+        assert all(map(torch.equal, before, live.parameters()))
+        checkpointer.save(2, wait="durable")  # the old state is whole
+        with torch.no_grad():
+            live[0].weight.zero_()
+        checkpointer.restore(2, cast=True, prove_first=True)
+        assert all(map(torch.equal, before, live.parameters()))
+
+
 def test_names_left_out_are_not_in_the_files(daemon: RunningDaemon, run: str) -> None:
     """The directory has the rest, the ticket says what is missing, and the same patterns restore it."""
     model = nn.Linear(4, 4)
@@ -183,6 +203,25 @@ def test_names_left_out_are_not_in_the_files(daemon: RunningDaemon, run: str) ->
             checkpointer.restore()
         checkpointer.restore(exclude=("model/*rotary*", "extra/cache"))
         assert state["epoch"] == 4 and not model.rotary.any()
+
+
+def test_a_save_with_names_left_out_is_not_the_same_as_one_with_all(daemon: RunningDaemon, run: str) -> None:
+    """Under way or committed: `existing="same"` takes no checkpoint for saved that lacks what is to be saved."""
+    state = {"model": nn.Linear(4, 4), "replay": {"n": 1, "x": torch.ones(5)}}
+    out = ("extra/replay",)
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
+        under_way = checkpointer.save(1, exclude=out)
+        assert checkpointer.save(1, exclude=out, existing="same").result(60).step == 1
+        with pytest.raises((AlreadyCommitted, StateMismatch)):
+            checkpointer.save(1, existing="same", wait="durable")
+        under_way.result(60)
+        with pytest.raises(AlreadyCommitted) as told:
+            checkpointer.save(1, existing="same")
+        assert "exclude=" in told.value.hint
+        checkpointer.save(1, exclude=out, existing="same", wait="durable")
+        checkpointer.save(1, existing="replace", wait="durable")
+        checkpointer.save(1, existing="same", wait="durable")
+        checkpointer.restore(1)
 
 
 def test_an_optimizer_with_every_third_save(daemon: RunningDaemon, run: str) -> None:

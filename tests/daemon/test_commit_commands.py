@@ -187,6 +187,23 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("seconds_max", [30 * 86_400.0, float("inf")])
+def test_no_time_is_too_long(start: Any, steps: Steps, tmp_path: Path, seconds_max: float) -> None:
+    """A month, which is more than the system waits for at a time: the command was killed at once."""
+    ran = start(python(f"import time; time.sleep(0.3)\n{NOTE}"), seconds_max)
+    ran.commands.committed(made(1))
+    ran.all_done()
+    assert not steps.failed() and (tmp_path / "told").exists()
+
+
+def test_what_prints_for_ever_outside_the_group_holds_up_nobody() -> None:
+    """Who has left the command's group is not ended with it, so the end of what it prints is not waited for."""
+    with Path("/dev/zero").open("rb", buffering=0) as endless:
+        output = module._Output(endless)
+        output.drain()
+        assert len(output.tail) == module.TAIL_BYTES
+
+
 def test_what_it_leaves_running_ends_with_it(start: Any, steps: Steps, tmp_path: Path) -> None:
     """Nothing that a command has started outlives it, so nothing adds up."""
     text = (

@@ -19,6 +19,8 @@ from holdfast.restore.rank_values import RankState, state_of_rank
 from holdfast.restore.targets import finish, targets_of
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
+from holdfast.tensors.casting import check as check_casts
+from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
@@ -84,6 +86,14 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
     into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
     try:
+        if wanted.prove_first and restoration.casts:  # whether values fit is not seen before they are read
+            first = targets_of(
+                [_own(one, reader.manifest, own) for one in leaves_apart(restoration.leaves, restoration.casts)]
+            )
+            fill(
+                reader, [one.want for one in first], session.held, launch.rank, Overwriting(_nothing), session.held_elsewhere
+            )
+            check_casts(restoration.casts)
         filled = fill(reader, wants, session.held, launch.rank, into, session.held_elsewhere)
         finish(targets)
         restoration.apply()
@@ -112,6 +122,9 @@ def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> N
     if program is not None:
         for group in groups & manifest.tensors.keys():
             remade.check_assumed(manifest, group, program)
+
+
+def _nothing() -> None: ...
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:

@@ -49,6 +49,9 @@ class SaveRequest(NamedTuple):
         """
         ticket = self.ticket
         if isinstance(error, AlreadyCommitted) and self.existing == "same" and error.members.get("same"):
+            if not tickets.has_all_but(ticket.step, self.exclude):
+                error.hint = "it was saved with exclude=, so it lacks names; existing='replace' saves it anew"
+                return False
             ticket.saved_before()
             return True
         if isinstance(error, DaemonGone | DeadlineExceeded) and attempt is not None and self.wait != "durable":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.state import extras, optimizers, rng
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_trained
 from holdfast.tensors.json_values import referred
-from holdfast.tensors.leaves import Key, Leaf, is_ignored
+from holdfast.tensors.leaves import Key, Leaf, covers, is_ignored
 from holdfast_formats.errors import InvalidRequest
 
 LISTED_MAX = 20
@@ -45,9 +44,36 @@ def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, 
     for name in stepped:
         if name in keys:
             why[keys[name]] = "an optimizer of the state steps it"
-    averaged = {name for group, name in why if group == MODEL}
-    why.update({(EMA, name): f"{MODEL}/{name} is trained" for name in averaged})
+    for part in named:
+        if part.group == EMA:
+            for name in part.state.tensors:
+                weight = next((inner for inner in _inner_names(name) if (MODEL, inner) in why), None)
+                if weight is not None:
+                    why[EMA, part.prefix + name] = f"{MODEL}/{weight} is trained"
     return why
+
+
+def _inner_names(name: str) -> Iterator[str]:
+    """The name, and what is left of it without the names of modules around it, as in `module.weight`."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def keep_trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> list[NamedTensors]:
+    """The parts, of which no trained tensor, and no average of one, is left out because its module says so."""
+    if not any(part.state.unsaved for part in named):
+        return list(named)
+    why = trained(named, stepped)
+    return [
+        part._replace(
+            state=part.state._replace(
+                unsaved=frozenset(name for name in part.state.unsaved if (part.group, part.prefix + name) not in why)
+            )
+        )
+        for part in named
+    ]
 
 
 class Exclusion:
@@ -74,7 +100,7 @@ class Exclusion:
         self.texts = {(group, key) for group, kept in values.items() for key in kept if self._matches((group, key))}
         held = {leaf.key for leaf in leaves}
         self.leaves = {key for key in held if self._matches(key)}
-        for key in (*self.leaves, *self.texts):
+        for key in sorted((*self.leaves, *self.texts)):
             self._refuse_trained(key, why)
         self._whole_entries(values, held)
         self._whole_ties(aliases)
@@ -83,16 +109,17 @@ class Exclusion:
     def names(self) -> list[str]:
         return sorted({f"{group}/{name}" for group, name in (*self.leaves, *self.texts)})
 
-    def note(self) -> str:
-        """One sentence on what is left out."""
-        names = self.names
-        if not names:
-            return f"exclude= matches no name of the state: {', '.join(self._patterns)}"
+    def notes(self) -> tuple[str, ...]:
+        """What is left out, and which patterns leave out nothing."""
+        names, gone = self.names, (*self.leaves, *self.texts)
+        idle = [pattern for pattern in self._patterns if not any(covers(pattern, *key) for key in gone)]
         more = ", …" if len(names) > LISTED_MAX else ""
-        return f"left out by exclude=, so not in the checkpoint: {', '.join(names[:LISTED_MAX])}{more}"
+        left = f"left out by exclude=, so not in the checkpoint: {', '.join(names[:LISTED_MAX])}{more}"
+        missed = f"exclude= matches no name of the state: {', '.join(idle)}"
+        return tuple([left] * bool(names) + [missed] * bool(idle))
 
     def _matches(self, key: Key) -> bool:
-        return any(fnmatchcase("/".join(key), pattern) for pattern in self._patterns)
+        return any(covers(pattern, *key) for pattern in self._patterns)
 
     def _refuse_trained(self, key: Key, why: Mapping[Key, str]) -> None:
         group, name = key
@@ -126,9 +153,11 @@ class Exclusion:
     def _whole_ties(self, aliases: Texts) -> None:
         for group, tied in aliases.items():
             for alias, canonical in tied.items():
-                if (group, canonical) in self.leaves and not self._matches((group, alias)):
+                named, other = self._matches((group, canonical)), self._matches((group, alias))
+                if named != other:
+                    out, kept = (canonical, alias) if named else (alias, canonical)
                     raise InvalidRequest(
-                        f"exclude= leaves out {group}/{canonical}, and {group}/{alias} is the same tensor",
+                        f"exclude= leaves out {group}/{out}, and {group}/{kept} is the same tensor",
                         hint="exclude both names, or none",
                     )
 

@@ -90,11 +90,43 @@ def is_copy(value: torch.Tensor, weight: torch.Tensor) -> bool:
     if not has_memory(value) or not has_memory(weight):  # a class of its own may not know how to compare
         return False
     with torch.no_grad():
-        weight = weight.detach()
+        value, weight = value.detach(), weight.detach()
         few = tuple(slice(0, PROBED) if not i else slice(0, 1) for i in range(weight.dim()))
-        if not torch.equal(value[few].to(weight.dtype), weight[few]):
-            return False
-        return torch.equal(value.to(weight.dtype), weight) and bool(weight.any())
+        return _rounds_to(value[few], weight[few]) and _rounds_to(value, weight) and bool(weight.nan_to_num().any())
+
+
+def _rounds_to(value: torch.Tensor, weight: torch.Tensor) -> bool:
+    """A NaN is equal to a NaN here: who restores weights that have some must not keep their copies."""
+    rounded = value.to(weight.dtype)
+    return torch.equal(rounded, weight) or bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
+
+
+def is_varied(weight: torch.Tensor) -> bool:
+    """Whether other values than one are in it, so that something equal to it is so by no accident."""
+    with torch.no_grad():
+        known = weight.detach().nan_to_num()
+        return known.numel() > 1 and bool((known != known[(0,) * known.dim()]).any())
+
+
+def in_form_of(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor, as a view in the form of the weight if it has the same elements in a row."""
+    flat = value.dim() == 1 != weight.dim() and value.numel() == weight.numel() and has_memory(value)
+    return value.view(weight.shape) if flat and value.is_contiguous() else value
+
+
+def is_kept_by_fragments(name: str, weight: Storable, value: Storable) -> bool:
+    """`is_copy` for a weight and a value of which this rank may hold other parts each."""
+    pair = MasterPair(name, weight, value)
+    if not is_wider(value, weight) or not all(map(has_memory, (*local_tensors(weight), *local_tensors(value)))):
+        return False
+    found = [(copy, part) for copy, part in _copies(pair) or () if part.numel()]
+    return any(is_varied(part) and is_copy(copy, part) for copy, part in found) and all(_rounds_to(*one) for one in found)
+
+
+def _can_hold(pair: MasterPair) -> bool:
+    """Whether a copy takes every value of the weight as it is; remainders of bits, or scaled values, do not."""
+    master, weight = pair.master.dtype, pair.weight.dtype
+    return master.is_floating_point and (master == weight or torch.promote_types(master, weight) == master)
 
 
 def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | None) -> MatchedLeaves:
@@ -142,6 +174,12 @@ def _refuse(stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> NoRet
 def _renewing(restoration: MatchedLeaves, stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> MatchedLeaves:
     every = (*stale, *lacking)
     for pair in every:
+        if not _can_hold(pair):
+            raise StateMismatch(
+                f"the master of {pair.name} is of {pair.master.dtype}, which cannot hold a weight of {pair.weight.dtype}, "
+                "so it cannot be copied from it",
+                hint="restore the group master as well",
+            )
         if _copies(pair) is None:
             raise StateMismatch(
                 f"the master of {pair.name} is sharded differently from its weight on this rank, so it cannot "

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from holdfast.state.containers import ContainerKeeper
+from holdfast.state.modules import MODEL
 from holdfast.state.optimizers import (
     GROUP,
     IMPLEMENTATION,
@@ -22,10 +23,10 @@ from holdfast.state.optimizers import (
     is_elsewhere,
     placed,
 )
-from holdfast.tensors import trees
+from holdfast.tensors import casting, trees
 from holdfast.tensors.fragments import Fragment, FragmentList, global_shape, is_dtensor
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
-from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
+from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_dtype
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.region import Shape
 
@@ -139,9 +140,22 @@ class _Resumption:
         assert spec is not None
         made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None
         if made is None:
-            made = _fresh(parameter, key, torch_dtype(spec[0], target[1]), spec[1], kind)
+            made = _fresh(parameter, key, self._dtype_to_make(parameter, *spec, target), spec[1], kind)
             self.created.append((parameter, key, made.tensor))
         self.plan.want(*target, *placed(parameter, *made))
+
+    def _dtype_to_make(self, parameter: Parameter, stored: str, shape: Shape, target: Key) -> torch.dtype:
+        """The stored dtype. With `cast`, what torch's optimizers keep in their parameter's dtype has the live one's: their
+        step refuses another.
+        """
+        dtype, live = torch_dtype(stored, target[1]), parameter.tensor.dtype
+        inner = parameter.name.partition(".")
+        weight = self.stored.spec(MODEL, parameter.name) or self.stored.spec(inner[0], inner[2])
+        alike = weight is not None and weight[0] == stored and shape and target[0] == GROUP
+        own = type(parameter.optimizer).__module__.startswith("torch.optim.")
+        if self.selection.cast and alike and own and casting.possible(stored, safetensors_name(live)):
+            return live
+        return dtype
 
     def _install(
         self, parameters: Mapping[str, Parameter], values: Mapping[str, Mapping[str, Any]], hyper: list[dict[str, Any]]

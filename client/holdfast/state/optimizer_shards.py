@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from holdfast.state import masters
 from holdfast.state.optimizers import (
     GROUP,
     IMPLEMENTATION,
@@ -154,8 +155,13 @@ class ShardedOptimizer(NamedTuple):
 
     def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
         """Name, weight and full-precision copy of every parameter that has one."""
-        for name, key, value in self.entries():
-            if self.is_master(name, key, value):
+        entries = list(self.entries())
+        odd: set[str] = set()  # keys under which copies are, without being called so
+        for name, key, value in entries:
+            if key not in odd and not self.is_master(name, key, value):
+                odd |= {key} if masters.is_kept_by_fragments(name, self.weights[name], value) else set()
+        for name, key, value in entries:
+            if self.is_master(name, key, value) or (key in odd and masters.is_wider(value, self.weights[name])):
                 yield name, self.weights[name], value
 
     def collect(self, content: Content) -> None:

@@ -8,16 +8,19 @@ All code that needs the optimizers of a state uses this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from holdfast.state.masters import is_copy, is_varied
 from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.tensors.fragments import Fragment, OneTensor, Storable, local_tensor, parts_of
 from holdfast_formats.errors import InvalidRequest
 
 NESTED_MAX = 4  # lists in lists of a wrapper's attributes in which tensors are looked for
+COMPARED_MAX = 8  # tensors of an optimizer's attribute that are compared with its parameters
 _PROPERTIES = ("optimizer", "optimizers", "chained_optimizers")  # also if they are not plain attributes
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 _NO_OPTIMIZERS = (nn.Module, torch.Tensor, Fragment, str, bytes, int, float, type(None))
@@ -75,13 +78,41 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
         )
     for optimizer in found.optimizers:
         _refuse_more(key, optimizer)
-    if found.wrappers:
+    holding = [optimizer for optimizer in found.optimizers if any(_attribute_tensors(optimizer))]
+    if found.wrappers or holding:
         inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
         stored = (part for value in known for part in parts_of(value))
         memory = {_address(tensor) for tensor in (*stored, *_tensors_of(found.optimizers))}
+        for optimizer in holding:
+            _refuse_copies(key, optimizer, memory)
         for wrapper in found.wrappers:
             _refuse_own(key, wrapper, (inner, memory), state)
     return found
+
+
+def _attribute_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The first tensors of each attribute that is an optimizer's own, by the attribute's name."""
+    for name, item in vars(optimizer).items():
+        if name not in _OF_EVERY_OPTIMIZER:
+            found = (tensor for tensor in _tensors(item) if tensor.numel() > 1)
+            yield from ((name, tensor) for tensor in islice(found, COMPARED_MAX))
+
+
+def _refuse_copies(key: str, optimizer: torch.optim.Optimizer, memory: set[int]) -> None:
+    """Refuse full-precision copies in an attribute, as apex's FusedAdam has them: no `state_dict()` tells of them, and after
+    a restore the next step would go on from those of before.
+    """
+    for name, tensor in _attribute_tensors(optimizer):
+        if _address(tensor) in memory:
+            continue
+        for parameter in _parameters(optimizer):
+            weight, copy = local_tensor(parameter), local_tensor(tensor)
+            if is_copy(copy, weight) and is_varied(weight):
+                raise InvalidRequest(
+                    f"{key}: the {type(optimizer).__name__} has full-precision copies of its parameters in {name}, which "
+                    "would not be saved",
+                    hint="add them to the state as 'master', a mapping of tensors by parameter name",
+                )
 
 
 def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:

@@ -43,6 +43,8 @@ IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "captur
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
 
+NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
+
 LOCAL, PLAIN, MESH = "local", "plain", "mesh"
 
 
@@ -105,15 +107,25 @@ class OptimizerState(NamedTuple):
         return (parameter.name for parameter in self.parameters())
 
     def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
-        """Name, weight and full-precision copy of every parameter that has one in an optimizer's state."""
-        for parameter in self.parameters():
+        """Name, weight and full-precision copy of every parameter that has one in an optimizer's state.
+
+        A key under which one parameter's copy is found has those of all: others may be of zeros, or have changed since.
+        """
+        kept = [(one, list(_inside(self.state_of(one)))) for one in self.parameters()]
+        keys: set[str] = set()
+        for parameter, values in kept:
+            for key, value in values:
+                local = masters.in_form_of(local_tensor(value), parameter.local)
+                if key not in keys and masters.is_copy(local, parameter.local) and masters.is_varied(parameter.local):
+                    keys.add(key)
+        for parameter, values in kept:
             # The Fragments of a list are views of the parameter, which has the form of the copy.
             weight = parameter.tensor if isinstance(parameter.value, FragmentList) else parameter.value
-            for key, value in self.state_of(parameter).items():
-                if isinstance(value, torch.Tensor) and (
-                    is_master(parameter, key, value) or masters.is_copy(local_tensor(value), parameter.local)
-                ):
-                    yield parameter.name, weight, value
+            for key, value in values:
+                local = masters.in_form_of(local_tensor(value), parameter.local)
+                found = key in keys and local.shape == parameter.local.shape and masters.is_wider(local, parameter.local)
+                if is_master(parameter, key, value) or found or (not keys and masters.is_copy(local, parameter.local)):
+                    yield parameter.name, weight, value if is_dtensor(value) else local
 
     def tensors(self) -> Iterator[Storable]:
         """The live tensors of its state."""
@@ -235,6 +247,16 @@ class OptimizerDocument:
         content.add_value(GROUP, self._state.key, tree.text)
         for name, tensor in tree.tensors.items():
             content.add(GROUP, name, tensor)
+
+
+def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that an optimizer keeps of a parameter, also in mappings and lists, by their path."""
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{path}{key}", value
+        elif isinstance(value, Mapping | list | tuple) and depth < NESTED_MAX:
+            items = value if isinstance(value, Mapping) else {str(i): item for i, item in enumerate(value)}
+            yield from _inside(items, f"{path}{key}.", depth + 1)
 
 
 def is_elsewhere(parameter: Parameter) -> bool:

@@ -43,7 +43,7 @@ from holdfast.state import (
 )
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
-from holdfast.state.exclusion import Exclusion, is_extra_alone, trained
+from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
 from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
 from holdfast.state.masters import BesideWeights, Masters, settle
@@ -204,7 +204,7 @@ class TrainState:
             group: {alias: name for alias, name in tied.items() if (group, name) not in found.leaves}
             for group, tied in whole.aliases.items()
         }
-        notes = (*whole.notes, found.note())
+        notes = (*whole.notes, *found.notes())
         return whole._replace(leaves=tuple(kept), values=values, aliases=aliases, steady=steady, notes=notes)
 
     def _snapshot_of_all(self) -> SnapshotOf:
@@ -349,6 +349,7 @@ class TrainState:
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = optimizers_of(self.state, tensors, self.declared is not None)
+        tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
         given = [value for value in self.state.values() if isinstance(value, Given)]
         others: list[AskedEntry] = [*given]
         keeper = ContainerKeeper()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +33,23 @@ def apart(live: Leaf, dtype: str) -> Cast:
     """The cast of a leaf that is stored with this dtype. Its new memory is on the CPU, where files are read into."""
     kind = torch_dtype(dtype, live.path)
     pieces = tuple(
-        piece._replace(tensor=torch.empty(tuple(piece.tensor.shape), dtype=kind, device="cpu")) for piece in live.pieces
+        piece._replace(tensor=torch.zeros(tuple(piece.tensor.shape), dtype=kind, device="cpu")) for piece in live.pieces
     )
     return Cast(live, live._replace(dtype=dtype, pieces=pieces))
+
+
+def leaves_apart(leaves: Iterable[Leaf], casts: Sequence[Cast]) -> list[Leaf]:
+    """Those of the leaves that are filled in the memory of casts, not in live tensors."""
+    memory = {piece.tensor.untyped_storage().data_ptr() for cast in casts for piece in cast.stored.pieces}
+    return [leaf for leaf in leaves if any(piece.tensor.untyped_storage().data_ptr() in memory for piece in leaf.pieces)]
+
+
+def check(casts: Sequence[Cast]) -> None:
+    """Raise what `fill` would raise for what was read; nothing live changes."""
+    with torch.no_grad():
+        for live, stored in casts:
+            for into, read in zip(live.pieces, stored.pieces, strict=True):
+                _refuse_too_large(live, read.tensor, read.tensor.to(into.tensor.dtype))
 
 
 def fill(casts: Sequence[Cast]) -> None:
@@ -44,12 +58,13 @@ def fill(casts: Sequence[Cast]) -> None:
         for live, stored in casts:
             for into, read in zip(live.pieces, stored.pieces, strict=True):
                 rounded = read.tensor.to(into.tensor.dtype)
-                if torch.finfo(rounded.dtype).max < torch.finfo(read.tensor.dtype).max:
-                    _refuse_infinities(live, read.tensor, rounded)
+                _refuse_too_large(live, read.tensor, rounded)
                 into.tensor.copy_(rounded)
 
 
-def _refuse_infinities(live: Leaf, read: torch.Tensor, rounded: torch.Tensor) -> None:
+def _refuse_too_large(live: Leaf, read: torch.Tensor, rounded: torch.Tensor) -> None:
+    if torch.finfo(rounded.dtype).max >= torch.finfo(read.dtype).max:
+        return
     finite = torch.isfinite(read)
     if not bool(torch.isfinite(rounded)[finite].all()):
         raise StateMismatch(

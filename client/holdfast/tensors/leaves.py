@@ -84,7 +84,16 @@ class Selection(NamedTuple):
     cast: bool = False
 
     def takes(self, group: str, name: str) -> bool:
-        return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
+        return group in self.groups and not any(covers(pattern, group, name) for pattern in self.ignore)
+
+
+def covers(pattern: str, group: str, name: str) -> bool:
+    """Whether a pattern matches this name, or the entry of the group `extra` that it is a part of."""
+    if fnmatchcase(f"{group}/{name}", pattern):
+        return True
+    parts = name.split("/")
+    entry = parts[2] if name.startswith(RANK_PREFIX) and len(parts) > 2 else parts[0]
+    return group == "extra" and fnmatchcase(f"{group}/{entry}", pattern)
 
 
 def is_ignored(group: str, ignore: Sequence[str]) -> bool:

@@ -33,6 +33,8 @@ GRACE_S = 2.0  # between the request to end and the kill
 KILLED_S = 5.0  # how long a killed command is waited for
 TAIL_BYTES = 4096  # of what a command has printed, in the log
 READ_BYTES = 65_536
+DRAINED = 64  # times of that, after a command has ended: what has left its process group may print for ever
+LOOK_S = 3600.0
 
 # Ends with the daemon, also where that is killed: the kernel kills it then.
 _TIED = """
@@ -189,7 +191,8 @@ class CommitCommands:
             for what in (exited, self._wake, output.fd):
                 selector.register(what, selectors.EVENT_READ)
             while True:
-                ready = {key.fd for key, _ in selector.select(max(limit - time.monotonic(), 0.0))}
+                left = min(max(limit - time.monotonic(), 0.0), LOOK_S)  # the system takes no longer times than some weeks
+                ready = {key.fd for key, _ in selector.select(left)}
                 if self._wake in ready:
                     return "was ended, because the daemon ended"
                 if exited in ready:
@@ -229,13 +232,11 @@ class _Output:
 
     def drain(self) -> None:
         """Take what is still there."""
-        while True:
-            before = self.tail
-            try:
+        with suppress(OSError):
+            for _ in range(DRAINED):
+                before = self.tail
                 if not self.read() or self.tail is before:
                     return
-            except OSError:
-                return
 
 
 def _about(made: Manifest, root: Path) -> dict[str, str]:

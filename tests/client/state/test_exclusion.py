@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.state.exclusion import check
 from holdfast.state.given import Given
@@ -127,9 +129,9 @@ def test_tied_tensors_go_together() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False), "c": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight  # type: ignore[assignment]
     model.requires_grad_(False)
-    with pytest.raises(InvalidRequest, match=r"model/a.weight, and model/b.weight is the same tensor"):
-        taken({"model": model}, "model/a.weight")
-    assert "model/a.weight" in paths(taken({"model": model}, "model/b.weight"))
+    for out, kept in ("ab", "ba"):
+        with pytest.raises(InvalidRequest, match=rf"model/{out}.weight, and model/{kept}.weight is the same tensor"):
+            taken({"model": model}, f"model/{out}.weight")
     snapshot = taken({"model": model}, "model/[ab].weight")
     assert "model/a.weight" not in paths(snapshot) and not snapshot.aliases["model"]
 
@@ -183,3 +185,49 @@ def test_listed_and_tied_is_stored() -> None:
         model._keys_to_ignore_on_save = [listed]  # type: ignore[assignment]
         snapshot = taken({"model": model})
         assert "model/embed.weight" in paths(snapshot) and snapshot.aliases["model"] == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("average", [copy.deepcopy, AveragedModel])
+def test_the_average_of_a_trained_weight_is_stored(average: Any) -> None:
+    """A copy that requires no gradient is not made by the module: what was averaged would be gone."""
+    model = Listed()
+    ema = average(model).requires_grad_(False)
+    snapshot = taken({"model": model, "ema": ema})
+    assert {"ema/head.weight", "model/head.weight"} <= paths(snapshot)
+    assert "ema/rotary" not in paths(snapshot)  # a table, in either of them
+
+
+def test_listed_and_stepped_is_stored() -> None:
+    """An optimizer has moments of it, so it is trained, although it is frozen in this phase."""
+    model = Listed()
+    optim = torch.optim.AdamW([model.head.weight])
+    model.head.weight.requires_grad_(False)
+    assert "model/head.weight" in paths(taken({"model": model, "optim": optim}))
+
+
+def test_an_average_under_a_name_with_a_module_around_it() -> None:
+    """Mappings of averages often have the names of the wrapped model."""
+    model = Rotary()
+    ema = {f"module.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(InvalidRequest, match=r"ema/module\.head\.weight, and model/head\.weight is trained"):
+        taken({"model": model, "ema": ema}, "ema/*head*")
+
+
+def test_an_entry_of_tensors_alone_goes_by_its_key() -> None:
+    """As any other entry of `extra`, whether or not it has a number beside its tensors; and so it is restored."""
+    for replay in ({"x": torch.ones(5), "y": torch.ones(2)}, {"x": torch.ones(5), "n": 1}, torch.ones(5)):
+        state = {"model": Rotary(), "replay": replay, "replays": torch.ones(1)}
+        snapshot = taken(state, "extra/replay")
+        assert {path for path in paths(snapshot) if path.startswith("extra/replay")} == {"extra/replays"}
+        restore(Checkpoint(snapshot), state, ignore=["extra/replay"])
+        with pytest.raises(StateMismatch, match="extra/replay"):
+            restore(Checkpoint(snapshot), state)
+
+
+def test_each_pattern_that_matches_nothing_is_said() -> None:
+    """Also beside one that does."""
+    snapshot = taken({"model": Rotary()}, "model/rotary", "model/rotery*", "mode/rotary")
+    assert snapshot.notes == (
+        "left out by exclude=, so not in the checkpoint: model/rotary",
+        "exclude= matches no name of the state: model/rotery*, mode/rotary",
+    )

@@ -152,3 +152,28 @@ def test_two_stored_tensors_of_one_live_tensor_are_compared_as_cast() -> None:
     assert any(
         "saved as two" in note or "saved as two" in late for note in restoration.notes for late in restoration.late or [""]
     )
+
+
+@pytest.mark.parametrize(("stored", "live"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_never_stepped_can_step(stored: torch.dtype, live: torch.dtype, kind: Any) -> None:
+    """torch's optimizers keep moments in the dtype of their parameters, and refuse to step with others."""
+    more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        model = nn.Linear(3, 4).to(dtype)
+        return {"model": model, "optim": kind(model.parameters(), lr=0.1, **more)}
+
+    def step(state: dict[str, Any]) -> None:
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optim"].step()
+
+    saved, fresh = made(stored), made(live)
+    step(saved)
+    done = restore(save(saved), fresh, cast=True)
+    key = "exp_avg" if kind is torch.optim.AdamW else "momentum_buffer"
+    assert any(f"optim/weight/{key}" in note for note in done.notes)
+    for theirs, mine in zip(saved["model"].parameters(), fresh["model"].parameters(), strict=True):
+        assert torch.equal(fresh["optim"].state[mine][key], saved["optim"].state[theirs][key].to(live))
+    step(fresh)
