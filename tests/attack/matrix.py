@@ -89,6 +89,8 @@ POST   /runs/{run}/checkpoints/{step}/jobs                       write path form
 GET    /nodes                                                    read  seen
 POST   /nodes/{name}/forget                                      admin all  form
 GET    /jobs                                                     read  seen
+GET    /import                                                   read  seen
+POST   /import                                                   write seen form
 GET    /jobs/{job_id}                                            read  seen
 POST   /jobs/{job_id}/cancel                                     write seen form
 GET    /events                                                   read  seen

@@ -110,10 +110,10 @@ def decoded(name: str, held: Mapping[str, StoredArray], shape: Shape | None) -> 
         if held[kind].dtype != "F32" or held[kind].shape != wanted:
             raise _odd(held[kind], f"scales would be F32 of shape {list(wanted)}")
     stored = {kind: array.tensor("optim", array.key) for kind, array in held.items()}
-    codes, decoder = stored[SECOND if packed else FIRST], HalfBytes if packed else Bytes
+    codes, form = stored[SECOND if packed else FIRST], HalfBytes if packed else Bytes
     parts = {FIRST: (codes, (stored[SCALES],)), SECOND: (stored[SECOND], (stored[LOWEST], stored[HIGHEST]))}
     return {
-        kind: ForeignTensor(TensorSpec("optim", f"{name}/{kind}", "F32", second.shape), (), decoder=decoder(*part))
+        kind: ForeignTensor(TensorSpec("optim", f"{name}/{kind}", "F32", second.shape), (), decoder=form(*part))
         for kind, part in parts.items()
     }
 
