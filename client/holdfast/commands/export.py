@@ -27,8 +27,8 @@ Target = Annotated[
     Path,
     typer.Argument(
         metavar="DEST",
-        help="Target directory; it must be empty or not exist yet. With --as and a service: a new path below its "
-        "--export-root.",
+        help="Target directory; it must be empty or not exist yet. With --as it must not exist; with --as and a service: "
+        "a new path below its --export-root.",
     ),
 ]
 ModelOnly = Annotated[

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.exports.ties import said
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte, same_bytes
 from holdfast_formats.foreign.filling import elements
@@ -52,10 +53,13 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
             groups[group] = {name: same(tensor) for name, tensor in held.items()}
         return Arranged(groups)
     _check(source, program)
+    used = {move.source for mapped in program.tensors.values() for move in mapped.moves}
+    refuse_sub_byte({key.name: source.listing.tensors[key] for key in used})
     for key, mapped in program.tensors.items():
         groups[key.group][key.name] = mapped
     notes = [f"names and layouts are those that program {program.program!r} makes", *program.notes]
     notes += [f"program {program.program!r} drops {loss.key.group}/{loss.key.name}: {loss.why}" for loss in program.lost]
+    notes += said(source.made.aliases.get("model", {}), "the program makes of tied weights one")
     return Arranged(groups, program.names, tuple(notes))
 
 

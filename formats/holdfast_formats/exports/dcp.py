@@ -6,6 +6,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports import weights
 from holdfast_formats.exports.arranged import arrange, renamed_documents
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, LeftOut, copied_assets
+from holdfast_formats.exports.ties import said, tied
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.dcp.export import target_files
 from holdfast_formats.foreign.dcp.export_names import LAYOUTS
@@ -22,13 +23,18 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
         raise InvalidRequest("a directory of torch.distributed.checkpoint holds all groups", hint="leave --weights out")
     arranged = arrange(source, options.program)
     chosen = weights.choose(source, arranged, options) if arranged.group("model") else None
-    model = [] if chosen is None else list(chosen.tensors.values())
-    others = [mapped for group, held in arranged.groups.items() if group != "model" for mapped in held.values()]
-    made = target_files([*model, *others], renamed_documents(source, arranged), options.layout or DEFAULT_LAYOUT)
+    groups = {group: dict(held) for group, held in arranged.groups.items()}
+    if chosen is not None:
+        groups["model"] |= chosen.tensors
+    notes = list(arranged.notes if chosen is None else chosen.notes)
+    for group, ties in source.made.aliases.items() if options.program is None else ():
+        groups[group] = tied(groups[group], ties)  # torch loads every name of a state dict
+        notes += said(ties, f"tied tensors of group {group} are stored under both names")
+    tensors = [mapped for held in groups.values() for mapped in held.values()]
+    made = target_files(tensors, renamed_documents(source, arranged), options.layout or DEFAULT_LAYOUT)
     left_out = [LeftOut(what, why) for what, why in made.left_out]
     left_out += [LeftOut(name, "it differs between ranks") for name in source.ranked]
-    notes = arranged.notes if chosen is None else chosen.notes
-    return ExportPlan((*made.files, *copied_assets(source)), notes, tuple(left_out))
+    return ExportPlan((*made.files, *copied_assets(source)), tuple(notes), tuple(left_out))
 
 
 KIND = ExportKind("dcp", "a directory of torch.distributed.checkpoint", plan)

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports import weights
-from holdfast_formats.exports.arranged import arrange
+from holdfast_formats.exports.arranged import arrange, config_of
 from holdfast_formats.exports.plan import (
     FLOATS,
     ExportKind,
@@ -17,31 +17,45 @@ from holdfast_formats.exports.plan import (
     copied_assets,
     other_groups,
     small_file,
+    values_of_weights,
 )
 from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.exports.ties import said, tied
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.target_files import TargetFile
 
 CONFIG = "config.json"
 _DTYPE_KEYS = ("torch_dtype", "dtype")  # transformers' names, before version 5 and since
+_TIES_KEY, _HEAD = "tie_word_embeddings", "lm_head.weight"
 _OF_ADAPTERS = "adapter_config.json"  # beside a model, transformers would take the directory for an adapter's
 
 
 def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     """The weights in safetensors files with an index, and the checkpoint's small files beside them.
 
-    Tied tensors are stored once, as transformers does. With `options.dtype` the dtype in config.json is that one.
+    Tied tensors are stored once where config.json ties them, as transformers does, else under each name. With
+    `options.dtype` the dtype in config.json is that one.
     """
     if options.layout is not None:
         raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
     chosen = weights.choose(source, arrange(source, options.program), options)
-    files = shard_set(weights.GROUP, chosen.tensors.values(), "pt")
+    again, told = ({}, []) if options.program is not None else _ties(source)
+    files = shard_set(weights.GROUP, tied(chosen.tensors, again).values(), "pt")
     index = files.index_file(naming.index_file_name(weights.GROUP))
     assets, notes = configured(source, options.dtype, frozenset({_OF_ADAPTERS}))
-    left_out = other_groups(
-        source, frozenset({weights.GROUP, options.weights}), "a Hugging Face directory holds only a model"
-    )
-    return ExportPlan((*files.files, index, *assets), (*chosen.notes, *notes), (*chosen.left_out, *left_out))
+    used = frozenset({weights.GROUP, options.weights})
+    left_out = other_groups(source, used, "a Hugging Face directory holds only a model") + values_of_weights(source, used)
+    return ExportPlan((*files.files, index, *assets), (*chosen.notes, *told, *notes), (*chosen.left_out, *left_out))
+
+
+def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
+    """What is tied and has to be stored under its other name too, because config.json does not tie it; and what is said."""
+    config, ties = config_of(source), source.made.aliases.get(weights.GROUP, {})
+    inner = config.get("text_config")
+    ties_head = any(held.get(_TIES_KEY) is True for held in (config, inner) if isinstance(held, dict))
+    once = {alias: name for alias, name in ties.items() if ties_head and alias.endswith(_HEAD)}
+    again = {alias: name for alias, name in ties.items() if alias not in once}
+    return again, [*said(once, f"tied weights are stored once, as {CONFIG} ties them"), *said(again)]
 
 
 def configured(source: ExportSource, dtype: str | None, without: frozenset[str]) -> tuple[list[TargetFile], list[str]]:

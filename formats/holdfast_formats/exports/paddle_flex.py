@@ -17,6 +17,7 @@ from holdfast_formats.exports.paddle_state import POWERS, PaddleState
 from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
 from holdfast_formats.exports.safetensors_files import KnownTensor
+from holdfast_formats.exports.ties import renamed
 from holdfast_formats.foreign import pickle_writer
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.moves import MappedTensor
@@ -52,7 +53,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     """One directory for each of model, optimizer and masters, the trainer's small files, and the checkpoint's own."""
     state = paddle_state.collect(source, options, model_too=True)
     model = [state.layout.of(name, tensor) for name, tensor in state.model.items()]
-    masters = [paddle_state.renamed(tensor, SETS[2], f"{name}.w_0") for name, tensor in state.masters.items()]
+    masters = [renamed(tensor, SETS[2], f"{name}.w_0") for name, tensor in state.masters.items()]
     sets: list[list[Held]] = [list(model), _optimizer(state), list(masters)]
     files = [file for name, held in zip(SETS, sets, strict=True) for file in array_files(name, held)]
     trainer = trainer_files(source, state)
@@ -169,7 +170,7 @@ def _object(kind: str, attributes: Mapping[str, Any]) -> MadeObject:
 def _optimizer(state: PaddleState) -> list[Held]:
     made: list[Held] = []
     for name, one in state.optimizer.items():
-        made += [paddle_state.renamed(tensor, SETS[1], f"{name}.{kind}") for kind, tensor in one.moments.items()]
+        made += [renamed(tensor, SETS[1], f"{name}.{kind}") for kind, tensor in one.moments.items()]
         made += [paddle_state.power_tensor(SETS[1], f"{name}.{kind}", p) for kind, p in zip(POWERS, one.powers, strict=True)]
     return made
 

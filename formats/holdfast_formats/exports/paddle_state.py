@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.exports import weights
 from holdfast_formats.exports.arranged import Arranged, arrange, config_of
-from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups
+from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups, values_of_weights
 from holdfast_formats.exports.safetensors_files import KnownTensor
+from holdfast_formats.exports.ties import renamed, said, tied
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.filling import elements
@@ -114,15 +114,14 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
     optimizer = _optimizer(source, arranged, layout, state)
     notes = [*chosen.notes, *(note for note in arranged.notes if note not in chosen.notes)]
     ties = {} if options.program is not None else dict(source.made.aliases.get("model", {}))
-    if ties:
-        notes.append("tied weights are stored under both names: " + ", ".join(f"{a} = {t}" for a, t in sorted(ties.items())))
+    notes += said(ties)
     return PaddleState(
         tied(chosen.tensors, ties),
         tied(masters, ties),
         {**optimizer, **{alias: _tied_state(optimizer[t], alias) for alias, t in ties.items() if t in optimizer}},
         layout,
         tuple(notes),
-        (*chosen.left_out, *_left_out(source)),
+        (*chosen.left_out, *_left_out(source), *values_of_weights(source)),
     )
 
 
@@ -138,17 +137,6 @@ def transposed(mapped: MappedTensor) -> MappedTensor:
         for move in mapped.moves
     )
     return MappedTensor(TensorSpec(spec.group, spec.name, spec.dtype, spec.shape[::-1]), moves, mapped.padded)
-
-
-def renamed(mapped: MappedTensor, group: str, name: str) -> MappedTensor:
-    """The tensor under another key."""
-    return mapped._replace(spec=msgspec.structs.replace(mapped.spec, group=group, name=name))
-
-
-def tied(held: Mapping[str, MappedTensor], ties: Mapping[str, str]) -> dict[str, MappedTensor]:
-    """The tensors, and those that are tied to them under their own names."""
-    more = {alias: renamed(held[name], held[name].spec.group, alias) for alias, name in ties.items() if name in held}
-    return {**held, **more}
 
 
 def power_tensor(group: str, name: str, value: float) -> KnownTensor:

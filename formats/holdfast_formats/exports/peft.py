@@ -11,10 +11,12 @@ from holdfast_formats.exports.plan import (
     LeftOut,
     copied_assets,
     other_groups,
+    values_of_weights,
 )
 from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.exports.ties import said, tied
 from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import same
 
 GROUPS = ("adapter", "adapter_model")  # an imported adapter, and one that a trainer saved
@@ -42,19 +44,23 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
             f"the checkpoint has no {CONFIG}, without which PEFT cannot load the adapter",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
-    tensors = source.group(group)
+    tensors = {name: tensor for name, tensor in source.group(group).items() if not is_of_rank(name)}
     refuse_sub_byte(tensors)
-    foreign = [name for name in tensors if not name.startswith("base_model.")]
+    ties = source.made.aliases.get(group, {})  # PEFT reads every name, and takes its own values for one that is missing
+    foreign = [name for name in (*tensors, *ties) if not name.startswith("base_model.")]
     if foreign:
         raise StateMismatch(f"{min(foreign)!r} is not a name of PEFT's", hint="its names begin with base_model.")
     mapped = [
         same(tensor, TensorKey(STEM, name), options.dtype if options.dtype and tensor.spec.dtype in FLOATS else None)
         for name, tensor in tensors.items()
     ]
-    files = shard_set(STEM, mapped, "pt", file_bytes_max=_FILE_BYTES_MAX)
+    made = tied({one.spec.name: one for one in mapped}, ties)
+    files = shard_set(STEM, made.values(), "pt", file_bytes_max=_FILE_BYTES_MAX)
     rounded = sum(one.spec.dtype != tensor.spec.dtype for one, tensor in zip(mapped, tensors.values(), strict=True))
     notes = [f"{rounded} tensors were converted to {FLOATS[options.dtype]}"] if options.dtype and rounded else []
+    notes += said(ties)
     left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
+    left_out += values_of_weights(source, frozenset({group}))
     left_out += [LeftOut(name, "it belongs to the base model") for name in source.listing.assets if name in _OF_THE_BASE]
     return ExportPlan((*files.files, *copied_assets(source, _OF_THE_BASE)), tuple(notes), tuple(left_out))
 

@@ -14,7 +14,9 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.exports.arranged import Arranged
 from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut
+from holdfast_formats.exports.ties import tied
 from holdfast_formats.foreign.committed import ExportSource, same_bytes
+from holdfast_formats.foreign.listing import is_of_rank
 from holdfast_formats.foreign.moves import MappedTensor
 
 GROUP = "model"
@@ -37,7 +39,7 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
     Raises `NoSuchResource` for a group that is not there, `StateMismatch`, by name, for names or shapes that do not
     correspond, and for dtypes that cannot be converted.
     """
-    model = arranged.group(GROUP)
+    model = _weights(arranged, GROUP)
     if not model:
         raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}")
     taken, notes, left_out = model, list(arranged.notes), list[LeftOut]()
@@ -77,7 +79,9 @@ def _instead(
     source: ExportSource, arranged: Arranged, group: str
 ) -> tuple[dict[str, MappedTensor], list[str], list[LeftOut]]:
     """For each tensor of the model that of another group, or its own; which have none there; what else the group has."""
-    model, held = arranged.group(GROUP), arranged.group(group)
+    model, held = _weights(arranged, GROUP), _weights(arranged, group)
+    if not arranged.names:  # what is tied there only; a program has made one of such tensors
+        held = tied(held, source.made.aliases.get(group, {}))
     if not held:
         raise NoSuchResource(
             f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}"
@@ -86,8 +90,8 @@ def _instead(
     aliases = source.made.aliases.get(GROUP, {})
     found, missing = dict(model), list[str]()
     for name, tensor in model.items():
-        tied = next((alias for alias, target in aliases.items() if target == name and alias in held), None)
-        other = held.get(name) or (held[tied] if tied else None)
+        second = next((alias for alias, target in aliases.items() if target == name and alias in held), None)
+        other = held.get(name) or (held[second] if second else None)
         if other is None:
             missing.append(name)
             continue
@@ -103,9 +107,14 @@ def _instead(
     return found, sorted(missing, key=natural_key), told
 
 
+def _weights(arranged: Arranged, group: str) -> dict[str, MappedTensor]:
+    """The tensors of a group but for those of values that modules keep beside their weights."""
+    return {name: mapped for name, mapped in arranged.group(group).items() if not is_of_rank(name)}
+
+
 def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[str]) -> None:
     """Refuse a group whose names are others than the model's: its weights would be exported as the averages."""
-    model = arranged.group(GROUP)
+    model = _weights(arranged, GROUP)
     unknown = [name for name in left if name not in NOT_WEIGHTS]
     lost = [name for name in missing if model[name].spec.dtype in FLOATS]
     if len(missing) < len(model) and not (unknown and lost):

@@ -6,6 +6,7 @@ Whatever it does not understand it refuses by file and key: nothing is skipped w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
+
+_OF_RANK = re.compile(r"ranks/[0-9]+/")
 
 
 class ForeignFiles(Protocol):
@@ -36,6 +39,11 @@ class TensorKey(NamedTuple):
 
     group: str
     name: str
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether a tensor is no weight: it belongs to one rank's process, or to a value that a module keeps beside them."""
+    return _OF_RANK.match(name) is not None
 
 
 class ForeignPiece(NamedTuple):

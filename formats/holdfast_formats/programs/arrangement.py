@@ -14,6 +14,7 @@ from holdfast_formats.foreign.moves import BoxMove
 from holdfast_formats.region import Box, Shape, whole
 
 MOVES_MAX = 2**18  # of one tensor
+LOOKS_MAX = 2**22  # at pieces of a tensor, while it is cut
 
 
 class Arrangement(NamedTuple):
@@ -80,11 +81,23 @@ def joined(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
             else:
                 moves.append(placed)
         at += part.shape[axis]
-    if len(moves) > MOVES_MAX:
-        raise StateMismatch(f"{name!r} would be made of {len(moves)} pieces; at most {MOVES_MAX} are allowed", tensor=name)
+        check_pieces(len(moves), name)
     same = tuple(dict.fromkeys(names for part in parts for names in part.same))
     shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
     return Arrangement(shape, tuple(moves), first.dtype, any(part.padded for part in parts), same)
+
+
+def check_pieces(count: int, name: str) -> None:
+    """`StateMismatch` for a tensor of too many pieces, before they are made."""
+    if count > MOVES_MAX:
+        raise StateMismatch(f"{name!r} would be made of {count} pieces; at most {MOVES_MAX} are allowed", tensor=name)
+
+
+def check_cuts(arranged: Arrangement, cuts: int, name: str) -> None:
+    """`StateMismatch` where a tensor would be cut so often, and out of so many pieces, that it would take minutes."""
+    check_pieces(cuts, name)
+    if cuts * len(arranged.moves) > LOOKS_MAX:
+        raise StateMismatch(f"{name!r} would be cut {cuts} times, out of {len(arranged.moves)} pieces", tensor=name)
 
 
 def _moved(move: BoxMove, axis: int, by: int) -> BoxMove:
@@ -237,6 +250,7 @@ def braided(parts: Sequence[Arrangement], axis: int, times: int, name: str) -> A
             raise StateMismatch(
                 f"{name!r}: {part.shape[axis]} in dimension {axis} cannot be divided by {times}", tensor=name
             )
+        check_cuts(part, times, name)
     lengths = [part.shape[axis] // times for part in parts]
     pieces = (
         picked(part, axis, i * length, length) for i in range(times) for part, length in zip(parts, lengths, strict=True)
@@ -252,6 +266,7 @@ def unbraided(arranged: Arrangement, axis: int, times: int, lengths: Sequence[in
             f"{name!r} has {arranged.shape[axis]} in dimension {axis}, not {times} times {'+'.join(map(str, lengths))}",
             tensor=name,
         )
+    check_cuts(arranged, times * len(lengths), name)
     found, at = [], 0
     for length in lengths:
         pieces = [picked(arranged, axis, i * row + at, length) for i in range(times)]

@@ -11,6 +11,8 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.programs.document import Program, read_program
 from holdfast_formats.programs.inversion import inverted
 
+_INVERSE = "-inverse"
+
 
 @cache
 def packaged() -> tuple[str, ...]:
@@ -25,8 +27,8 @@ def _tables() -> Any:
 @cache
 def load(name: str) -> Program:
     """A program by its name; the inverse of one by its name and `-inverse`. `InvalidRequest` if there is none."""
-    if name.endswith("-inverse"):
-        return inverted(load(name.removesuffix("-inverse")))
+    if name.endswith(_INVERSE) and not name.removesuffix(_INVERSE).endswith(_INVERSE):
+        return inverted(load(name.removesuffix(_INVERSE)))
     return read_program(written(name))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.optimizer_state import GROUP as OPTIMIZER
 from holdfast_formats.foreign.optimizer_state import MASTER_GROUP
@@ -76,7 +76,7 @@ def planes_of(specs: Mapping[TensorKey, TensorSpec]) -> tuple[Planes, list[Tenso
     planes: dict[Plane, dict[str, TensorSpec]] = {}
     others = []
     for key, spec in specs.items():
-        if key.group in PARAMETER_GROUPS:
+        if key.group in PARAMETER_GROUPS and not is_of_rank(key.name):
             planes.setdefault(Plane(key.group, ""), {})[key.name] = spec
         elif key.group == OPTIMIZER and "/" in key.name:
             name, _, word = key.name.rpartition("/")

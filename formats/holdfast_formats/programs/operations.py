@@ -167,6 +167,7 @@ def _unstacked(step: Step, one: Arrangement) -> list[Arrangement]:
     axis = _axis(step, 0, len(one.shape))
     if one.shape[axis] != len(step.outputs):
         raise StateMismatch(f"{step.inputs[0]!r} has {one.shape[axis]} in dimension {axis}, not {len(step.outputs)}")
+    arrangement.check_cuts(one, len(step.outputs), step.inputs[0])
     parts = (arrangement.picked(one, axis, i, 1) for i in range(len(step.outputs)))
     return [arrangement.lowered(part, axis) for part in parts]
 
@@ -251,6 +252,7 @@ def _rotated(step: Step, one: Arrangement) -> Arrangement:
     if not heads or length % (2 * heads):
         raise StateMismatch(f"{step.inputs[0]!r}: {length} in dimension {axis} are not {heads} heads of pairs")
     head, kind = length // heads, step.statement.texts["rotary"]
+    arrangement.check_cuts(one, 2 * heads, name)
     made = []
     for start in range(0, length, head):
         if kind == "interleaved":

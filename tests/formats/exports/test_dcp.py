@@ -62,3 +62,22 @@ def test_what_is_refused(tmp_path: Path, options: ExportOptions) -> None:
     source = made(tmp_path / "step", GROUPS).source
     with pytest.raises(InvalidRequest):
         exports_dcp.plan(source, options)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "plain"])
+def test_tied_tensors_and_values_of_modules(tmp_path: Path, layout: str) -> None:
+    """torch loads every name of a state dict, and the extra state of its modules as values in it."""
+    groups = {"model": {**WEIGHTS, "ranks/00000/fp8._extra_state/amax": np.ones(3, np.float32)}}
+    value = '{"amax": {"$tensor": "ranks/00000/fp8._extra_state/amax"}, "steps": 3}'
+    aliases, ranks = {"model": {"tied.weight": NAME}}, {0: {"model": {"fp8._extra_state": value}}}
+    source = made(tmp_path / "step", groups, aliases=aliases, ranks=ranks).source
+    plan = exports_dcp.plan(source, ExportOptions(dtype="F32", layout=layout))
+    out = write(source, plan, tmp_path / "out")
+    extra = {"amax": torch.zeros(3), "steps": 0}
+    state = {"tied.weight": torch.zeros(8), NAME: torch.zeros(8), "fp8._extra_state": extra}
+    wanted = {"model": state} if layout == "fsdp" else state
+    dcp.load(wanted, checkpoint_id=out, no_dist=True)
+    assert state["tied.weight"].tolist() == state[NAME].tolist() == WEIGHTS[NAME].astype(np.float32).tolist()
+    assert (extra["amax"].tolist(), extra["steps"]) == ([1, 1, 1], 3)
+    assert not any("extra_state" in one.what for one in plan.left_out)
+    assert any(f"tied.weight = {NAME}" in note for note in plan.notes)

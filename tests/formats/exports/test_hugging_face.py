@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.exports import hugging_face
+from holdfast_formats.exports import arranged, hugging_face
 from holdfast_formats.exports.plan import ExportOptions
 from tests.formats.exports.sources import LLAMA, llama, made, trained, write
 
@@ -93,7 +93,8 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     tied = {name: array for name, array in WEIGHTS.items() if name != "lm_head.weight"}
     averages = {name: array for name, array in GROUPS["ema"].items() if name != "model.embed_tokens.weight"}
     aliases = {"model": {"lm_head.weight": "model.embed_tokens.weight"}}
-    source = made(tmp_path / "step", {"model": tied, "ema": averages}, assets=ASSETS, aliases=aliases).source
+    ties = {**ASSETS, "config.json": json.dumps({**LLAMA, "tie_word_embeddings": True}).encode()}
+    source = made(tmp_path / "step", {"model": tied, "ema": averages}, assets=ties, aliases=aliases).source
     plan = hugging_face.plan(source, ExportOptions(weights="ema", dtype="F32"))
     found = _loaded(write(source, plan, tmp_path / "out"))
     assert found.keys() == tied.keys()
@@ -184,3 +185,39 @@ def test_an_adapters_configuration_stays_behind(tmp_path: Path) -> None:
     source = made(tmp_path / "step", {"model": WEIGHTS}, assets={**ASSETS, "adapter_config.json": b"{}"}).source
     names = {file.name for file in hugging_face.plan(source, ExportOptions()).files}
     assert "adapter_config.json" not in names and names > ASSETS.keys()
+
+
+def test_what_only_the_trainer_ties_is_there_under_each_name(tmp_path: Path) -> None:
+    """transformers would start a tensor at random that config.json does not tie."""
+    tied = {name: array for name, array in WEIGHTS.items() if name != "lm_head.weight"}
+    aliases = {"lm_head.weight": "model.embed_tokens.weight", "model.norm2.weight": "model.norm.weight"}
+    source = made(tmp_path / "step", {"model": tied}, assets=ASSETS, aliases={"model": aliases}).source
+    plan = hugging_face.plan(source, ExportOptions())
+    found = _loaded(write(source, plan, tmp_path / "out"))
+    assert _equal(found, {**tied, **{alias: tied[name] for alias, name in aliases.items()}})
+    assert any("under both names" in note and "model.norm2.weight = model.norm.weight" in note for note in plan.notes)
+
+
+def test_averages_that_are_tied_among_themselves(tmp_path: Path) -> None:
+    """They are the average of each name, not the model's own weight."""
+    averages = {name: array for name, array in GROUPS["ema"].items() if name != "lm_head.weight"}
+    aliases = {"ema": {"lm_head.weight": "model.embed_tokens.weight"}}
+    source = made(tmp_path / "step", {"model": WEIGHTS, "ema": averages}, assets=ASSETS, aliases=aliases).source
+    plan = hugging_face.plan(source, ExportOptions(weights="ema", dtype="F32"))
+    found = _loaded(write(source, plan, tmp_path / "out"))
+    assert _equal(found, {**averages, "lm_head.weight": averages["model.embed_tokens.weight"]})
+    assert not any("taken from the model" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("program", [None, "* -> *"])
+def test_what_modules_keep_beside_weights_is_left_out_and_said(tmp_path: Path, program: str | None) -> None:
+    """A tensor of get_extra_state is no weight: transformers knows no such name."""
+    groups = {"model": {**WEIGHTS, "ranks/00000/fp8._extra_state/amax": np.ones(3, np.float32)}}
+    ranks = {0: {"model": {"fp8._extra_state": '{"amax": {"$tensor": "ranks/00000/fp8._extra_state/amax"}}'}}}
+    source = made(tmp_path / "step", groups, assets=ASSETS, ranks=ranks).source
+    text = f"name = 'p'\nfrom = 'a'\nto = 'b'\nstatements = '{program}'"
+    compiled = None if program is None else arranged.compiled(source, text)
+    plan = hugging_face.plan(source, ExportOptions(program=compiled))
+    assert _equal(_loaded(write(source, plan, tmp_path / "out")), WEIGHTS)
+    left = [one.what for one in plan.left_out]
+    assert left == ["values model/fp8._extra_state", "model/ranks/00000/fp8._extra_state/amax"]

@@ -67,3 +67,14 @@ def test_names_of_others_are_refused(tmp_path: Path) -> None:
     source = made(tmp_path / "step", {"adapter": {**ADAPTER, "q.lora_A": np.zeros(2)}}, assets=ASSETS).source
     with pytest.raises(StateMismatch, match=r"'q.lora_A' is not a name of PEFT's"):
         peft.plan(source, ExportOptions())
+
+
+def test_tied_adapters_are_there_under_each_name(tmp_path: Path) -> None:
+    """PEFT would keep its own start values for a name that is missing, without an error."""
+    first = next(iter(ADAPTER))
+    other = first.replace("q_proj", "v_proj")
+    source = made(tmp_path / "step", {"adapter": ADAPTER}, assets=ASSETS, aliases={"adapter": {other: first}}).source
+    plan = peft.plan(source, ExportOptions())
+    found = load_file(write(source, plan, tmp_path / "out") / "adapter_model.safetensors")
+    assert found.keys() == {*ADAPTER, other} and found[other].tobytes() == ADAPTER[first].tobytes()
+    assert any(f"{other} = {first}" in note for note in plan.notes)

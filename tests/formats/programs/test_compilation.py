@@ -282,3 +282,42 @@ def test_a_variable_on_the_left_joins() -> None:
     made = applied(_compiled("e.$EXPERT_ID -> all\nz -> x, y", start), start)
     assert made[key("all")].tolist() == [9, 10, 11]
     assert made[key("x")].shape == made[key("y")].shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("statements", "shapes"),
+    [
+        ("a, b -> c, fused_ffn, ranks=1000000000, axis=0", {"a": (0, 4), "b": (0, 4)}),
+        ("a -> b, c, fused_ffn, ranks=1000000000, axis=0", {"a": (0, 4)}),
+        ("a -> b, rotary=interleaved, num_heads=500000000", {"a": (10**9, 0)}),
+        (
+            'a -> _\n_ -> z, shape=[1099511627776], dtype="float32"\nz -> b, c, fused_ffn, ranks=549755813888, axis=0',
+            {"a": (1,)},
+        ),
+        (
+            "\n".join(f"a{i} -> b{i}, c{i}, same\nb{i}, c{i} -> a{i + 1}" for i in range(20)),
+            {"a0": (2,)},
+        ),
+    ],
+)
+def test_more_pieces_than_can_be_made_are_refused_before_they_are(
+    statements: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """A number in a statement, or an empty tensor with a long side, costs neither minutes nor memory."""
+    held = {key(name): TensorSpec("model", name, "F32", shape) for name, shape in shapes.items()}
+    with pytest.raises(StateMismatch, match="pieces"):
+        compile_program(read_program(STRICT.format(statements.replace('"', "'"))), held, {})
+
+
+def test_cutting_what_is_made_of_many_pieces_is_refused() -> None:
+    """Every cut looks at every piece."""
+    held = {key("a"): TensorSpec("model", "a", "F32", (2**17,)), key("b"): TensorSpec("model", "b", "F32", (2**17,))}
+    text = "a, b -> c, fused_ffn, ranks=65536, axis=0\nc -> d, e, fused_ffn, ranks=32768, axis=0"
+    with pytest.raises(StateMismatch, match="would be cut"):
+        compile_program(read_program(STRICT.format(text)), held, {})
+
+
+def test_tensors_of_values_that_modules_keep_are_no_parameters() -> None:
+    """A program without `* -> *` need not name them; they stay as they are."""
+    start: Arrays = {key("a"): _numbers(2), key("ranks/00000/a._extra_state/amax"): _numbers(3)}
+    assert _compiled("a -> b", start).tensors.keys() == {key("b"), key("ranks/00000/a._extra_state/amax")}

@@ -209,3 +209,12 @@ def test_every_statement_of_the_guide_is_read() -> None:
     assert len(forms) > 20
     for form in forms:
         assert len(parse_statements(form, ["vocab"])) == 1, form
+
+
+@pytest.mark.parametrize(
+    "name", ["../hf-paddle", "hf-paddle-inverse-inverse", "hf-paddle" + "-inverse" * 5000, "-inverse", ""]
+)
+def test_names_of_no_program(name: str) -> None:
+    """Whatever a request has for a name is looked up in the list of programs, and nothing else happens."""
+    with pytest.raises(InvalidRequest, match="there is no program"):
+        load(name)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import json_values, optimizer_state
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import MappedTensor
 
 Layout = Literal["fsdp", "torchtitan", "plain"]
@@ -16,7 +16,6 @@ Path = tuple[str | int, ...]
 
 _MODEL, _EMA, _EXTRA = "model", "ema", "extra"
 _TITAN_OPTIMIZER = "optimizer"
-_OF_RANKS = "ranks/"
 # torch wants them in every group, and a Checkpointer does not store them: they say how a step is computed.
 _IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
@@ -54,16 +53,22 @@ def names_of(
         raise InvalidRequest(f"there is no layout {layout!r}", hint=f"one of {', '.join(LAYOUTS)}")
     naming = _Naming(tensors, layout)
     naming.model()
+    for group in (_MODEL, _EMA) if layout == "fsdp" else (_MODEL,):
+        for key, document in documents.get(group, {}).items():
+            naming.document(key, document, group, (group, key) if layout == "fsdp" else (key,))
     if layout != "plain":
         for key, document in documents.get(optimizer_state.GROUP, {}).items():
             naming.optimizer(key, document, len(documents[optimizer_state.GROUP]))
         if not documents.get(optimizer_state.GROUP):
             naming.optimizer_without_document()
         for key, document in documents.get(_EXTRA, {}).items():
-            naming.document(key, document)
+            naming.document(key, document, _EXTRA, (key,))
         naming.other_extra()
-    else:
-        naming.left_out += [(f"{g}/{key}", _no_place(layout, g)) for g, held in documents.items() for key in held]
+    placed = (_MODEL,) if layout == "plain" else (_MODEL, optimizer_state.GROUP, _EXTRA)
+    placed = (*placed, _EMA) if layout == "fsdp" else placed
+    naming.left_out += [
+        (f"{g}/{key}", _no_place(layout, g)) for g, held in documents.items() if g not in placed for key in held
+    ]
     return naming.finish()
 
 
@@ -77,7 +82,7 @@ class _Naming:
 
     def model(self) -> None:
         for group in (_MODEL, _EMA) if self.layout == "fsdp" else (_MODEL,):
-            for key in [key for key in self.waiting if key.group == group]:
+            for key in [key for key in self.waiting if key.group == group and not is_of_rank(key.name)]:
                 self._tensor(key, (group, key.name) if self.layout == "fsdp" else (key.name,))
 
     def optimizer(self, key: str, document: Any, count: int) -> None:
@@ -116,27 +121,27 @@ class _Naming:
         if found:
             self.left_out.append((f"{optimizer_state.GROUP} (hyper-parameters)", "the checkpoint has none"))
 
-    def document(self, key: str, document: Any) -> None:
+    def document(self, key: str, document: Any, group: str, path: Path) -> None:
         """A value that is no tensor, with the tensors to which it refers."""
-        if key == "rng":
+        if (group, key) == (_EXTRA, "rng"):
             self.left_out.append((f"{_EXTRA}/{key}", "random streams belong to the ranks that ran"))
             return
         try:
             held = json_values.decode(document, lambda _, name: _Stored(name))
         except CheckpointError as error:
-            self.left_out.append((f"{_EXTRA}/{key}", error.detail))
+            self.left_out.append((f"{group}/{key}", error.detail))
             return
-        self._value((key,), held, _EXTRA)
+        self._value(path, held, group)
 
     def other_extra(self) -> None:
         """Tensors of the group `extra` to which no document refers."""
-        for key in [key for key in self.waiting if key.group == _EXTRA and not key.name.startswith(_OF_RANKS)]:
+        for key in [key for key in self.waiting if key.group == _EXTRA and not is_of_rank(key.name)]:
             first, slash, rest = key.name.partition("/")
             self._tensor(key, (first, rest) if slash else (first,))
 
     def finish(self) -> ExportedNames:
         for group, name in self.waiting:
-            reason = "it belongs to one rank" if name.startswith(_OF_RANKS) else _no_place(self.layout, group)
+            reason = "it belongs to one rank" if is_of_rank(name) else _no_place(self.layout, group)
             self.left_out.append((f"{group}/{name}", reason))
         seen: set[str] = set()
         for leaf in self.leaves:
