@@ -6,14 +6,17 @@ import base64
 import json
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.operations import Scope
+from holdfast_service.api.door.lasting import Lasting
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
@@ -369,16 +372,31 @@ LASTING = {
 }
 
 
+@pytest.fixture
+def let_in(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a request was let in by its token, and is being answered."""
+    happened, serve = threading.Event(), Lasting.serve
+
+    async def seen(*arguments: Any) -> None:
+        happened.set()
+        await serve(*arguments)
+
+    monkeypatch.setattr(Lasting, "serve", seen)
+    return happened
+
+
 @pytest.mark.parametrize("what", LASTING)
 @pytest.mark.parametrize("how", ["revoked", "expired"])
-def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lasts_ends_with_its_token(
+    closed: Guarded, what: str, how: str, caplog: pytest.LogCaptureFixture, let_in: threading.Event
+) -> None:
     """A request that is being answered ends when its token does: refused where no answer has begun, cut behind that. The
     log has a line of it, and no traceback: nothing has failed.
     """
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.INFO, "uvicorn.error")
     services = closed.running.services
-    token = closed.token("admin", **({"expires_s": 1} if how == "expired" else {}))
+    token = closed.token("admin", **({"expires_s": 5} if how == "expired" else {}))
     assert services.runner is not None
     with services.catalog.database.write() as session:
         job = JobRow(kind="verify", key=what + how, state="running", run="team-a", step=5, request={"kind": "verify"})
@@ -396,6 +414,7 @@ def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str, ca
         if "stream" in what:
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
         if how == "revoked":
+            assert let_in.wait(30)  # a token that is revoked before that is refused at the door, which is another thing
             services.tokens.revoke(services.tokens.verify(token).name)
         answer = b""
         with suppress(ConnectionError):

@@ -150,11 +150,10 @@ def test_retention_waits_for_verification() -> None:
         for step in (1, 2, 3):
             rank.save(step)
             rank.wait(step)
-        world.saver.close()
+        world.checked()
         assert world.decisions.rotation.settle()
         assert world.committed() == [3]
         assert world.catalog.checkpoint(RUN, 3).verified
-        world.saver = type(world.saver)(world.tier, world.decisions, "node")
 
 
 class Rounds(RuleBasedStateMachine):

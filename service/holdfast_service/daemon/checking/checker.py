@@ -336,11 +336,13 @@ class Checks:
         self._put(run, step, error)
 
     def close(self) -> None:
-        """Finish all checks, then stop."""
+        """Finish all checks, or leave them to the next start where the catalog does not answer; stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        if self._left:
+            log.warning("%d checkpoints are checked by the next daemon: the catalog does not answer", self._left)
 
     def _put(self, run: str, step: int, what: Committed | Damaged) -> None:
         with self._changed:
