@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable
 from tests.forked import Forked
 
 START_TIMEOUT_S = 60.0
@@ -141,10 +142,18 @@ def free_port() -> int:
 
 
 def wait_until(condition, timeout_s: float = 60.0) -> None:
-    """Poll a condition until it holds; fails the test when it does not in time."""
+    """Poll a condition until it holds; fails the test when it does not in time. It does not hold while the catalog that it
+    asks is away, or has just come back.
+    """
     limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit, "what was waited for did not happen"
+    away: CatalogUnavailable | None = None
+    while True:
+        try:
+            if condition():
+                return
+        except CatalogUnavailable as error:
+            away = error
+        assert time.monotonic() < limit, f"what was waited for did not happen{f'; {away}' if away else ''}"
         time.sleep(0.02)
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from holdfast import Fragment, cli
 from holdfast.rest.api import Api
-from holdfast_formats.errors import CatalogUnavailable
 from tests.daemons import wait_until
 from tests.regressions.joint_worlds import Ranks, ranks
 from tests.regressions.test_many_daemons import Daemon, Site, site, steps
@@ -32,13 +31,7 @@ RUN = "run"
 def verified(daemon: Daemon, step: int, within_s: float = 60) -> dict[str, object]:
     """What the check of this step says of itself, once it is verified."""
     with Api(daemon.url) as api:
-
-        def counts() -> bool:
-            with suppress(CatalogUnavailable):  # which has just come back
-                return api.checkpoint(RUN, step).verified
-            return False
-
-        wait_until(counts, within_s)
+        wait_until(lambda: api.checkpoint(RUN, step).verified, within_s)
         return api.checkpoint(RUN, step).check or {}
 
 

@@ -161,7 +161,7 @@ def test_a_catalog_that_stops_answering_stalls_no_save(site: Site) -> None:
             for step in range(2, 8):
                 began = time.monotonic()
                 ticket = one.save(step)
-                assert time.monotonic() - began < 1.0
+                assert time.monotonic() - began < 3.0
                 ticket.result(timeout=30)
             with Checkpointer("another", a_state(1.0), at=a.socket) as another:
                 another.save(1, wait="durable").result()
