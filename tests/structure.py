@@ -40,6 +40,7 @@ ELSEWHERE = TOP / "tests" / "elsewhere.toml"
 TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the socket module has it"}
 _IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MULTILINE)
 _STARTED = re.compile(r'"(holdfast_service|holdfast\.demo)"')  # programs that tests start
+_LISTED = re.compile(r'_entry\(\s*"(\w+)"')  # commands, which are imported by their names
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -196,7 +197,7 @@ def reached(test: str, paths: set[str]) -> set[str]:
 
 @cache
 def _imports(path: str) -> list[str]:
-    """The files of a file's imports, wherever in it they stand, and of the programs that it starts."""
+    """The files of a file's imports, wherever in it they stand, and of the programs and commands that it starts."""
     folders = list(Path(path).parent.parts)
     here = folders if path.startswith("tests/") else folders[1:]
     text = (TOP / path).read_text()
@@ -206,6 +207,7 @@ def _imports(path: str) -> list[str]:
         words = re.findall(r"\w+", names)
         found += [whence, *(f"{whence}.{_HOME.get(word, word) if whence == 'holdfast' else word}" for word in words)]
     found += [f"{package}.__main__" for package in _STARTED.findall(text)]
+    found += [f"holdfast.commands.{module}" for module in _LISTED.findall(text)]
     return [file for name in found for file in _files(name)]
 
 

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from .commands import (
-    bench,
-    catalog,
-    demo,
-    diff,
-    doctor,
-    export,
-    import_,
-    jobs,
-    keep,
-    ls,
-    marks,
-    nodes,
-    programs,
-    repair,
-    restore,
-    serve,
-    show,
-    stats,
-    token,
-    top,
-    verify,
-    wait,
-    watch,
-)
+from holdfast.terminal.lazy_group import Entry, LazyGroup
 
 EXIT_STATUSES = (
     "Exit status: 0 done · 1 something needs to be fixed (doctor), or another error · 2 the request is wrong · "
@@ -38,44 +14,108 @@ EXIT_STATUSES = (
     "try again later · 7 denied: another token is needed."
 )
 
+
+def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> Entry:
+    return Entry(f"holdfast.commands.{module}", attribute or module, line, settings)
+
+
+# serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
+_AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+class Commands(LazyGroup):
+    """All commands, in the order in which they are listed."""
+
+    epilog_of_each: ClassVar = EXIT_STATUSES
+    entries: ClassVar = {
+        "serve": _entry(
+            "serve",
+            "Run this machine's checkpoint daemon until it is interrupted. `holdfast serve --help` lists its flags.",
+            add_help_option=False,
+            context_settings=_AS_GIVEN,
+        ),
+        "ls": _entry("ls", "List runs, or the checkpoints of one run, newest first."),
+        "show": _entry("show", "Show a checkpoint: origin, files and tensors."),
+        "stats": _entry(
+            "stats",
+            "Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change.",
+        ),
+        "verify": _entry(
+            "verify",
+            "Read a checkpoint back and check every byte of every file.",
+        ),
+        "repair": _entry(
+            "repair",
+            "Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.",
+        ),
+        "diff": _entry(
+            "diff",
+            "Compare two checkpoints: which tensors are equal, missing or reshaped, and how far the others are apart.",
+        ),
+        "restore": _entry(
+            "restore",
+            "Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.",
+        ),
+        "export": _entry("export", "Copy a checkpoint to a directory and verify every byte on the way."),
+        "keep": _entry(
+            "keep",
+            "Set the retention policy of a run, or show it.",
+        ),
+        "pin": _entry("marks", "Pin a checkpoint.", "pin"),
+        "unpin": _entry("marks", "Unpin a checkpoint.", "unpin"),
+        "label": _entry("marks", "Label a checkpoint.", "label"),
+        "rm": _entry(
+            "marks",
+            "Remove a checkpoint.",
+            "rm",
+        ),
+        "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
+        "top": _entry(
+            "top",
+            "Show how the checkpointing of all runs goes: last commit, exposure, stall, interval, and what needs attention.",
+        ),
+        "nodes": _entry(
+            "nodes", "Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag."
+        ),
+        "watch": _entry(
+            "watch",
+            "Show events as they happen, until interrupted.",
+        ),
+        "wait": _entry(
+            "wait",
+            "Wait until a step is a checkpoint that was read back, or until the daemon has written and verified all saves.",
+        ),
+        "doctor": _entry("doctor", "Check this machine: software, memory, storage, daemon."),
+        "bench": _entry(
+            "bench", "Measure memory, digests and the disk under --root, and estimate how long saves and restores take here."
+        ),
+        "demo": _entry(
+            "demo", "Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone."
+        ),
+        "import": _entry(
+            "import_",
+            "Create a committed checkpoint from a checkpoint of another program.",
+        ),
+        "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
+        "token": _entry("token", "Create, list and revoke the tokens that the service requires.", "app"),
+        "programs": _entry(
+            "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
+        ),
+        "catalog": _entry(
+            "catalog", "The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.", "app"
+        ),
+    }
+
+
 app = typer.Typer(
     name="holdfast",
+    cls=Commands,
     help="Checkpoints for model training: saved without stalling, verified by digests, restored to any parallel layout.",
     epilog=EXIT_STATUSES,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # they could show secrets
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
-_AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command("serve", add_help_option=False, context_settings=_AS_GIVEN)(serve.serve)
-_KEEPING = (keep.keep, marks.pin, marks.unpin, marks.label, marks.rm)
-for _command in (
-    ls.ls,
-    show.show,
-    stats.stats,
-    verify.verify,
-    repair.repair,
-    diff.diff,
-    restore.restore,
-    export.export,
-    *_KEEPING,
-    serve.open,
-    top.top,
-    nodes.nodes,
-    watch.watch,
-    wait.wait,
-    doctor.doctor,
-    bench.bench,
-    demo.demo,
-):
-    app.command(epilog=EXIT_STATUSES)(_command)
-app.add_typer(jobs.app, name="jobs", epilog=EXIT_STATUSES)
-app.add_typer(token.app, name="token", epilog=EXIT_STATUSES)
-app.add_typer(programs.app, name="programs", epilog=EXIT_STATUSES)
-
-app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
-app.command("import", epilog=EXIT_STATUSES)(import_.import_)
 
 
 @app.callback(invoke_without_command=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from holdfast import Api, Checkpointer
-from holdfast.read.library import DirectoryLibrary
+from holdfast.read.directory_library import DirectoryLibrary
 from holdfast.read.root_directory import living_steps
 from holdfast.rest import retention
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch

@@ -54,11 +54,10 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint and verify every byte on the way: unchanged into a directory, or resharded into one file per
-    rank.
+    """Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.
 
-    Without --layout, the copy becomes a checkpoint once its COMMIT is written, which happens last. With --group it
-    is a plain Hugging Face directory: the files of these groups, their indexes and the assets.
+    Without --layout, the copy is a directory that becomes a checkpoint once its COMMIT is written, which happens last.
+    With --group it is a plain Hugging Face directory: the files of these groups, their indexes and the assets.
 
     With --layout and --rank, the output is a safetensors file with that rank's shard of one group (default:
     model); its header is written last. With --layout alone, or --plan, only the shards are printed.

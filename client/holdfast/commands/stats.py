@@ -36,10 +36,10 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change since the last
-    step.
+    """Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change.
 
-    The service computes them shortly after the commit, when it verifies the checkpoint.
+    The change is since the checkpoint before. The service computes them shortly after the commit, when it verifies the
+    checkpoint.
     """
     with console.reporting(as_json):
         target = parse_target(checkpoint)

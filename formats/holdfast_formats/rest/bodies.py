@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.lineage import Rewind
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging import messages
+
+if TYPE_CHECKING:
+    from holdfast_formats.disk.manifest import Manifest  # with numpy, which a client that asks for a list does without
 
 Item = TypeVar("Item")
 

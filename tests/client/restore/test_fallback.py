@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.read.library import DirectoryLibrary
+from holdfast.read.directory_library import DirectoryLibrary
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, NotCommitted

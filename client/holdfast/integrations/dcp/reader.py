@@ -21,7 +21,8 @@ from holdfast.integrations.dcp import runs, steps
 from holdfast.integrations.dcp.stored import KEPT, StoredLeaf, StoredState
 from holdfast.launch import answer_of_rank_0
 from holdfast.link import address
-from holdfast.read.library import DirectoryLibrary, Library, ServiceLibrary, open_library
+from holdfast.read.directory_library import DirectoryLibrary
+from holdfast.read.library import Library, ServiceLibrary, open_library
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
 from holdfast.rest.api import Api
