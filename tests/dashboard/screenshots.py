@@ -35,6 +35,7 @@ def pages(at: Live) -> dict[str, str]:
         "import": "/import",
         "events": "/events",
         "tokens": "/tokens",
+        "api": "/api",
         "login": "/login",
         "overview": "/",  # last: by then there is something that needs attention
     }

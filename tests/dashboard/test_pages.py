@@ -42,6 +42,13 @@ PAGES = {
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
     "/events": ("Events",),
     "/tokens": ("Tokens",),
+    "/api": (
+        "/v1/runs/{run}/checkpoints",
+        "Submit a job",
+        "Needs a token of scope admin",
+        "RetentionPolicy",
+        "whole number or null",
+    ),
     "/login": ("Sign in", "Token"),
 }
 

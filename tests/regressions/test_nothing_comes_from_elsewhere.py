@@ -43,7 +43,18 @@ def paths(door: Guarded) -> list[str]:
     """Every address of the API that is read without a choice to make, the pages, and what the framework brings besides."""
     described = door.ask("GET", "/openapi.json").json()["paths"]
     api = [path for path, methods in described.items() if "{" not in path and "get" in methods]
-    pages = ["/", "/nodes", "/jobs", "/events", "/tokens", "/login", "/runs/team-a", "/runs/none", "/runs/team-a/policy"]
+    pages = [
+        "/",
+        "/nodes",
+        "/jobs",
+        "/events",
+        "/tokens",
+        "/api",
+        "/login",
+        "/runs/team-a",
+        "/runs/none",
+        "/runs/team-a/policy",
+    ]
     page = CHECKPOINT.removeprefix("/v1")
     pages += [page, *(f"{page}/{part}" for part in ("tensors", "files", "map", "restore"))]
     return [*api, *pages, CHECKPOINT, f"{CHECKPOINT}/manifest", "/docs", "/redoc", "/openapi.json", "/nothing"]

@@ -26,6 +26,9 @@ from holdfast_service.control.access.tokens import Principal
 Runs = Literal["path", "seen", "stated", "all", "none"]
 
 
+SCOPE_EXTENSION = "x-scope"  # of an operation in the API's description: read, write or admin; none where anybody may
+
+
 @dataclass(frozen=True)
 class Needs:
     """What one route needs. `scope` None: nobody is asked who they are."""
@@ -80,10 +83,14 @@ PAGES = [needs("read", "seen", bodies.FORM)]
 
 
 def verify(routes: Sequence[BaseRoute]) -> None:
-    """Every route says what it needs, and the door believes the same; `TypeError` naming the route that does not."""
+    """Every route says what it needs, and the door believes the same; `TypeError` naming the route that does not. The API's
+    description says it too.
+    """
     for route in iter_route_contexts(routes):
         if isinstance(route.original_route, APIRoute):
-            _verify(route, declared(route))
+            stated = declared(route)
+            _verify(route, stated)
+            route.original_route.openapi_extra = {} if stated.scope is None else {SCOPE_EXTENSION: stated.scope}
         elif not set(route.methods or ()) <= scopes.SAFE:
             raise TypeError(f"{route.path} changes something and does not say what it needs")
 

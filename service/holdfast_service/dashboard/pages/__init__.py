@@ -15,6 +15,7 @@ from . import (
     nodes,
     overview,
     policy,
+    reference,
     restoring,
     run,
     sign_in,
@@ -38,6 +39,7 @@ for _page in (
     jobs,
     events,
     tokens,
+    reference,
     sign_in,
     static,
 ):
