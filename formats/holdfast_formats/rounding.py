@@ -25,7 +25,7 @@ def possible(weight: TensorSpec, master: TensorSpec) -> bool:
 
 
 def check(weight: TensorSpec, group: str, master: TensorSpec | None, copied: bool) -> None:
-    """Refuse, by name, a weight that cannot be made from the master in `group`; `copied`: some rank has staged it as it is."""
+    """Refuse, by name, a weight that cannot be made from the master in `group`; `copied`: some rank has staged it."""
     name = f"{weight.group}/{weight.name}"
     if copied:
         raise StateMismatch(

@@ -67,7 +67,9 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
         """Refuse, by name, boxes outside the tensor or cut inside a byte, and any of a tensor that is in no slot."""
         self.spec.check()
         if self.rounded_from and self.boxes:
-            raise InvalidRequest(f"tensor {self.spec.name!r} is rounded from {self.rounded_from!r}, and has parts all the same")
+            raise InvalidRequest(
+                f"tensor {self.spec.name!r} is rounded from {self.rounded_from!r}, and has parts all the same"
+            )
         for box in self.boxes:
             check_box(box, self.spec.shape, self.spec.name)
             byte_box(self.spec.dtype, box, self.spec.shape, self.spec.name)

@@ -205,7 +205,8 @@ def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOr
     for tensor in held:
         key = (tensor.spec.group, tensor.spec.name)
         chosen[key] = []
-        check_tiling(tensor.spec, list(tensor.boxes))
+        if not tensor.held_as:  # else its master is
+            check_tiling(tensor.spec, list(tensor.boxes))
         for box, holders in tensor.boxes.items():
             size = box_bytes(tensor.spec, box)
             if len(holders) > 1:

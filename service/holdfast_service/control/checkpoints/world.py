@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import LimitExceeded
 from holdfast_formats import rounding
+from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.region import Box, byte_box, byte_span, byte_view
 from holdfast_formats.staging.declaration import Declaration, HeldTensor, rows
 from holdfast_formats.staging.plan import BoxOrigin
@@ -260,7 +260,7 @@ class Holdings:
         for number, spec in enumerate(self._world.specs):
             low, high = self._first_box[number], self._first_box[number + 1]
             form = (spec.dtype, spec.shape, self._box[low:high].tobytes())
-            if form not in tilings:
+            if form not in tilings and number not in self._world.rounded_from:  # of that, the master is
                 check_tiling(spec, [self._world.boxes[box] for box in self._box[low:high].tolist()])
                 tilings.add(form)
             rows_of = self._first_row[low : high + 1]
