@@ -151,7 +151,8 @@ def _chunks(weight: torch.Tensor, master: torch.Tensor) -> Iterator[tuple[torch.
     if weight.dim() == 0:
         weight, master = weight[None], master[None]
     step = max(CHUNK_ELEMENTS * weight.shape[0] // weight.numel(), 1)
-    yield from zip(weight.split(step), master.split(step), strict=True)
+    for at in range(0, weight.shape[0], step):
+        yield weight[at : at + step], master[at : at + step]
 
 
 def _compare(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
