@@ -16,9 +16,12 @@ from torch import nn
 from holdfast import Checkpointer, Fragment
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.storage import PosixTier
 from tests.client.test_fragment_worlds import SHAPE, WHOLE, check, megatron
 from tests.client.test_trainer_options import Mixed
-from tests.daemons import RunningDaemon, running
+from tests.crash.test_kills import STOPS
+from tests.daemons import RunningDaemon, running, wait_until
 from tests.regressions.test_replicas_that_differ import World
 
 FROM_MASTER: Any = {"model": "from-master"}
@@ -91,7 +94,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 def same(daemon: RunningDaemon, rounded: str, copied: str, step: int) -> bool:
     ours, theirs = contents(directory(daemon, rounded, step)), contents(directory(daemon, copied, step))
-    assert {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} <= set()
+    assert [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)] == []
     return True
 
 
@@ -371,23 +374,35 @@ def test_masters_of_weights_that_another_rank_holds(daemon: RunningDaemon, run: 
     world.close()
 
 
-def test_sealed_slots_outlive_the_daemon(tmp_path: Path, run: str) -> None:
-    """One rank has sealed when the daemon is killed; the next daemon rounds what stands in its slot."""
-    root = tmp_path / "root"
+@pytest.mark.parametrize("point", ["not all sealed", "mid write", "before manifest"])
+def test_sealed_slots_outlive_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, point: str) -> None:
+    """The daemon is killed between the seals and the commit; the next one rounds what stands in slots, and nowhere else."""
+    root, marks = tmp_path / "root", tmp_path / "marks"
+    marks.mkdir()
+    with monkeypatch.context() as patched:
+        if point != "not all sealed":
+            for name, value in (("PYTHONPATH", STOPS), ("CRASH_POINT", point), ("CRASH_DIRECTORY", marks)):
+                patched.setenv(name, str(value))
+        daemon = RunningDaemon(root)
     states = megatron(WHOLE, 1, 2)
-    daemon = RunningDaemon(root)
     world = World(daemon, run, states, **FROM_MASTER)
     assert world.save(1) == [None, None]
-    ticket = world.ranks[0].save(2, wait="staged")
+    (marks / "armed").write_text("")
+    tickets = [world.ranks[0].save(2, wait="staged")]
+    if point != "not all sealed":
+        tickets.append(world.ranks[1].save(2, wait="staged"))
+        wait_until(lambda: (marks / "hit").exists(), 60)
     daemon.kill()
     for part in (*states[0]["model"]["w"], *states[0]["master"]["w"]):
-        part.tensor.zero_()  # the slot alone has what was saved
+        part.tensor.zero_()
     daemon = RunningDaemon(root)
     try:
-        other = world.ranks[1].save(2)
-        other.result(60), ticket.result(60)
+        if point == "not all sealed":
+            tickets.append(world.ranks[1].save(2))
+        for ticket in tickets:
+            ticket.result(120)
         world.close()
-        [step] = [path for path in (root / run / "checkpoints").iterdir() if path.name.endswith("2")]
-        assert torch.equal(load_file(step / "model.safetensors")["w"], WHOLE.bfloat16())
+        assert torch.equal(load_file(directory(daemon, run, 2) / "model.safetensors")["w"], WHOLE.bfloat16())
+        verify(PosixTier(root), naming.checkpoint_path(run, 2))
     finally:
         daemon.stop()
