@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import dtypes
 from .errors import StateMismatch
 from .tensors import TensorSpec
 
@@ -44,6 +45,13 @@ def check_rounded(spec: TensorSpec, octets: NDArray[np.uint8]) -> None:
     bits: NDArray[Any] = octets[: octets.nbytes // 2 * 2].view("<u2") & 0x7FFF
     if (bits > _INFINITY[spec.dtype]).any():
         raise nan(spec.name)
+
+
+def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[int, int]:
+    """How many elements of a weight, as unsigned integers, are not the master's, rounded; and how many masters are NaN."""
+    with np.errstate(all="ignore"):
+        bits = master.astype(dtypes.to_numpy(dtype)).view("<u2")
+    return int(np.count_nonzero(bits != weight)), int(np.count_nonzero(bits & 0x7FFF > _INFINITY[dtype]))
 
 
 def nan(name: str) -> StateMismatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.stage.replica_claims import buffers_of
@@ -16,6 +17,7 @@ from holdfast.stage.staging import common
 from holdfast.state.modules import MODEL
 from holdfast.state.train_state import MASTER, Snapshot
 from holdfast.tensors.leaves import Key, Leaf
+from holdfast.tensors.torch_dtypes import safetensors_name
 from holdfast_formats import rounding
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import intersect
@@ -23,7 +25,8 @@ from holdfast_formats.tensors import TensorSpec
 
 ModelSource = Literal["from-master"]
 
-CHUNK_ELEMENTS = 2**22  # compared at a time, with temporary tensors of some 20 bytes an element
+CHUNK_ELEMENTS = 2**16  # compared at a time: what a core's cache holds
+DEVICE_CHUNK_ELEMENTS = 2**22  # the same on a device, with temporary tensors of some 20 bytes an element
 LISTED_MAX = 5
 
 
@@ -150,15 +153,24 @@ def _chunks(weight: torch.Tensor, master: torch.Tensor) -> Iterator[tuple[torch.
         weight, master = weight.view(-1), master.view(-1)
     if weight.dim() == 0:
         weight, master = weight[None], master[None]
-    step = max(CHUNK_ELEMENTS * weight.shape[0] // weight.numel(), 1)
+    step = max(
+        (CHUNK_ELEMENTS if master.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS) * weight.shape[0] // weight.numel(), 1
+    )
     for at in range(0, weight.shape[0], step):
         yield weight[at : at + step], master[at : at + step]
 
 
 def _compare(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
-    """How many elements differ in a bit, and how many masters are NaN.
+    """How many elements differ in a bit, and how many masters are NaN."""
+    if master.device.type == "cpu":  # as the daemon rounds; many short calls to torch would wait for its threads
+        bits = weight.cpu().view(torch.int16).numpy().view(np.uint16)
+        return rounding.differing(bits, master.numpy(), safetensors_name(weight.dtype))
+    return _compare_there(weight, master)
 
-    BF16 is worked out in integers: instructions that round to it may take small numbers for zero.
+
+def _compare_there(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
+    """`_compare` on the device of the master. BF16 is worked out in integers: instructions that round to it may take small
+    numbers for zero.
     """
     bits = master.view(torch.int32)
     if weight.dtype is torch.bfloat16:

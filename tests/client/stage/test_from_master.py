@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from holdfast import Checkpointer, Fragment
+from holdfast.stage import from_master
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_service.daemon.checking.verifier import verify
@@ -406,3 +409,22 @@ def test_sealed_slots_outlive_the_daemon(tmp_path: Path, monkeypatch: pytest.Mon
         verify(PosixTier(root), naming.checkpoint_path(run, 2))
     finally:
         daemon.stop()
+
+
+@given(
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    st.booleans(),
+)
+def test_devices_compare_as_the_cpu_does(dtype: torch.dtype, bits: list[int], turned: bool) -> None:
+    """Any bits, also NaN; any strides."""
+    master = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    weight = master.to(dtype)
+    weight[0] = 1.5
+    if turned:
+        master, weight = torch.stack([master, master], 1)[:, 0], torch.stack([weight, weight], 1)[:, 0]
+    there, nan = from_master._compare_there(weight, master)
+    here, strange = from_master._compare(weight, master)
+    assert nan == strange == int(master.isnan().sum())
+    if not nan:  # which bits of it a rounding keeps is its own affair
+        assert there == here == int(master[0].to(dtype).view(torch.int16) != weight[0].view(torch.int16))
