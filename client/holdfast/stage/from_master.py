@@ -100,6 +100,8 @@ class FromMasters:
             pairs[weight.key] = known
         self._pairs = pairs
         self._notes = (_note(copied, bool(masters)),) if copied else ()
+        if not weights and any(leaf.group == MODEL for leaf in leaves):
+            self._notes = ("model='from-master': nothing is left out, because the model has no BF16 or FP16 tensors",)
 
 
 def _note(copied: Sequence[str], masters: bool) -> str:

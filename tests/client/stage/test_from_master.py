@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from holdfast import Checkpointer, Fragment
+from holdfast import Api, Checkpointer, Fragment, ParallelLayout
+from holdfast.rest import delegated
 from holdfast.stage import from_master
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
+from holdfast_formats.rest.operations import JobRequest
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
+from tests.client import llama
 from tests.client.test_fragment_worlds import SHAPE, WHOLE, check, megatron
 from tests.client.test_trainer_options import Mixed
 from tests.crash.test_kills import STOPS
@@ -375,6 +378,48 @@ def test_masters_of_weights_that_another_rank_holds(daemon: RunningDaemon, run: 
     with pytest.raises(StateMismatch, match="this rank holds 120 elements of its master, and not of itself"):
         world.ranks[0].save(1)
     world.close()
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp=2"])
+def test_a_declared_layout(daemon: RunningDaemon, run: str, layout: str) -> None:
+    """Plain tensors of ranks, of weights and masters alike: paired under the names that are stored."""
+    states = []
+    for rank in range(2):
+        held = llama.arrays()
+        if layout == "tp=2":
+            held = llama.cut(held, 2, rank)
+        elif layout == "pp=2":
+            held = {name: held[name] for name in llama.shapes(range(rank, rank + 1), first=rank == 0, last=rank == 1)}
+        master = {name: torch.from_numpy(array.copy()) for name, array in held.items()}
+        states.append({"model": {name: tensor.bfloat16() for name, tensor in master.items()}, "master": master})
+    declared: Any = {"layout": ParallelLayout(layout, config=llama.CONFIG)}
+    world, plain = World(daemon, run, states, **declared, **FROM_MASTER), World(daemon, f"{run}-copied", states, **declared)
+    assert world.save(1) == plain.save(1) == [None, None]
+    assert all(leaf.rounded_from for leaf in world.ranks[0]._contents.layout.leaves if leaf.group == "model")
+    assert same(daemon, run, f"{run}-copied", 1)
+    world.close(), plain.close()
+
+
+def test_a_model_without_short_floats(daemon: RunningDaemon, run: str) -> None:
+    """The option has nothing to do, and says so."""
+    state = {"model": nn.Linear(4, 4), "master": {"weight": torch.zeros(4, 4)}}
+    with Checkpointer(run, state, at=daemon.socket, **FROM_MASTER) as rounded:
+        ticket = rounded.save(1, wait="durable")
+    assert "the model has no BF16 or FP16 tensors" in ticket.notes[0]
+
+
+def test_weights_are_repaired_from_masters_in_memory(daemon: RunningDaemon, run: str) -> None:
+    """A flipped bit in the files, while the save's slots are held."""
+    training = Training()
+    with Checkpointer(run, training.state, at=daemon.socket, **FROM_MASTER) as rounded, Api(daemon.about["url"]) as api:
+        rounded.save(1, wait="durable")
+        wait_until(lambda: api.checkpoint(run, 1).verified)
+        path = directory(daemon, run, 1) / "model.safetensors"
+        sound = path.read_bytes()
+        path.write_bytes(sound[:-700] + bytes([sound[-700] ^ 1]) + sound[-699:])
+        done = delegated.as_job(api, JobRequest(kind="verify", run=run, step=1, arguments={"repair": True}), lambda *_: None)
+        assert [(file["file"], file["source"]) for file in done["repaired"]] == [("model.safetensors", "slot")]
+        assert path.read_bytes() == sound
 
 
 @pytest.mark.parametrize("point", ["not all sealed", "mid write", "before manifest"])

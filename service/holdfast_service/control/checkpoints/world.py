@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import rounding
-from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.errors import LimitExceeded, StateMismatch
 from holdfast_formats.region import Box, byte_box, byte_span, byte_view
 from holdfast_formats.staging.declaration import Declaration, HeldTensor, rows
 from holdfast_formats.staging.plan import BoxOrigin
@@ -182,6 +182,8 @@ def rounded(world: World) -> World:
         master = known.get((group, spec.name), -1)
         there = None if master < 0 or master in world.rounded_from else world.specs[master]
         rounding.check(spec, group, there, copied=bool(copied[number]))
+        if made[master] >= 0:
+            raise StateMismatch(f"two tensors are to be rounded from {group}/{spec.name}", hint=rounding.HINT)
         made[master] = number
     of = made[world.tensor]
     more = np.flatnonzero(of >= 0)
