@@ -19,6 +19,7 @@ from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.copy_plans import CopyPlans
+from holdfast.stage.from_master import FromMasters, ModelSource
 from holdfast.stage.growth import Need
 from holdfast.stage.origin import TrainingOrigin
 from holdfast.stage.preallocation import Preallocation
@@ -66,11 +67,16 @@ class Checkpointer:
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
     local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
-    and which config.json hold. DTensors and Fragments go on saying themselves where they lie. `old` are the names that
-    options had before: each works until 0.2.0, with a warning that says what to write.
+    and which config.json hold. DTensors and Fragments go on saying themselves where they lie.
+
+    `model="from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master of
+    their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to nearest
+    even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits and raises
+    `StateMismatch` where weights are anything else. `old` are the names that options had before: each works until 0.2.0,
+    with a warning that says what to write.
     """
 
-    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eight options, named
+    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, nine options, named
         self,
         run: str,
         state: Mapping[str, Any],
@@ -83,18 +89,21 @@ class Checkpointer:
         fenced: bool = False,
         file_bytes_max: int = FILE_BYTES_MAX,
         layout: LayoutSource | ParallelLayout | None = None,
+        model: ModelSource | None = None,
         **old: Unpack[options.OldOptions],
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
-        options.check(slots, policy, file_bytes_max, keep_last)
+        options.check(slots, policy, file_bytes_max, keep_last, model)
         meant = options.settle(at, layout, old)
         self._policy, self._check = policy, meant.check
         self._launch = launches.current(run, meant.launch)
         found = asset_files.collect(assets) if self._launch.rank == 0 or meant.layout is not None else {}
         declared = None if meant.layout is None else declare(meant.layout, self._launch, found)
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
-        self._contents = SlotContents(self._state, found if self._launch.rank == 0 else {}, fenced, file_bytes_max)
+        rounded = None if model is None else FromMasters(state)
+        stored = found if self._launch.rank == 0 else {}
+        self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded)
         self._tickets, self._origin = Tickets(), TrainingOrigin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, meant.place, self._tickets)
@@ -264,6 +273,7 @@ class Checkpointer:
     def goes_on_from(self, step: int) -> None:
         """Note, on all ranks, that the state is that of a step of this run, loaded by other means than `restore()`."""
         self._origin.restored(check_step(step), (), ())
+        self._contents.restored()
 
     def restore_random(self) -> None:
         """Install the random streams of the last restore once more.
@@ -397,6 +407,7 @@ class Checkpointer:
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
+        self._contents.restored()
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
@@ -491,4 +502,5 @@ class Checkpointer:
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
             self._tickets.leaves_out(ticket.step, asked.exclude)
-        return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._copy_plans)
+        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters)
+        return SaveTask(ticket, part, self._tickets, self._copy_plans)

@@ -12,6 +12,7 @@ from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSour
 from holdfast.link import address
 from holdfast.link.address import DaemonAddress
 from holdfast.save_warning import warn
+from holdfast.stage.from_master import ModelSource
 from holdfast.stage.save_request import Check, check_check
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging.arena import SLOTS_MAX
@@ -39,6 +40,7 @@ class Options(TypedDict, total=False):
     fenced: bool
     file_bytes_max: int
     layout: LayoutSource | ParallelLayout | None
+    model: ModelSource | None
 
 
 class OldOptions(TypedDict, total=False):
@@ -79,7 +81,7 @@ def settle(at: str | PathLike[str] | None, layout: LayoutSource | ParallelLayout
     return meant
 
 
-def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None) -> None:
+def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, model: str | None = None) -> None:
     """`InvalidRequest` naming the option that cannot be what it is."""
     if slots > SLOTS_MAX:
         raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
@@ -87,6 +89,11 @@ def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None) -
         raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
     if policy not in get_args(Policy):
         raise InvalidRequest(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
+    if model is not None and model not in get_args(ModelSource):
+        raise InvalidRequest(
+            f"model must be {get_args(ModelSource)[0]!r} or None, not {model!r}",
+            hint="the model itself belongs into the state",
+        )
 
 
 def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:

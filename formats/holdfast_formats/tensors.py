@@ -48,20 +48,28 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
 
     The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes `region.flat_boxes` cuts it
     into, so nothing behind this type knows of ranges. `placement` is for people: how the rank's framework described it.
+
+    With `rounded_from`, no byte of it stands in any slot: it is the tensor of the same name in that group, rounded to
+    nearest even.
     """
 
     spec: TensorSpec
     boxes: tuple[Box, ...]
     slot_offset: int
     placement: str = ""
+    rounded_from: str = ""
 
     @property
     def nbytes(self) -> int:
         return sum(box_bytes(self.spec, box) for box in self.boxes)
 
     def check(self) -> None:
-        """Refuse, by name, boxes outside the tensor or cut inside a byte."""
+        """Refuse, by name, boxes outside the tensor or cut inside a byte, and any of a tensor that is in no slot."""
         self.spec.check()
+        if self.rounded_from and self.boxes:
+            raise InvalidRequest(
+                f"tensor {self.spec.name!r} is rounded from {self.rounded_from!r}, and has parts all the same"
+            )
         for box in self.boxes:
             check_box(box, self.spec.shape, self.spec.name)
             byte_box(self.spec.dtype, box, self.spec.shape, self.spec.name)

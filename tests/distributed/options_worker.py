@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import Checkpointer
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.test_trainer_options import Mixed
 
@@ -78,6 +79,22 @@ def go_through(socket: str, kind: str, rank: int) -> None:
         assert torch.equal(torch.rand(5, generator=again), drawn), f"rank {rank} goes on with another stream"
         assert live["model"].get_buffer("module.rotary" if kind == "ddp" else "rotary").eq(2.0).all()
         live["optim"].step()
+    from_masters(socket, kind, live)
+
+
+def from_masters(socket: str, kind: str, live: dict[str, Any]) -> None:
+    """Weights that are not copied are stored as if they were."""
+    found = []
+    options: Any
+    for run, options in ((f"{kind}-copied", {}), (f"{kind}-rounded", {"model": "from-master"})):
+        with Checkpointer(run, live, at=socket, **options) as checkpointer:
+            ticket = checkpointer.save(3, wait="durable")
+            root = checkpointer.root()
+        assert root is not None
+        assert any("1 of the model's tensors were copied (2.bias)" in note for note in ticket.notes) == bool(options)
+        directory = root / naming.checkpoint_path(run, 3)
+        found.append({file.name: file.read_bytes() for file in directory.glob("*.safetensors*")})
+    assert found[0] == found[1] and "model.safetensors" in found[0]
 
 
 if __name__ == "__main__":

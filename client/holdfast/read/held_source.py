@@ -18,6 +18,7 @@ from holdfast.read.held_slots import HeldSlot
 from holdfast.read.peer_slots import PeerSlots
 from holdfast.read.requests import ExtentRun
 from holdfast.read.sources import Source
+from holdfast_formats import rounding
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box
@@ -157,7 +158,7 @@ class HeldSlotsSource:
         size = 0
         for piece in self._pieces(run.group, run.name, run.entry):
             for low, high in in_slot(spec, piece.origin, run.offset, stop):
-                size += high - low
+                size += piece.origin.of_tensor(spec, high - low)
                 if piece.slot.elsewhere:
                     found.append(SlotRange(piece.origin.rank, low, high))
         return found if size >= run.length else None
@@ -195,20 +196,25 @@ class HeldSlotsSource:
         found: dict[Box, HeldPiece] = {}
         of_one = replica_claims.parse_apart(spec.group, spec.name)
         group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
-        for slot, fragment in self._fragments.get((group, name), ()):
+        said = self._fragments.get((group, name), [])
+        held_as = ""
+        if master := next((fragment.rounded_from for _, fragment in said if fragment.rounded_from), ""):
+            said, held_as = self._fragments.get((master, name), []), rounding.HELD_AS
+        stored = spec if not held_as else TensorSpec(master, name, held_as, spec.shape)
+        for slot, fragment in said:
             rank = slot.table.rank
             if rank != of_one[0] if of_one is not None else (rank, group, name) in self._apart:
                 continue  # its own is another one
-            if (fragment.spec.dtype, fragment.spec.shape) != (spec.dtype, spec.shape):
+            if (fragment.spec.dtype, fragment.spec.shape) != (stored.dtype, stored.shape):
                 raise StateMismatch(
                     f"tensor {spec.name!r} of group {spec.group!r} has another dtype or shape in the in-memory checkpoint"
                 )
             offset = fragment.slot_offset
             for box in fragment.boxes:
-                size = box_bytes(spec, box)
+                size = box_bytes(stored, box)
                 if size and box not in found:
-                    holding = holdings.hold(spec, box, slot.data[offset : offset + size])
-                    found[box] = HeldPiece(holding, slot, BoxOrigin(rank, box, offset))
+                    holding = holdings.hold(spec, box, slot.data[offset : offset + size], held_as)
+                    found[box] = HeldPiece(holding, slot, BoxOrigin(rank, box, offset, held_as))
                 offset += size
         return tuple(found.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.stage import cuda_copy
@@ -20,13 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Sealable(NamedTuple):
-    """A leased slot and its contents; `says` has the digests of bytes that ranks share."""
+    """A leased slot and its contents; `says` has the digests of bytes that ranks share. `check` raises what speaks against
+    the save before anything is copied; the other ranks hear of it.
+    """
 
     slot: Slot
     layout: SlotLayout
     table: bytes
     says: Statement | None = None
     full: bool = False  # compare all of the live memory with the copy, not only samples
+    check: Callable[[], None] = lambda: None
 
     def seal(self) -> None:
         """Complete the slot's table once all is copied, and hand both to the daemon."""
@@ -52,6 +56,7 @@ class SaveTask:
         """
         self._waited = waited
         try:
+            self._part.check()
             plan = self._plan()
             for lane in plan.lanes:
                 self._devices.append(cuda_copy.DeviceCopy(lane))
@@ -61,8 +66,8 @@ class SaveTask:
         except BaseException as error:
             for copying in self._devices:
                 copying.settle()
+            self._tickets.drop(self._ticket)  # before the daemon answers: the caller hears it from here alone
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
-            self._tickets.drop(self._ticket)
             raise
         at_exit.see_through(self)
         self._copy = copy

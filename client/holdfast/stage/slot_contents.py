@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.stage import background_safe, staging
+from holdfast.stage.from_master import FromMasters
 from holdfast.stage.growth import Need
 from holdfast.stage.staging import SaveIdentity, SlotLayout
 from holdfast.state.assets import NO_ASSETS, ROOM_BYTES_MIN
@@ -19,9 +20,18 @@ TABLE_BYTES_A_TENSOR = 256
 class SlotContents:
     """The contents of slots. It is not thread-safe: its owner's lock guards it. It reuses the parts that did not change."""
 
-    def __init__(self, state: TrainState, assets: Mapping[str, bytes], fenced: bool, file_bytes_max: int) -> None:
-        """Look at nothing yet; `fenced` and `file_bytes_max` are the checkpointer's options."""
-        self._state, self._assets = state, assets
+    def __init__(
+        self,
+        state: TrainState,
+        assets: Mapping[str, bytes],
+        fenced: bool,
+        file_bytes_max: int,
+        from_masters: FromMasters | None = None,
+    ) -> None:
+        """Look at nothing yet; `fenced` and `file_bytes_max` are the checkpointer's options. With `from_masters`, weights
+        are left out as far as it says.
+        """
+        self._state, self._assets, self._from_masters = state, assets, from_masters
         self._fenced, self._file_bytes_max = fenced, file_bytes_max
         self.layout = staging.NOTHING  # of the last save
 
@@ -31,10 +41,24 @@ class SlotContents:
 
         An adapter's contents draw nothing, and may be saved by a thread while the training draws.
         """
+        taken = self._snapshot(groups, exclude)
+        return taken if self._from_masters is None else self._from_masters.apply(taken)
+
+    def _snapshot(self, groups: Collection[str] | None, exclude: Sequence[str]) -> Snapshot:
         if any(isinstance(value, Given) for value in self._state.state.values()):
             return self._state.snapshot(groups, exclude)
         with self._state.random.kept():
             return self._state.snapshot(groups, exclude)
+
+    def check_masters(self) -> None:
+        """Refuse weights that the last snapshot left out, and that are not their masters rounded: see `FromMasters`."""
+        if self._from_masters is not None:
+            self._from_masters.check()
+
+    def restored(self) -> None:
+        """The state has other values than before: what was checked of it is checked again."""
+        if self._from_masters is not None:
+            self._from_masters.restored()
 
     def lay_out(self, snapshot: Snapshot, assets: Mapping[str, bytes] = NO_ASSETS) -> SlotLayout:
         """The places of everything in a slot, with the assets of one save beside those of all saves, or instead of them.

@@ -95,7 +95,7 @@ def lay_out(
         place = in_page.get((leaf.group, leaf.name))
         end += -end % ALIGNMENT_BYTES if place is None else (place - end) % PAGE_BYTES
         boxes = tuple(piece.box for piece in leaf.pieces)
-        fragments.append(StagedFragment(spec, boxes, end, leaf.placement))
+        fragments.append(StagedFragment(spec, boxes, end, leaf.placement, leaf.rounded_from))
         encoded.append(slot_table.encode_fragment(fragments[-1]))
         for piece in leaf.pieces:
             copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))
@@ -115,7 +115,7 @@ def refuse_parts(leaves: Iterable[Leaf]) -> None:
     """Refuse, by name, tensors of which this rank holds only a part. In a world of one nobody saves the rest."""
     for leaf in leaves:
         held = sum(piece.box.volume for piece in leaf.pieces)
-        if held < prod(leaf.shape):
+        if held < prod(leaf.shape) and not leaf.rounded_from:
             raise StateMismatch(
                 f"tensor {leaf.name!r} of group {leaf.group!r}: this rank is alone, and holds {held} of its "
                 f"{prod(leaf.shape)} elements ({leaf.placement})",

@@ -27,7 +27,8 @@ class Leaf(NamedTuple):
     """A global tensor and the pieces of it that are in this process; shape and boxes count the format's elements.
 
     `plain`: neither a DTensor nor of Fragments, so it does not state its place itself. `alone`: its placements say that no
-    other rank holds any of it.
+    other rank holds any of it. `rounded_from`: nothing of it is copied, because a daemon rounds it from the tensor of the
+    same name in that group.
     """
 
     group: str
@@ -38,6 +39,7 @@ class Leaf(NamedTuple):
     placement: str
     plain: bool = False
     alone: bool = False
+    rounded_from: str = ""
 
     @property
     def key(self) -> Key:

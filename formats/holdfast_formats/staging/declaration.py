@@ -29,6 +29,7 @@ class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
 
     spec: TensorSpec
     placement: str
+    rounded_from: str = ""  # as of `StagedFragment`
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +72,7 @@ class Declaration(NamedTuple):
             count = int(self.boxes[number])
             held = tuple(self.different[box] for box in self.box[at : at + count].tolist())
             of = self.tensors[int(self.tensor[number])]
-            found.append(StagedFragment(of.spec, held, int(self.place[number]), of.placement))
+            found.append(StagedFragment(of.spec, held, int(self.place[number]), of.placement, of.rounded_from))
             at += count
         return tuple(found)
 
@@ -94,7 +95,7 @@ _decode_tensors = msgspec.msgpack.Decoder(tuple[HeldTensor, ...])
 
 def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
     """What ranks hold, by rank; the same for the same fragments, in whatever order the ranks come."""
-    tensors: dict[tuple[TensorSpec, str], int] = {}
+    tensors: dict[HeldTensor, int] = {}
     different: dict[Box, int] = {}
     tensor: list[int] = []
     boxes: list[int] = []
@@ -103,14 +104,14 @@ def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
     ranks = sorted(held)
     for rank in ranks:
         for fragment in held[rank]:
-            tensor.append(tensors.setdefault((fragment.spec, fragment.placement), len(tensors)))
+            of = HeldTensor(fragment.spec, fragment.placement, fragment.rounded_from)
+            tensor.append(tensors.setdefault(of, len(tensors)))
             boxes.append(len(fragment.boxes))
             place.append(fragment.slot_offset)
             box.extend(different.setdefault(one, len(different)) for one in fragment.boxes)
     columns = (np.array(column, np.int64) for column in (tensor, boxes, place, box))
     counts = np.array([len(held[rank]) for rank in ranks], np.int64)
-    specs = tuple(HeldTensor(spec, placement) for spec, placement in tensors)
-    return encode_columns(declared(tuple(ranks), specs, tuple(different), FragmentColumns(*columns), counts))
+    return encode_columns(declared(tuple(ranks), tuple(tensors), tuple(different), FragmentColumns(*columns), counts))
 
 
 class FragmentColumns(NamedTuple):

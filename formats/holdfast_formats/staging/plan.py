@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast_formats import decoding, naming
+from holdfast_formats import decoding, dtypes, naming
 from holdfast_formats.disk.manifest import Extent, FileEntry
 from holdfast_formats.disk.packing import FilePlan, extent_bytes
 from holdfast_formats.errors import CorruptManifest
@@ -17,11 +17,23 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class BoxOrigin(NamedTuple):
-    """The place of one box's bytes: in the slot of `rank`, from `slot_offset` on, row-major."""
+    """The place of one box's bytes: in the slot of `rank`, from `slot_offset` on, row-major.
+
+    `held_as` is the dtype of the bytes in the slot if it is not the tensor's: then they are rounded.
+    """
 
     rank: int
     box: Box
     slot_offset: int
+    held_as: str = ""
+
+    def nbytes(self, spec: TensorSpec) -> int:
+        """The bytes of the box in the slot."""
+        return dtypes.nbytes(self.held_as or spec.dtype, self.box.volume, spec.name)
+
+    def of_tensor(self, spec: TensorSpec, length: int) -> int:
+        """How many bytes of the tensor are made of so many bytes of the slot, which are whole elements."""
+        return length * dtypes.bits(spec.dtype) // dtypes.bits(self.held_as) if self.held_as else length
 
 
 class PlannedTensor(NamedTuple):

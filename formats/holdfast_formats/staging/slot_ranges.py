@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from math import prod
 from typing import NamedTuple
 
+from holdfast_formats import dtypes
 from holdfast_formats.region import Box, byte_box, byte_view
 from holdfast_formats.staging.plan import BoxOrigin, PlannedTensor
 from holdfast_formats.tensors import TensorSpec
@@ -57,7 +58,8 @@ def in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tu
     last = _count_before(box, view.shape, -(-min(high, spec.nbytes) // view.itemsize))
     if first >= last:
         return []
-    return [(origin.slot_offset + first * view.itemsize, origin.slot_offset + last * view.itemsize)]
+    width = dtypes.bits(origin.held_as) // 8 if origin.held_as else view.itemsize
+    return [(origin.slot_offset + first * width, origin.slot_offset + last * width)]
 
 
 def _count_before(box: Box, shape: tuple[int, ...], index: int) -> int:

@@ -136,6 +136,10 @@ def _check(table: SlotTable, data_bytes: int) -> None:
         _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
         if fragment.spec.group not in groups:
             raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
+        if fragment.rounded_from and fragment.rounded_from not in groups:
+            raise InvalidRequest(
+                f"tensor {fragment.spec.name!r} is rounded from {fragment.rounded_from!r}, which is not saved"
+            )
     boxes = sum(len(fragment.boxes) for fragment in table.fragments)
     if len(table.digests) not in (0, boxes * replica_claims.ROW_BYTES):
         raise InvalidRequest(f"{len(table.digests)} bytes of digests are not those of {boxes} boxes")

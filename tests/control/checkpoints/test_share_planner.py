@@ -58,7 +58,12 @@ class MadeWorld(NamedTuple):
 
 
 def table(rank: int, world: int, held: Sequence[StagedFragment], **more: Any) -> SlotTable:
-    given: dict[str, Any] = {"groups": ("model", "extra"), "values": {}, "aliases": {}, "file_bytes_max": 500} | more
+    given: dict[str, Any] = {
+        "groups": ("model", "master", "extra"),
+        "values": {},
+        "aliases": {},
+        "file_bytes_max": 500,
+    } | more
     return SlotTable("r", 5, 1, rank, world, fragments=tuple(held), **given)
 
 
@@ -80,7 +85,7 @@ def on_mesh(shape: Shape, mesh: Sequence[int], cuts: Mapping[int, int], rank: in
 @st.composite
 def worlds(draw: st.DrawFn) -> MadeWorld:
     """Tensors on a mesh, each cut along some of its dimensions; others cut at random and held by random ranks, in several
-    pieces a rank; and some that a few ranks hold whole.
+    pieces a rank; and some that a few ranks hold whole. Some are masters, of which weights are to be rounded.
     """
     mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     world = prod(mesh)
@@ -93,7 +98,9 @@ def worlds(draw: st.DrawFn) -> MadeWorld:
 
     for number in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-        spec = TensorSpec("model", f"t.{number}", draw(st.sampled_from(["F32", "BF16", "U8"])), shape)
+        rounded = draw(st.sampled_from(["", "", "BF16", "F16"]))
+        dtype = "F32" if rounded else draw(st.sampled_from(["F32", "BF16", "U8"]))
+        spec = TensorSpec("master" if rounded else "model", f"t.{number}", dtype, shape)
         kind = draw(st.sampled_from(["mesh", "random", "few"]))
         if kind == "mesh":
             free = draw(st.permutations(range(len(shape))))
@@ -110,6 +117,9 @@ def worlds(draw: st.DrawFn) -> MadeWorld:
         else:
             for rank in sorted(draw(st.sets(st.integers(0, world - 1), min_size=1))):
                 put(rank, spec, [whole(shape)])
+        for rank in draw(st.sets(st.integers(0, world - 1), min_size=1)) if rounded else ():
+            weight = TensorSpec("model", spec.name, rounded, shape)
+            held[rank].append(StagedFragment(weight, (), 0, f"of {rank}", "master"))
     node_of = [draw(st.integers(0, 2)) for _ in range(world)]
     nodes = sorted(set(node_of))
     return MadeWorld([table(rank, world, mine) for rank, mine in enumerate(held)], [nodes.index(n) for n in node_of])
@@ -144,7 +154,10 @@ def test_the_plan_is_that_of_one_node(made: MadeWorld) -> None:
                     if any(_touches(reference.spec, reference.start, origin.box, s) for s in shares if s.file == number)
                 ]
                 assert [origin.box for origin in tensor.origins] == wanted
-                for rank, box, place in tensor.origins:
+                assert {origin.held_as for origin in tensor.origins} == {
+                    origin.held_as for origin in reference.origins if origin.box in wanted
+                }
+                for rank, box, place, _ in tensor.origins:
                     assert (rank, tensor.spec.name, box, place) in held
                     near = {r for r, name, b, _ in held if (name, b) == (tensor.spec.name, box) and made.node_of[r] == node}
                     assert not near or rank == min(near)

@@ -32,7 +32,7 @@ from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
 from holdfast_service.storage import MemoryTier, PosixStore, Tier
-from tests.daemon.writing.test_path import DTYPES, Shards, cuts, files_of
+from tests.daemon.writing.test_path import DTYPES, Shards, cuts, draw_masters, files_of
 
 STAGED = Place("r", 7, 1, 5)
 CREATED = "2026-01-01T00:00:00Z"
@@ -119,6 +119,22 @@ def test_the_bytes_do_not_depend_on_the_nodes(data: st.DataObject, world: int) -
             owned.setdefault(data.draw(st.integers(0, world - 1)), []).append(box)
         sharded.add(spec, content, list(owned.items()) or [(0, [Box((0,) * len(shape), shape)])])
         single.add(spec, content, [(0, [Box((0,) * len(shape), shape)])])
+    node_of = [data.draw(st.integers(0, 2)) for _ in range(world)]
+    nodes = sorted(set(node_of))
+    site = Site(sharded, [nodes.index(node) for node in node_of])
+    tier, reference = MemoryTier(), MemoryTier()
+    made, expected = site.save(tier), single.save(reference)
+    names = [file.name for file in expected.files if file.header_bytes]
+    assert {name: files_of(tier)[name] for name in names} == {name: files_of(reference)[name] for name in names}
+    assert verify(tier, naming.checkpoint_path("r", 7)) == made
+
+
+@pytest.mark.usefixtures("small")
+@given(st.data(), st.integers(1, 5))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nodes_write_weights_from_masters_of_others(data: st.DataObject, world: int) -> None:
+    """Masters anywhere, weights nowhere: the files of one rank that holds both, and no byte is asked for but of masters."""
+    sharded, single = draw_masters(data, world)
     node_of = [data.draw(st.integers(0, 2)) for _ in range(world)]
     nodes = sorted(set(node_of))
     site = Site(sharded, [nodes.index(node) for node in node_of])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.numpy import load
 
 from holdfast_formats import dtypes, naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifest, packing
 from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
 from holdfast_formats.naming import Place
@@ -21,7 +23,7 @@ from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_formats.transfer import element_dtype
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.writing import writer
+from holdfast_service.daemon.writing import gathering, writer
 from holdfast_service.storage import MemoryTier, PosixStore
 
 DTYPES = ["F32", "BF16", "U8", "I64", "F8_E4M3", "BOOL", "F4"]
@@ -37,6 +39,7 @@ class Shards:
         self.fragments: list[list[StagedFragment]] = [[] for _ in range(world)]
         self.blobs: list[list[Blob]] = [[] for _ in range(world)]
         self.bytes: dict[str, bytes] = {}
+        self.groups: tuple[str, ...] = ("model",)
 
     def add(self, spec: TensorSpec, content: bytes, held: list[tuple[int, list[Box]]]) -> None:
         """Give each rank of `held` its boxes of the tensor with these bytes."""
@@ -48,6 +51,12 @@ class Shards:
             for box in boxes:
                 self.data[rank] += elements[byte_box(spec.dtype, box, spec.shape).slices].tobytes()
 
+    def round(self, spec: TensorSpec, ranks: Iterable[int]) -> None:
+        """These ranks hold a weight of which nothing is in their slots: its master of the same name is."""
+        self.groups = ("model", "master")
+        for rank in ranks:
+            self.fragments[rank].append(StagedFragment(spec, (), 0, rounded_from="master"))
+
     def tables(self) -> list[SlotTable]:
         return [
             SlotTable(
@@ -56,7 +65,7 @@ class Shards:
                 self.attempt,
                 rank,
                 self.world,
-                ("model",),
+                self.groups,
                 tuple(self.fragments[rank]),
                 {"model": {"k": str(rank)}},
                 {},
@@ -73,6 +82,43 @@ class Shards:
         staged = store.begin(Place("r", self.step, self.attempt))
         writer.write(staged, plan, {r: memoryview(bytes(d)) for r, d in enumerate(self.data)}, "node")
         return commit.publish(store, plan, "2026-01-01T00:00:00Z")
+
+
+def float_bits(seed: int, size: int) -> NDArray[np.uint32]:
+    """Bits of any floats but NaN: of all exponents, zeros of both signs, subnormal ones, ties, and what becomes infinite."""
+    chance = np.random.default_rng(seed)
+    bits = chance.integers(0, 2**32, size, np.uint32)
+    special = np.array([0, 0x80000000, 1, 0x807FFFFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0xFF800000, 0x477FF000], np.uint32)
+    bits = np.where(chance.random(size) < 0.3, chance.choice(special, size), bits)
+    return np.where(bits & 0x7FFFFFFF > 0x7F800000, bits & 0xBFFFFFFF, bits).astype("<u4")
+
+
+def rounded(bits: NDArray[np.uint32], dtype: str) -> bytes:
+    """The elements, rounded: BF16 in integers, as its definition says; F16 as NumPy does it, which is tested by its own."""
+    if dtype == "BF16":
+        return ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
+    with np.errstate(all="ignore"):
+        return bits.view("<f4").astype("<f2").tobytes()
+
+
+def draw_masters(data: st.DataObject, world: int) -> tuple[Shards, Shards]:
+    """Masters cut at random and held by random ranks, whose weights are rounded; and one rank that holds all as it is."""
+    sharded, single = Shards(world), Shards(1)
+    single.groups = ("model", "master")
+    for index in range(data.draw(st.integers(1, 4))):
+        shape = tuple(data.draw(st.lists(st.integers(0, 12), max_size=3)))
+        master = TensorSpec("master", f"t.{index}", "F32", shape)
+        weight = TensorSpec("model", f"t.{index}", data.draw(st.sampled_from(["BF16", "F16"])), shape)
+        bits = float_bits(index, int(np.prod(shape)))
+        owned: dict[int, list[Box]] = {}
+        for box in data.draw(cuts(shape, "F32")):
+            for rank in data.draw(st.sets(st.integers(0, world - 1), min_size=1)):
+                owned.setdefault(rank, []).append(box)
+        sharded.add(master, bits.tobytes(), list(owned.items()) or [(0, [])])
+        sharded.round(weight, data.draw(st.sets(st.integers(0, world - 1), min_size=1)))
+        single.add(master, bits.tobytes(), [(0, [Box((0,) * len(shape), shape)])])
+        single.add(weight, rounded(bits, weight.dtype), [(0, [Box((0,) * len(shape), shape)])])
+    return sharded, single
 
 
 def files_of(tier: MemoryTier, step: int = 7) -> dict[str, bytes]:
@@ -124,6 +170,44 @@ def test_the_bytes_on_disk_do_not_depend_on_the_sharding(data: st.DataObject, wo
     for name, entry in made.tensors["model"].items():
         assert written[entry.file][entry.start : entry.start + entry.nbytes] == sharded.bytes[name]
     assert verify(tier, naming.checkpoint_path("r", 7)) == made
+
+
+@given(st.data(), st.integers(1, 4))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("window", [None, 1024])
+def test_weights_are_their_masters_rounded(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, data: st.DataObject, world: int
+) -> None:
+    """Whatever ranks hold of masters, whatever a window takes: the files of weights that were copied themselves."""
+    if window:
+        monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", window)
+        monkeypatch.setattr(gathering, "CACHED_BYTES", window // 2)
+        monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", window)
+    sharded, single = draw_masters(data, world)
+    tier, reference = MemoryTier(alignment=data.draw(st.sampled_from([1, 100, 101, 4096]))), MemoryTier()
+    made, expected = sharded.save(tier), single.save(reference)
+    names = [
+        file.name for file in expected.files if file.name.endswith((".safetensors", ".json")) and file.name != "state.json"
+    ]
+    assert {name: files_of(tier)[name] for name in names} == {name: files_of(reference)[name] for name in names}
+    assert made.tensors == expected.tensors and verify(tier, naming.checkpoint_path("r", 7)) == made
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("element", [0, 70_000, 400_000 - 1])
+def test_nan_in_a_master_is_refused_by_name(dtype: str, element: int) -> None:
+    """Which of its bits the weight has is not known: nothing is committed."""
+    shape = (400, 1000)
+    values = np.ones(shape, "<f4")
+    values.reshape(-1).view("<u4")[element] = 0xFF800001
+    shards = Shards(2)
+    boxes = [Box((0, 0), (400, 300)), Box((0, 300), (400, 700))]
+    shards.add(TensorSpec("master", "w", "F32", shape), values.tobytes(), [(0, [boxes[0]]), (1, [boxes[1]])])
+    shards.round(TensorSpec("model", "w", dtype, shape), [0, 1])
+    tier = MemoryTier()
+    with pytest.raises(StateMismatch, match="master of 'w' has NaN") as caught:
+        shards.save(tier)
+    assert "model='from-master'" in caught.value.hint
 
 
 @pytest.mark.parametrize("alignment", [1, 4096, 65536])

@@ -32,6 +32,27 @@ def cut_tensors(draw: st.DrawFn) -> tuple[PlannedTensor, dict[int, Box]]:
 
 
 @given(cut_tensors(), st.integers(0, 900), st.integers(1, 900))
+def test_ranges_of_masters_are_those_of_their_weights(
+    made: tuple[PlannedTensor, dict[int, Box]], low: int, length: int
+) -> None:
+    """The same elements, in twice the bytes; and how many bytes of the weight are made of them."""
+    tensor, _ = made
+    spec = TensorSpec("model", "w", "BF16", tensor.spec.shape)
+    copied = tensor._replace(spec=spec)
+    rounded = tensor._replace(spec=spec, origins=tuple(one._replace(held_as="F32") for one in tensor.origins))
+    plain = slot_ranges([copied], HEADER + low, HEADER + low + length)
+    found = slot_ranges([rounded], HEADER + low, HEADER + low + length)
+    assert found == [
+        SlotRange(rank, base + 2 * (begin - base), base + 2 * (end - base))
+        for rank, begin, end in plain
+        for base in [1000 * rank]
+    ]
+    for origin, other in zip(rounded.origins, copied.origins, strict=True):
+        assert origin.nbytes(spec) == 2 * other.nbytes(spec) == 4 * origin.box.volume
+        assert origin.of_tensor(spec, origin.nbytes(spec)) == other.of_tensor(spec, other.nbytes(spec)) == other.nbytes(spec)
+
+
+@given(cut_tensors(), st.integers(0, 900), st.integers(1, 900))
 def test_the_ranges_are_the_bytes_of_the_part(made: tuple[PlannedTensor, dict[int, Box]], low: int, length: int) -> None:
     """Every element of the part is in a range of the slot of its rank, and every range has such elements at both ends."""
     tensor, boxes = made

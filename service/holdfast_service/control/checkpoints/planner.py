@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_formats import rounding
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
@@ -36,6 +37,8 @@ class _Held:
         self.placement = placement
         self.declared_by = rank
         self.boxes: _Holders = {}
+        self.rounded_from = ""
+        self.held_as = ""
 
 
 def plan(tables: Sequence[SlotTable]) -> WritePlan:
@@ -98,6 +101,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
         _set_apart(held, apart, replica_claims.HOME in ordered[0].groups)
+        _round(held)
         known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
     with _lock:
         _remembered[key] = known
@@ -151,6 +155,7 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
             known = held.setdefault((spec.group, spec.name), _Held(spec, fragment.placement, table.rank))
             if known.spec != spec:
                 raise disagreed(spec, table.rank, known.spec, known.declared_by)
+            known.rounded_from = known.rounded_from or fragment.rounded_from
             offset = fragment.slot_offset
             for box in fragment.boxes:
                 if box.volume:
@@ -181,27 +186,39 @@ def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
         of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
 
 
+def _round(held: Mapping[_Key, _Held]) -> None:
+    """Read what is in no slot from where its master is."""
+    for (_, name), of in held.items():
+        if of.rounded_from:
+            master = held.get((of.rounded_from, name))
+            whole_master = None if master is None or master.rounded_from else master.spec
+            rounding.check(of.spec, of.rounded_from, whole_master, copied=bool(of.boxes))
+            assert master is not None
+            of.boxes, of.held_as = master.boxes, rounding.HELD_AS
+
+
 def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOrigin, ...]]:
     """One holder for every box: boxes with no choice first, then the largest replicas go to the least loaded holder."""
     load = [0] * world
     chosen: dict[_Key, list[BoxOrigin]] = {}
-    replicas: list[tuple[int, _Key, Box, list[tuple[int, int]]]] = []
+    replicas: list[tuple[int, _Key, Box, list[tuple[int, int]], str]] = []
     for tensor in held:
         key = (tensor.spec.group, tensor.spec.name)
         chosen[key] = []
-        check_tiling(tensor.spec, list(tensor.boxes))
+        if not tensor.held_as:  # else its master is
+            check_tiling(tensor.spec, list(tensor.boxes))
         for box, holders in tensor.boxes.items():
             size = box_bytes(tensor.spec, box)
             if len(holders) > 1:
-                replicas.append((size, key, box, holders))
+                replicas.append((size, key, box, holders, tensor.held_as))
                 continue
             rank, offset = holders[0]
             load[rank] += size
-            chosen[key].append(BoxOrigin(rank, box, offset))
-    for size, key, box, holders in sorted(replicas, key=lambda r: (-r[0], r[1], r[2])):
+            chosen[key].append(BoxOrigin(rank, box, offset, tensor.held_as))
+    for size, key, box, holders, held_as in sorted(replicas, key=lambda r: (-r[0], r[1], r[2])):
         rank, offset = min(holders, key=lambda h: (load[h[0]], h[0]))
         load[rank] += size
-        chosen[key].append(BoxOrigin(rank, box, offset))
+        chosen[key].append(BoxOrigin(rank, box, offset, held_as))
     return {key: tuple(sorted(origins, key=lambda o: o.box)) for key, origins in chosen.items()}
 
 

@@ -138,7 +138,7 @@ def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence
         known = _remembered.pop(key, None)
         if known is None:
             world = worlds.gather([part.declaration for _, part in parts])
-            holdings = Holdings(world)
+            holdings = Holdings(worlds.rounded(world))
             shared = holdings.shared()
         else:
             world, holdings, shared = known.world, known.holdings, known.shared
@@ -147,7 +147,7 @@ def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence
             node_of = np.empty(len(said), np.int64)
             for number, (_, part) in enumerate(parts):
                 node_of[list(part.declaration.ranks)] = number
-            there = worlds.set_apart(world, apart, replica_claims.HOME in said[0].groups)
+            there = worlds.rounded(worlds.set_apart(world, apart, replica_claims.HOME in said[0].groups))
             held = Holdings(there) if apart else holdings
             known = _Known(world, holdings, shared, apart, _Placed(there, held, node_of, file_bytes_max))
         _remembered[key] = known

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import LimitExceeded
+from holdfast_formats import rounding
+from holdfast_formats.errors import LimitExceeded, StateMismatch
 from holdfast_formats.region import Box, byte_box, byte_span, byte_view
 from holdfast_formats.staging.declaration import Declaration, HeldTensor, rows
 from holdfast_formats.staging.plan import BoxOrigin
@@ -29,6 +30,9 @@ BOXES_MAX = 2**26  # of all ranks; each takes some 110 bytes while a plan is mad
 class World(NamedTuple):
     """The boxes of all ranks, in the order of ranks, and of a rank in that of its table. `tensor` and `box` are numbers of
     `specs` and `boxes`; boxes are in their own order. `place` is where the box begins in the rank's slot.
+
+    `rounded_from` is the group of the master of each tensor that is in no slot, by number. Such tensors have their masters'
+    rows once these are `rounded`, behind the first `staged` ones.
     """
 
     specs: list[TensorSpec]
@@ -38,6 +42,8 @@ class World(NamedTuple):
     box: Column
     rank: Column
     place: Places
+    rounded_from: Mapping[int, str]
+    staged: int
 
 
 class _Tensors:
@@ -46,6 +52,7 @@ class _Tensors:
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self.said: list[tuple[int, str]] = []  # the tensor's number, its placement
+        self.rounded_from: dict[int, str] = {}
         self._by_name: dict[Key, tuple[int, int]] = {}  # its number, the rank that brought it
         self._said: dict[tuple[int, str], int] = {}
         self._known: dict[int, tuple[tuple[HeldTensor, ...], Column]] = {}
@@ -66,6 +73,8 @@ class _Tensors:
             self.specs.append(spec)
         elif self.specs[number] != spec:
             raise disagreed(spec, _first_rank(part, position), self.specs[number], by)
+        if part.tensors[position].rounded_from:
+            self.rounded_from[number] = part.tensors[position].rounded_from
         said = self._said.setdefault((number, placement), len(self.said))
         if said == len(self.said):
             self.said.append((number, placement))
@@ -103,14 +112,17 @@ def gather(parts: Sequence[Declaration]) -> World:
     places = np.empty(len(known), np.int32)
     places[[known[box] for box in ordered]] = np.arange(len(known))
     number = np.array([number for number, _ in tensors.said], np.int32)
+    tensor = number[_numbers([one.tensor for one in segments])]
     return World(
         tensors.specs,
         _placements(tensors, _numbers([one.said for one in segments])),
         ordered,
-        number[_numbers([one.tensor for one in segments])],
+        tensor,
         places[_numbers([one.box for one in segments])],
         np.repeat(np.array([one.rank for one in segments], np.int32), [len(one.box) for one in segments]),
         np.concatenate([*(one.place for one in segments), np.empty(0, np.int64)]),
+        tensors.rounded_from,
+        len(tensor),
     )
 
 
@@ -155,7 +167,32 @@ def set_apart(world: World, apart: Apart, kept: bool) -> World:
             else:
                 stays[row] = False
     box, rank, place = world.box[stays], world.rank[stays], world.place[stays]
-    return World(specs, placements, world.boxes, tensor[stays], box, rank, place)
+    return World(specs, placements, world.boxes, tensor[stays], box, rank, place, world.rounded_from, len(place))
+
+
+def rounded(world: World) -> World:
+    """The world in which ranks hold what is in no slot, where they hold its master. `StateMismatch` by name if none is."""
+    if not world.rounded_from:
+        return world
+    known = numbers(world)
+    made = np.full(len(world.specs), -1, np.int32)  # of each master, the tensor that is made of it
+    copied = np.bincount(world.tensor, minlength=len(world.specs))
+    for number, group in world.rounded_from.items():
+        spec = world.specs[number]
+        master = known.get((group, spec.name), -1)
+        there = None if master < 0 or master in world.rounded_from else world.specs[master]
+        rounding.check(spec, group, there, copied=bool(copied[number]))
+        if made[master] >= 0:
+            raise StateMismatch(f"two tensors are to be rounded from {group}/{spec.name}", hint=rounding.HINT)
+        made[master] = number
+    of = made[world.tensor]
+    more = np.flatnonzero(of >= 0)
+    return world._replace(
+        tensor=np.concatenate((world.tensor, of[more])),
+        box=np.concatenate((world.box, world.box[more])),
+        rank=np.concatenate((world.rank, world.rank[more])),
+        place=np.concatenate((world.place, world.place[more])),
+    )
 
 
 class Stretch(NamedTuple):
@@ -204,8 +241,9 @@ class Holdings:
     def shared(self) -> SharedBoxes:
         """The boxes that several ranks hold."""
         counts = np.diff(self._first_row)
-        several = np.flatnonzero(counts > 1)
-        numbers = self._rows[np.repeat(counts > 1, counts)]
+        shared = (counts > 1) & (self._rows[self._first_row[:-1]] < self._world.staged)
+        several = np.flatnonzero(shared)
+        numbers = self._rows[np.repeat(shared, counts)]
         begins = np.cumsum(counts[several]) - counts[several]
 
         def named(index: int) -> ReplicatedBox:
@@ -224,7 +262,7 @@ class Holdings:
         for number, spec in enumerate(self._world.specs):
             low, high = self._first_box[number], self._first_box[number + 1]
             form = (spec.dtype, spec.shape, self._box[low:high].tobytes())
-            if form not in tilings:
+            if form not in tilings and number not in self._world.rounded_from:  # of that, the master is
                 check_tiling(spec, [self._world.boxes[box] for box in self._box[low:high].tolist()])
                 tilings.add(form)
             rows_of = self._first_row[low : high + 1]
@@ -289,8 +327,10 @@ class Holdings:
         row = np.where(row < len(self._ranks), row, first + (turn + np.arange(low, high)) % counts)[touched]
         columns = (self._ranks[row], self._box[low:high][touched], self._world.place[self._rows[row]])
         boxes = self._world.boxes
+        held_as = rounding.HELD_AS if number in self._world.rounded_from else ""
         return tuple(
-            BoxOrigin(rank, boxes[box], place) for rank, box, place in zip(*(c.tolist() for c in columns), strict=True)
+            BoxOrigin(rank, boxes[box], place, held_as)
+            for rank, box, place in zip(*(c.tolist() for c in columns), strict=True)
         )
 
 

@@ -5,8 +5,8 @@ extents, and the block that two windows share is written by the later one, which
 Windows depend on nothing but the slots: threads take them in any order.
 
 What stands in a slot as in the file, and as far from the begin of a block, is written from there, digested but not copied;
-clients lay out long tensors so (`staging.lay_out`). The rest, the extents that several ranks share, and the blocks where
-tensors meet are gathered in a buffer.
+clients lay out long tensors so (`staging.lay_out`). The rest, the extents that several ranks share, the blocks where
+tensors meet, and what is rounded from masters are gathered in a buffer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast_formats import rounding
 from holdfast_formats.digest import digest, running
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import tensor_extent_bytes
@@ -194,9 +195,9 @@ def _header_cuts(header: Bytes, part: FilePart | None) -> Iterator[ExtentSlice]:
 
 def _hold(tensor: PlannedTensor, origin: BoxOrigin, flat: Mapping[int, Bytes]) -> Holding:
     data = flat[origin.rank][origin.slot_offset :]
-    if origin.box.shape == tensor.spec.shape:  # it tiles the tensor alone
+    if origin.box.shape == tensor.spec.shape and not origin.held_as:  # it tiles the tensor alone
         return hold_all(tensor.spec, data)
-    return hold(tensor.spec, origin.box, data)
+    return hold(tensor.spec, origin.box, data, origin.held_as)
 
 
 def _gather(cut: ExtentSlice, offset: int, target: Bytes) -> None:
@@ -207,6 +208,8 @@ def _gather(cut: ExtentSlice, offset: int, target: Bytes) -> None:
         return
     copied = gather(cut.tensor.spec, cut.held, offset, target)
     assert copied == target.nbytes, f"{cut.tensor.spec.name}: {copied} of {target.nbytes} bytes gathered"
+    if cut.held and cut.held[0].held_as:
+        rounding.check_rounded(cut.tensor.spec, target[offset % 2 :])
 
 
 def _straight(cut: ExtentSlice, alignment: int) -> Bytes | None:

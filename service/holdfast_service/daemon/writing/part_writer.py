@@ -20,7 +20,6 @@ from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.blocks import Share
 from holdfast_formats.staging.plan import PlannedAsset, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_ranges import SlotRange, slot_ranges
-from holdfast_formats.tensors import box_bytes
 from holdfast_service.daemon.writing.gathering import FileBytes, FilePart, Slots, tensors_in
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.daemon.writing.writer import CORES_A_DIGEST, WORKERS, Sink, announced, write_window
@@ -156,5 +155,5 @@ def _ends(tensors: Sequence[PlannedTensor], ranges: Sequence[SlotRange]) -> dict
     for tensor in tensors:
         for origin in tensor.origins:
             if origin.rank in ends:
-                ends[origin.rank] = max(ends[origin.rank], origin.slot_offset + box_bytes(tensor.spec, origin.box))
+                ends[origin.rank] = max(ends[origin.rank], origin.slot_offset + origin.nbytes(tensor.spec))
     return ends

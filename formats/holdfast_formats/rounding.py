@@ -1,0 +1,62 @@
+"""Weights that are their full-precision copies (masters), rounded to nearest even: a slot holds the masters alone.
+
+NaN is refused: which of its bits a trainer's own rounding keeps depends on the instructions that the trainer uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import dtypes
+from .errors import StateMismatch
+from .tensors import TensorSpec
+
+HELD_AS = "F32"
+_INFINITY = {"BF16": 0x7F80, "F16": 0x7C00}  # greater bits, without the sign, are NaN
+DTYPES = frozenset(_INFINITY)
+HINT = "leave out model='from-master', so that weights are saved as they are"
+
+
+def possible(weight: TensorSpec, master: TensorSpec) -> bool:
+    """Whether a weight can be the rounding of this master, by form and dtypes."""
+    return weight.dtype in DTYPES and master.dtype == HELD_AS and weight.shape == master.shape
+
+
+def check(weight: TensorSpec, group: str, master: TensorSpec | None, copied: bool) -> None:
+    """Refuse, by name, a weight that cannot be made from the master in `group`; `copied`: some rank has staged it."""
+    name = f"{weight.group}/{weight.name}"
+    if copied:
+        raise StateMismatch(
+            f"{name} is to be rounded from {group}/{weight.name} on one rank, and copied on another",
+            hint="use the same model= on every rank, and give every rank the master, as an empty Fragment if it holds none",
+        )
+    if master is None or not possible(weight, master):
+        what = "which is not saved" if master is None else f"which is {master.dtype}{list(master.shape)}"
+        raise StateMismatch(
+            f"{name}, {weight.dtype}{list(weight.shape)}, is to be rounded from {group}/{weight.name}, {what}", hint=HINT
+        )
+
+
+def check_rounded(spec: TensorSpec, octets: NDArray[np.uint8]) -> None:
+    """Refuse, by name, rounded elements with a NaN among them; bytes of an element that are not all there are not seen."""
+    bits: NDArray[Any] = octets[: octets.nbytes // 2 * 2].view("<u2") & 0x7FFF
+    if (bits > _INFINITY[spec.dtype]).any():
+        raise nan(spec.name)
+
+
+def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[int, int]:
+    """How many elements of a weight, as unsigned integers, are not the master's, rounded; and how many masters are NaN."""
+    with np.errstate(all="ignore"):
+        bits = master.astype(dtypes.to_numpy(dtype)).view("<u2")
+    return int(np.count_nonzero(bits != weight)), int(np.count_nonzero(bits & 0x7FFF > _INFINITY[dtype]))
+
+
+def nan(name: str) -> StateMismatch:
+    """A master has NaN."""
+    return StateMismatch(
+        f"the master of {name!r} has NaN, and nobody can tell which bits of it the weight has",
+        hint=f"{HINT}; a training with NaN in its masters is mostly lost: restore an older step",
+    )
