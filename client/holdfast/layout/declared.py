@@ -32,10 +32,20 @@ from holdfast.layout.rank_view import (
     through_program,
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
+from holdfast.layout.saved_places import (
+    Place,
+    Places,
+    SavedPlaces,
+    SharedCounts,
+    Specs,
+    is_number,
+    refuse_foreign,
+    refuse_two,
+)
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
@@ -46,18 +56,19 @@ from holdfast_formats.tensors import TensorSpec
 
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
 
-Specs = dict[str, tuple[str, Shape]]
-Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
-Places = dict[str, list[Place]]  # by local name
 Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
 
 
 class Group(NamedTuple):
-    """The local tensors of one group, the parts of each, and the names that the model ties to others."""
+    """The local tensors of one group, the parts of each, and the names that the model ties to others.
+
+    `ties` are names of this rank's tensors, `stored_ties` names of stored ones.
+    """
 
     local: Specs
     places: Places
     ties: Mapping[str, str]
+    stored_ties: Mapping[str, str] = {}
 
 
 class DeclaredLayout:
@@ -75,6 +86,11 @@ class DeclaredLayout:
         self.compiled: CompiledProgram | None = None  # for the checkpoint of the last call of `inward`
         self._extra = rules_choice.read_rules(rules)
         self._placement = language.text(layout)
+        self._saved: SavedPlaces | None = None
+        if program is not None:
+            self._saved = SavedPlaces(program, layout, rank, config, self._extra)
+            self._placement = f"{self._placement} through program {program.name}".strip()
+        self._counts = SharedCounts()
         self._groups: dict[str, Group] = {}
         self._made: dict[Key, tuple[tuple[Leaf, ...], Leaf]] = {}
         self._texts: dict[str, tuple[str, str]] = {}
@@ -89,11 +105,8 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
-        if self.program is not None:
-            raise InvalidRequest(
-                f"the state is what program {self.program.name!r} makes of stored tensors, and is not saved through it",
-                hint="save with another Checkpointer, of a run of its own, without program=",
-            )
+        if self._saved is not None:
+            refuse_foreign(content)
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):
@@ -106,9 +119,10 @@ class DeclaredLayout:
                 gathered.setdefault(key, []).append((leaf, place))
         leaves = {key: self._leaf(key, sources) for key, sources in gathered.items()}
         self._made = {key: made for key, made in self._made.items() if key in leaves}
+        self._counts.keep(leaves)
         aliases = {group: _aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
         for group, found in groups.items():
-            aliases[group] = {**_ties(found), **aliases.get(group, {})}
+            aliases[group] = {**found.stored_ties, **_ties(found), **aliases.get(group, {})}
         return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
@@ -118,8 +132,20 @@ class DeclaredLayout:
             names = {
                 name: _names(self._groups[group], name) for group in (MASTER, MODEL) for name in self._groups[group].places
             }
+            two = None if self._saved is None else optimizer_documents.conflict(text, names)
+            if two is not None:
+                raise StateMismatch(
+                    f"{key}: parameters that are parts of {two!r} in the checkpoint have other hyper-parameters or values",
+                    hint="put them into one param_group",
+                    tensor=two,
+                )
             known = self._texts[key] = text, optimizer_documents.renamed(text, names)
         return known[1]
+
+    def check_now(self) -> tuple[str, ...]:
+        """Notes on what saves leave out; `StateMismatch`, by name, for numbers that are stored as one and differ now."""
+        self._counts.check()
+        return () if self._saved is None else tuple(self._saved.notes)
 
     def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
         """These groups of the checkpoint as this rank alone would have saved them.
@@ -131,6 +157,9 @@ class DeclaredLayout:
         shapes = {name: shape for name, (_, shape) in known.items()}
         rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
         if self.program is not None:
+            assert self._saved is not None  # there is one for each program
+            if self._saved.learn(stored):
+                self._groups, self._made = {}, {}
             sizes = stored.config or self.config or {}
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
             return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live)
@@ -161,6 +190,10 @@ class DeclaredLayout:
         known = self._groups.get(group)
         if known is not None and known.local == local:
             return known
+        if self._saved is not None:
+            aliased = {a: local[name] for a, name in content.aliases.get(group, {}).items() if name in local}
+            placed = self._saved.named(group, local, aliased, live, self.layout.stage < _SHARED_FROM_STAGE[group])
+            return Group(local, placed.places, {}, placed.ties)
         rules = self._rules(local)
         ties = rules.aliases()
         self._refuse_unnamed(group, [name for name in local if name in live.parameters], local, rules)
@@ -206,6 +239,8 @@ class DeclaredLayout:
         if known is not None and known.local == local:
             return known
         shared = local if self.layout.stage else {}
+        if self._saved is not None:
+            return Group(local, self._saved.kept(shared, live) if shared else {}, {})
         return Group(local, self._worked_out(OPTIM, self._rules(live.parameters), shared, live), {})
 
     def _rules(self, names: Iterable[str]) -> Rules:
@@ -222,14 +257,12 @@ class DeclaredLayout:
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
         """The stored tensors of which a leaf has parts; None if it is stored as it is."""
         group = self._groups.get(leaf.group)
-        if not leaf.plain or group is None:
-            yield None
-        elif leaf.name in group.places:
-            yield from (_unless_same(leaf, place) for place in group.places[leaf.name])
-        elif leaf.group == OPTIM:
-            yield from _kept_places(leaf, self._groups)
-        else:
-            yield None
+        found: Iterable[Place | None] = (None,)
+        if leaf.plain and group is not None and leaf.name in group.places:
+            found = group.places[leaf.name]
+        elif leaf.plain and group is not None and leaf.group == OPTIM:
+            found = _kept_places(leaf, self._groups)
+        yield from found if self._saved is not None else (_unless_same(leaf, place) for place in found)
 
     def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
         """The stored tensor's leaf; the identical one of the last save if its parts are the same."""
@@ -243,8 +276,10 @@ class DeclaredLayout:
 
     def _joined(self, sources: Sequence[Source]) -> Leaf:
         first, place = sources[0]
-        if place is None:
+        if place is None and len(sources) == 1:
             return first
+        if place is None:
+            raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have one name in the checkpoint")
         spec = place[0]
         pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:
@@ -252,8 +287,15 @@ class DeclaredLayout:
                 raise InvalidRequest(
                     f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}"
                 )
-            if at[1].box.volume:
-                pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice: tied tensors
+            if not at[1].box.volume:
+                continue
+            piece = LivePiece(at[1].box, view(leaf, at[1]))
+            before = pieces.setdefault(at[1].box, piece)  # the same box twice: tied tensors
+            if self._saved is not None and before is not piece:
+                if is_number(leaf):
+                    self._counts.add((spec.group, spec.name), first, leaf)
+                else:
+                    refuse_two(before, piece, (first.path, leaf.path), spec.name)
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
 
 
@@ -307,13 +349,16 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
     if alike is not None:
         for spec, part in alike.places[owner]:
             followed = TensorSpec(OPTIM, f"{spec.name}/{key}", leaf.dtype, spec.shape)
-            yield _unless_same(leaf, (followed, part._replace(tensor=followed.name)))
+            yield followed, part._replace(tensor=followed.name)
     elif prod(leaf.shape) == 1:
         for name in _names(owners[0], owner):
             spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
-            yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, strides(leaf.shape))))
+            yield spec, _full(spec)
     elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
         yield None  # the rank holds the whole parameter, and so all of its state
+    elif _is_renamed(owners[0], owner):
+        spec = TensorSpec(OPTIM, f"{owners[0].places[owner][0][0].name}/{key}", leaf.dtype, leaf.shape)
+        yield spec, _full(spec)
     else:
         raise InvalidRequest(
             f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape "
@@ -322,8 +367,20 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
         )
 
 
-def _unless_same(leaf: Leaf, place: Place) -> Place | None:
+def _full(spec: TensorSpec) -> Part:
+    return Part(spec.name, whole(spec.shape), 0, strides(spec.shape))
+
+
+def _is_renamed(group: Group, name: str) -> bool:
+    """Whether a local tensor is the whole of a stored one, under another name."""
+    places, shape = group.places[name], group.local[name][1]
+    return len(places) == 1 and places[0][0].shape == shape and places[0][1] == _full(places[0][0])
+
+
+def _unless_same(leaf: Leaf, place: Place | None) -> Place | None:
     """None if the local tensor is the whole stored one, with the same name and shape."""
+    if place is None:
+        return None
     spec, part = place
     same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == strides(leaf.shape)
     return None if same else place
