@@ -30,6 +30,7 @@ from holdfast.layout.rank_view import (
     inward_texts,
     owner_of,
     through_program,
+    with_tied,
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.layout.saved_places import (
@@ -161,8 +162,9 @@ class DeclaredLayout:
             if self._saved.learn(stored):
                 self._groups, self._made = {}, {}
             sizes = stored.config or self.config or {}
+            stored, ties = with_tied(stored, rules, self.program)
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
-            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live)
+            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live, ties)
         layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)

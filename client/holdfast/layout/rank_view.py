@@ -16,7 +16,7 @@ from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.layout.rules import Rules
-from holdfast_formats.programs import CompiledProgram
+from holdfast_formats.programs import CompiledProgram, Program
 from holdfast_formats.programs.remade import RemadeTensors
 from holdfast_formats.region import Shape
 
@@ -66,16 +66,81 @@ class LayoutPart(NamedTuple):
     rules: Rules
 
 
-def through_program(compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live) -> View:
-    """The view of what a program makes of the checkpoint; `InvalidRequest` for live DTensors and Fragments, by name."""
+def with_tied(stored: OfferedLeaves, rules: Rules, program: Program) -> tuple[OfferedLeaves, dict[str, str]]:
+    """The checkpoint with the tied names that a program takes as tensors of their own; and these names.
+
+    Whatever is kept of the tensor that they are tied to is there under them too.
+    """
+    ties: dict[str, str] = {}
+    for group in NAMED:
+        held = stored.specs.get(group, {})
+        known = {**(rules.aliases() if held else {}), **stored.aliases.get(group, {})}
+        ties.update((a, name) for a, name in known.items() if name in held and a not in held and program.takes(a))
+    specs = dict(stored.specs)
+    for group in (*NAMED, OPTIM) if ties else ():
+        more = {
+            name.replace(of, alias, 1): spec
+            for alias, of in ties.items()
+            for name, spec in stored.specs.get(group, {}).items()
+            if owner_of(group, name) == of
+        }
+        specs[group] = {**more, **stored.specs.get(group, {})}
+    return stored._replace(specs=specs), ties
+
+
+class _Tied:
+    """What a program makes of tied names: only what is live, and made of the tensor that is stored."""
+
+    def __init__(self, makes: RemadeTensors, group: str, ties: Mapping[str, str], live: Live) -> None:
+        self._makes, self._group, self._live = makes, group, frozenset(live.parameters)
+        self._stored = {alias: name for alias, name in ties.items()}
+        self.aliases: dict[str, str] = {}  # made names whose tensor is made under another name too
+
+    def __call__(self, dense: list[LocalTensor], experts: list[LocalTensor]) -> tuple[list[LocalTensor], list[LocalTensor]]:
+        made = self._makes(dense, experts)
+        if not self._stored:
+            return made
+        own = {(local.shape, local.parts): local.name for each in made for local in each if not self._is_tied(local)}
+        return self._kept(made[0], own), self._kept(made[1], own)
+
+    def _kept(self, made: list[LocalTensor], own: Mapping[object, str]) -> list[LocalTensor]:
+        found = []
+        for local in made:
+            if not self._is_tied(local):
+                found.append(local)
+            elif owner_of(self._group, local.name) in self._live:
+                named = local._replace(parts=tuple(part._replace(tensor=self._name(part.tensor)) for part in local.parts))
+                same = own.get((named.shape, named.parts))
+                if same is None:
+                    found.append(named)
+                else:
+                    self.aliases[local.name] = same
+        return found
+
+    def _is_tied(self, local: LocalTensor) -> bool:
+        return any(self._name(part.tensor) != part.tensor for part in local.parts)
+
+    def _name(self, tensor: str) -> str:
+        owner = owner_of(self._group, tensor)
+        return self._stored.get(owner, owner) + tensor[len(owner) :]
+
+
+def through_program(
+    compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live, ties: Mapping[str, str]
+) -> View:
+    """The view of what a program makes of the checkpoint, whose tied names stand among its tensors (`with_tied`).
+
+    Raises `InvalidRequest` for live DTensors and Fragments, by name.
+    """
     positions = {name: position for position, name in enumerate(live.parameters)}
     specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
     held: dict[Key, LocalTensor] = {}
     notes: list[str] = []
+    aliases = {group: tied for group, tied in stored.aliases.items() if group not in specs or group not in wanted.groups}
     for group in (group for group in (*NAMED, OPTIM) if group in wanted.groups and stored.specs.get(group)):
-        makes = RemadeTensors(compiled, group, stored.specs[group], positions)
+        makes = _Tied(RemadeTensors(compiled, group, stored.specs[group], positions), group, ties, live)
         given = {name: stored.specs[group][name] for name in sorted(stored.specs[group], key=natural_key)}
-        holdings = LayoutHoldings(wanted.layout, group, given, wanted.rules, stored.aliases.get(group), makes)
+        holdings = LayoutHoldings(wanted.layout, group, given, wanted.rules, None, makes)
         found = holdings.of(wanted.rank)
         for local in found.tensors:
             if live.is_foreign(group, local.name):
@@ -85,9 +150,9 @@ def through_program(compiled: CompiledProgram, stored: OfferedLeaves, wanted: La
                 )
             held[group, local.name] = local
         specs[group] = {local.name: (local.dtype, local.shape) for local in found.tensors}
+        aliases[group] = {alias: name for alias, name in makes.aliases.items() if group != OPTIM and name in specs[group]}
         notes += [note for note in found.notes if note not in notes]
     values = {**stored.values, OPTIM: inward_texts(stored, held)} if OPTIM in stored.values else stored.values
-    aliases = {group: tied for group, tied in stored.aliases.items() if group not in specs or group not in wanted.groups}
     return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
 

@@ -302,7 +302,8 @@ def _parts(share: BoxMove, start: int, along: Sequence[int]) -> Iterator[Part]:
 
 def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> None:
     held = manifest.tensors[group]
-    for first, *others in program.equal:
+    for keys in program.equal:
+        first, *others = [key for key in keys if key.name in held] or keys[:1]  # what is tied to another is equal to it
         for other in others if first.group == group else ():
             if not same_bytes(held[first.name], held[other.name]):
                 raise StateMismatch(
@@ -315,7 +316,8 @@ def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> No
 def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> None:
     """That tensors are zeros can be told by the digests of their extents."""
     for key in program.zeros:
-        if key.group == group and not _is_zeros(manifest.tensors[group][key.name]):
+        name = manifest.aliases.get(group, {}).get(key.name, key.name)
+        if key.group == group and not _is_zeros(manifest.tensors[group][name]):
             raise StateMismatch(
                 f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
                 tensor=key.name,

@@ -17,10 +17,11 @@ from holdfast.launch import Launch
 from holdfast.layout.declared import declare
 from holdfast.state.train_state import TrainState
 from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import language
 from holdfast_formats.programs import load
 from tests.client.checkpoint_in_memory import Checkpoint
-from tests.formats.programs.test_remade import LLAMA, MOE, Named, shard, stored
+from tests.formats.programs.test_remade import LLAMA, MOE, Named, remade, shard, stored
 from tests.layouts import models
 
 STAGED = "sharding=3:stage1:flat"
@@ -144,3 +145,228 @@ def test_another_mesh_restores_it_and_saves_the_same_again(
     assert {**second.specs, "extra": 0} == {**saved.specs, "extra": 0}
     for key, tensor in saved.tensors.items():
         assert key[0] == "extra" or torch.equal(second.tensors[key], tensor), key
+
+
+def program(statements: str, more: str = "") -> str:
+    return f"name = 'mine'\nfrom = 'a'\nto = 'b'\nstatements = '''\n{statements}\n'''\n{more}"
+
+
+def alone(state: dict[str, Any], statements: str, more: str = "", config: dict[str, Any] | None = None) -> TrainState:
+    """A rank by itself, with a program of its own and a model that no rules know."""
+    layout = ParallelLayout("", config=config or {}, program=program(statements, more))
+    return TrainState(state, 0, 1, declare(layout, Launch(0, 1, "l", 1), {}))
+
+
+def restored(state: TrainState, saved: Checkpoint) -> TrainState:
+    restoration = state.prepare(saved.stored(state.rank))
+    saved.fill(restoration)
+    restoration.apply()
+    return state
+
+
+def array(*shape: int, first: int = 1) -> torch.Tensor:
+    return torch.arange(first, first + int(np.prod(shape)), dtype=torch.float32).reshape(shape)
+
+
+STATEMENTS = [
+    ("a -> b", {"b": array(2, 3)}, {"a": array(2, 3)}),
+    ("a^T -> b", {"b": array(2, 3)}, {"a": array(2, 3).T}),
+    ("a -> b, permute=[2,0,1]", {"b": array(2, 3, 4)}, {"a": array(2, 3, 4).permute(1, 2, 0)}),
+    ("a, b -> c, axis=1, sizes=[1,2]", {"c": array(2, 3)}, {"a": array(2, 3)[:, :1], "b": array(2, 3)[:, 1:]}),
+    ("c -> a, b, sizes=[1,2]", {"a": array(1, 2), "b": array(2, 2, first=3)}, {"c": array(3, 2)}),
+    ("e.$EXPERT_ID -> all, stack", {"all": array(2, 3)}, {"e.0": array(3), "e.1": array(3, first=4)}),
+    ("all -> e.$EXPERT_ID, unstack, axis=1", {"e.0": array(2), "e.1": array(2, first=3)}, {"all": array(2, 2).T}),
+    ("a -> b, rotary=interleaved, num_heads=1, axis=0", {"b": array(4)}, {"a": torch.tensor([1.0, 3, 2, 4])}),
+    ("b -> a, rotary=halves, num_heads=1, axis=0", {"a": array(4)}, {"b": torch.tensor([1.0, 3, 2, 4])}),
+    ("a, b -> c, same", {"c": array(3)}, {"a": array(3), "b": array(3)}),
+    ("a -> b, size=2, pad_to=4", {"b": array(4, 2)}, {"a": array(2, 2)}),
+    ("gone -> _, optional\n* -> *", {"a": array(3), "x": array(2)}, {"a": array(3), "x": array(2)}),
+    ("a.$LAYER_ID_OFFSET -> b.$LAYER_ID_OFFSET", {"b.0": array(2), "b.1": array(3)}, {"a.1": array(2), "a.2": array(3)}),
+    ("a, b -> ab, sizes=equal\nab^T -> c", {"c": array(3, 4)}, {"a": array(3, 4).T[:2], "b": array(3, 4).T[2:]}),
+]
+
+
+@pytest.mark.parametrize(("statements", "held", "wanted"), STATEMENTS, ids=[case[0].split("\n")[0] for case in STATEMENTS])
+def test_every_statement_with_a_way_back(
+    statements: str, held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> None:
+    """Without rules and without a restore; what is saved restores as it was, but for padding, and is saved again alike."""
+    saved = Checkpoint(alone({"model": held}, statements).snapshot())
+    found = {name: tensor for (group, name), tensor in saved.tensors.items() if group == "model"}
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    fresh = {name: torch.full_like(tensor, -1) for name, tensor in held.items()}
+    again = restored(alone({"model": fresh}, statements), saved)
+    for name, tensor in held.items():
+        held_rows = 2 if "pad_to" in statements else len(tensor)
+        assert torch.equal(fresh[name][:held_rows], tensor[:held_rows]), name
+    assert Checkpoint(again.snapshot()).specs == saved.specs
+
+
+def test_padding_is_left_out_and_named() -> None:
+    """Rows beyond the vocabulary are not in the checkpoint; the save's notes say so, and a restore makes them zeros."""
+    held = {"b": array(4, 2)}
+    snapshot = alone({"model": held}, "a -> b, size=2, pad_to=4").snapshot()
+    assert snapshot.notes == ("4 elements of model/b are padding: not saved, and restored as zeros",)
+    saved = Checkpoint(snapshot)
+    restored(alone({"model": held}, "a -> b, size=2, pad_to=4"), saved)
+    assert held["b"].tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
+
+
+REFUSED = [
+    ("a -> b, slice=[0:2]", {"b": array(2)}, "what a slice leaves away is lost"),
+    ("a -> _\nb -> c", {"c": array(2)}, "drops what a checkpoint must have: line 1"),
+    ("a -> _, zeros, shape=[2], dtype=float32\nb -> c", {"c": array(2)}, "drops what a checkpoint must have"),
+    ("_ -> a, shape=[2], dtype=float32\n* -> *", {"a": array(2)}, "'a' is in no tensor of the checkpoint .line 1"),
+    ("a, b -> c", {"c": array(4)}, "line 1, `a, b -> c`: how long each part is, is not said"),
+    ("/x(.*)/ -> /y\\1/", {"y1": array(2)}, "an expression has no inverse"),
+    ("a -> b", {"b": array(2), "other": array(2)}, "no statement says what 'other' is in the checkpoint"),
+    ("a -> b, c, same", {"b": array(2), "c": array(2)}, "'b' and 'c' of the same elements of 'a'"),
+    ("a -> b, src_dtype=bfloat16, dst_dtype=float32", {"b": array(2)}, "'a' is F32, not BF16"),
+    ("a -> b, src_dtype=float32, dst_dtype=bfloat16", {"b": array(2)}, "a cast from float32 to bfloat16 loses digits"),
+    ("a -> b, dtype=float32", {"b": array(2)}, "the dtype before the cast is not said"),
+    ("c -> a, b, sizes=[1,1]", {"a": array(1), "b": array(1).double()}, "'b' is F64, and others .* of 'c' are F32"),
+    ("a -> b, rotary=halves, num_heads={h}, axis=0", {"b": array(4)}, "the size 'h' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("statements", "held", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
+def test_what_has_no_way_back_is_refused(statements: str, held: dict[str, torch.Tensor], why: str) -> None:
+    """By program, statement or tensor, and before anything is staged; what could be restored still can."""
+    more = '[sizes]\nh = "heads"\n' if "{h}" in statements else ""
+    with pytest.raises((InvalidRequest, StateMismatch), match=f"(?s)program 'mine'.*{why}"):
+        alone({"model": held}, statements, more).snapshot()
+
+
+def test_names_are_those_of_the_checkpoint_that_was_restored() -> None:
+    """A program without a way back saves what it has restored, and names that the way back would not choose are kept."""
+    plain = Checkpoint(TrainState({"model": {"x1": array(2), "x2": array(3)}}, 0, 1).snapshot())
+    live = {"y1": torch.zeros(2), "y2": torch.zeros(3)}
+    state = restored(alone({"model": live}, "/x(.*)/ -> /y\\1/"), plain)
+    again = Checkpoint(state.snapshot())
+    assert {**again.specs, "extra": 0} == {**plain.specs, "extra": 0}
+    either = "old -> b, optional\nnew -> b, optional"
+    for name in ("old", "new"):
+        plain = Checkpoint(TrainState({"model": {name: array(2)}}, 0, 1).snapshot())
+        state = alone({"model": {"b": torch.zeros(2)}}, either)
+        assert set(Checkpoint(state.snapshot()).specs["model"]) == {"new"}
+        assert set(Checkpoint(restored(state, plain).snapshot()).specs["model"]) == {name}
+
+
+def test_what_the_program_leaves_out_of_the_checkpoint_is_not_lost_in_silence() -> None:
+    """A checkpoint with a tower that the trainer does not hold is restored; a save, which would lack it, is refused."""
+    plain = Checkpoint(TrainState({"model": {"a": array(2), "tower": array(3)}}, 0, 1).snapshot())
+    state = restored(alone({"model": {"b": torch.zeros(2)}}, "a -> b\ntower -> _, optional"), plain)
+    with pytest.raises(InvalidRequest, match=r"3 elements of the checkpoint's 'tower' are left out \(line 2"):
+        state.snapshot()
+
+
+def stepped(names: list[str], statements: str, steps: list[float], **groups: Any) -> TrainState:
+    """Parameters with steps of their own."""
+    model = {name: nn.Parameter(array(2)) for name in names}
+    optim = torch.optim.AdamW([{"params": [p], **groups.get(name, {})} for name, p in model.items()], lr=0.5)
+    for parameter, step in zip(model.values(), steps, strict=True):
+        optim.state[parameter] = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": array(2, first=5),
+            "exp_avg_sq": array(2, first=7),
+        }
+    return alone({"model": model, "optim": optim}, statements)
+
+
+def test_a_fused_parameter_has_one_step() -> None:
+    """Each of its parts gets it; parts whose steps differ are not fused again."""
+    state = stepped(["ab"], "a, b -> ab, sizes=equal", [3])
+    saved = Checkpoint(state.snapshot())
+    assert [saved.tensors["optim", f"{name}/step"].item() for name in "ab"] == [3, 3]
+    fresh = restored(stepped(["ab"], "a, b -> ab, sizes=equal", [9]), saved)
+    assert fresh.snapshot().leaves and [k["step"].item() for k in fresh.state["optim"].state.values()] == [3]
+
+
+def test_split_parameters_are_stepped_together() -> None:
+    """Where the checkpoint has them as one tensor, their steps and hyper-parameters must be equal, at every save."""
+    split = "c -> a, b, sizes=[2,2]"
+    state = stepped(["a", "b"], split, [3, 3])
+    saved = Checkpoint(state.snapshot())
+    assert saved.tensors["optim", "c/step"].item() == 3
+    assert saved.tensors["optim", "c/exp_avg"].tolist() == [5, 6, 5, 6]
+    fresh = restored(stepped(["a", "b"], split, [0, 0]), saved)
+    assert [kept["step"].item() for kept in fresh.state["optim"].state.values()] == [3, 3]
+    state.state["optim"].state[state.state["model"]["b"]]["step"].add_(1)
+    for _ in range(2):  # what was walked through before is looked at again
+        with pytest.raises(StateMismatch, match=r"optim/a/step is 3.0 and optim/b/step is 4.0, .* as 'c/step'"):
+            state.snapshot()
+    with pytest.raises(StateMismatch, match=r"parameters that are parts of 'c' .* other hyper-parameters"):
+        stepped(["a", "b"], split, [3, 3], b={"lr": 0.25}).snapshot()
+
+
+def test_tied_weights_are_stored_once() -> None:
+    """One memory under two names is one tensor under the name that the model's family stores, the other is its alias."""
+    arrays = local("hf-titan")
+    model = tensors(arrays)
+    model["lm_head.weight"] = model["tok_embeddings.weight"]
+    for tied in (False, True):
+        config = LLAMA.config | {"tie_word_embeddings": tied}
+        saved = Checkpoint(rank_state({"model": model}, LLAMA._replace(config=config), "", 0, "hf-titan").snapshot())
+        names = ["model.embed_tokens.weight", "lm_head.weight"]  # the live dict has the head first
+        assert saved.aliases["model"] == {names[tied]: names[not tied]} and names[tied] not in saved.specs["model"]
+        fresh = tensors({name: array * 0 for name, array in arrays.items()})
+        fresh["lm_head.weight"] = fresh["tok_embeddings.weight"]
+        restored(rank_state({"model": fresh}, LLAMA._replace(config=config), "", 0, "hf-titan"), saved)
+        assert torch.equal(fresh["tok_embeddings.weight"], model["tok_embeddings.weight"])
+
+
+def test_tied_weights_of_two_stages() -> None:
+    """The last stage's head is the first one's embedding, with its optimizer state: stored once, and restored in both."""
+    arrays = local("hf-megatron")
+    config = LLAMA.config | {"tie_word_embeddings": True}
+    model = LLAMA._replace(config=config)
+    arrays["output_layer.weight"] = arrays["embedding.word_embeddings.weight"]
+
+    def stage(rank: int, scale: float) -> TrainState:
+        own = {0: ("embedding", "layers.0."), 1: ("output_layer", "final", "layers.1.")}[rank]
+        held = tensors({name: array * np.float32(scale) for name, array in arrays.items() if any(o in name for o in own)})
+        optim = torch.optim.AdamW(held.values(), lr=0.5)
+        for of, parameter in held.items():
+            moment = torch.from_numpy(arrays[of] * np.float32(3 * scale))
+            optim.state[parameter] = {"step": torch.tensor(4.0 * scale), "exp_avg": moment}
+        return rank_state({"model": held, "optim": optim}, model, "pp=2", rank, "hf-megatron")
+
+    saved = Checkpoint(*(stage(rank, 1).snapshot() for rank in range(2)))
+    assert set(saved.specs["model"]) == set(LLAMA.tensors) - {"lm_head.weight"}
+    for rank in range(2):
+        state = restored(stage(rank, 0), saved).state
+        for name, parameter in state["model"].items():
+            kept = state["optim"].state[parameter]
+            np.testing.assert_array_equal(parameter.detach().numpy(), arrays[name], name)
+            np.testing.assert_array_equal(kept["exp_avg"].numpy(), arrays[name] * np.float32(3), name)
+            assert kept["step"].item() == 4
+
+
+def local(name: str) -> Named:
+    return remade(load(name), LLAMA.arrays(), LLAMA.config)
+
+
+def test_the_layout_must_fit() -> None:
+    """Shapes of another layout, and matrices that no rule knows, are refused by name."""
+    halves = {"model": tensors({name: array[: len(array) // 2] for name, array in local("hf-titan").items()})}
+    with pytest.raises(StateMismatch, match=r"'[a-z_]+.*weight' of group 'model' has the local shape .* should have"):
+        rank_state(halves, LLAMA, "tp=2", 0, "hf-titan").snapshot()
+    with pytest.raises(InvalidRequest, match="the layout has no rule for 'strange'"):
+        config = {**LLAMA.config}
+        text = program("strange -> odd\n* -> *")
+        rank_state({"model": {"odd": array(2, 2)}}, LLAMA._replace(config=config), "tp=2", 0, text).snapshot()
+
+
+def test_nothing_is_worked_out_again() -> None:
+    """The next snapshot has the very leaves of the last one; each says through which program it was saved."""
+    model = tensors(local("hf-megatron"))
+    state = {"model": model, "optim": torch.optim.SGD(model.values(), lr=0.1)}
+    found = rank_state(state, LLAMA, "", 0, "hf-megatron")
+    first, second = found.snapshot(), found.snapshot()
+    assert all(a is b for a, b in zip(first.leaves[: first.steady], second.leaves, strict=False))
+    assert {leaf.placement for leaf in first.leaves if leaf.group == "model"} == {"through program hf-megatron"}
+    state["optim"].state[next(iter(model.values()))] = {"momentum_buffer": torch.ones(30, 16)}
+    third = {leaf.key: leaf for leaf in found.snapshot().leaves}
+    assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])
