@@ -12,11 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
+from holdfast.layout.places import (
+    Group,
+    Place,
+    Places,
+    Source,
+    Specs,
+    held_ties,
+    kept_places,
+    own_places,
+    stored_aliases,
+    unless_same,
+)
 from holdfast.layout.program_choice import program_of
 from holdfast.layout.rank_view import (
     EMA,
@@ -33,43 +45,19 @@ from holdfast.layout.rank_view import (
     with_tied,
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
-from holdfast.layout.saved_places import (
-    Place,
-    Places,
-    SavedPlaces,
-    SharedCounts,
-    Specs,
-    is_number,
-    refuse_foreign,
-    refuse_two,
-)
+from holdfast.layout.saved_places import SavedPlaces, SharedCounts, is_number, named_specs, refuse_two
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
-from holdfast_formats.layout.parts import LocalTensor, Part, strides
+from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
 from holdfast_formats.programs import CompiledProgram, Program, compile_program, remade
-from holdfast_formats.region import Shape, whole
-from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.region import Shape
 
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
-
-Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
-
-
-class Group(NamedTuple):
-    """The local tensors of one group, the parts of each, and the names that the model ties to others.
-
-    `ties` are names of this rank's tensors, `stored_ties` names of stored ones.
-    """
-
-    local: Specs
-    places: Places
-    ties: Mapping[str, str]
-    stored_ties: Mapping[str, str] = {}
 
 
 class DeclaredLayout:
@@ -106,8 +94,6 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
-        if self._saved is not None:
-            refuse_foreign(content)
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):
@@ -121,18 +107,17 @@ class DeclaredLayout:
         leaves = {key: self._leaf(key, sources) for key, sources in gathered.items()}
         self._made = {key: made for key, made in self._made.items() if key in leaves}
         self._counts.keep(leaves)
-        aliases = {group: _aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
+        aliases = {group: stored_aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
         for group, found in groups.items():
-            aliases[group] = {**found.stored_ties, **_ties(found), **aliases.get(group, {})}
+            aliases[group] = {**found.stored_ties, **held_ties(found), **aliases.get(group, {})}
         return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
         """An optimizer's document with the names of stored tensors, from the last call of `outward`."""
         known = self._texts.get(key)
         if known is None or known[0] != text:
-            names = {
-                name: _names(self._groups[group], name) for group in (MASTER, MODEL) for name in self._groups[group].places
-            }
+            held = [self._groups[group] for group in (MASTER, MODEL)]
+            names = {name: group.stored_names(name) for group in held for name in (*group.places, *group.wholes)}
             two = None if self._saved is None else optimizer_documents.conflict(text, names)
             if two is not None:
                 raise StateMismatch(
@@ -160,7 +145,7 @@ class DeclaredLayout:
         if self.program is not None:
             assert self._saved is not None  # there is one for each program
             if self._saved.learn(stored):
-                self._groups, self._made = {}, {}
+                self._groups, self._made, self._texts = {}, {}, {}
             sizes = stored.config or self.config or {}
             stored, ties = with_tied(stored, rules, self.program)
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
@@ -182,20 +167,17 @@ class DeclaredLayout:
             aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
             notes += [note for note in found.notes if note not in notes]
-        values = {**stored.values, OPTIM: inward_texts(stored, held)} if OPTIM in stored.values else stored.values
+        made = {key: [part.tensor for part in local.parts] for key, local in held.items()}
+        values = {**stored.values, OPTIM: inward_texts(stored, made)} if OPTIM in stored.values else stored.values
         return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
     def _declare(self, group: str, content: Content, live: Live) -> Group:
-        local = {
-            leaf.name: (leaf.dtype, leaf.shape) for leaf in content.leaves.values() if leaf.group == group and leaf.plain
-        }
-        known = self._groups.get(group)
-        if known is not None and known.local == local:
+        given = named_specs(group, content)
+        local, known = given.local, self._groups.get(group)
+        if known is not None and known.local == local and (self._saved is None or known.foreign == given.foreign):
             return known
         if self._saved is not None:
-            aliased = {a: local[name] for a, name in content.aliases.get(group, {}).items() if name in local}
-            placed = self._saved.named(group, local, aliased, live, self.layout.stage < _SHARED_FROM_STAGE[group])
-            return Group(local, placed.places, {}, placed.ties)
+            return self._saved.named(group, given, live, self.layout.stage < _SHARED_FROM_STAGE[group])
         rules = self._rules(local)
         ties = rules.aliases()
         self._refuse_unnamed(group, [name for name in local if name in live.parameters], local, rules)
@@ -234,8 +216,9 @@ class DeclaredLayout:
         local: Specs = {}
         for leaf in content.leaves.values():
             if leaf.group == OPTIM and leaf.plain and prod(leaf.shape) != 1:
-                owners = _owners(leaf.name, groups)
-                if owners and all(owner.local[owner_of(OPTIM, leaf.name)][1] != leaf.shape for owner in owners):
+                name = owner_of(OPTIM, leaf.name)
+                owners = [groups[of] for of in (MASTER, MODEL) if name in groups[of].places and name in groups[of].local]
+                if owners and all(owner.local[name][1] != leaf.shape for owner in owners):
                     local[leaf.name] = (leaf.dtype, leaf.shape)
         known = self._groups.get(OPTIM)
         if known is not None and known.local == local:
@@ -259,12 +242,15 @@ class DeclaredLayout:
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
         """The stored tensors of which a leaf has parts; None if it is stored as it is."""
         group = self._groups.get(leaf.group)
-        found: Iterable[Place | None] = (None,)
-        if leaf.plain and group is not None and leaf.name in group.places:
-            found = group.places[leaf.name]
-        elif leaf.plain and group is not None and leaf.group == OPTIM:
-            found = _kept_places(leaf, self._groups)
-        yield from found if self._saved is not None else (_unless_same(leaf, place) for place in found)
+        found = own_places(leaf, group) if group is not None else None
+        if found is None and group is not None and leaf.group == OPTIM and (leaf.plain or self._saved is not None):
+            yield from self._shown(leaf, kept_places(leaf, self._groups))
+        else:
+            yield from self._shown(leaf, (None,) if found is None else found)
+
+    def _shown(self, leaf: Leaf, places: Iterable[Place | None]) -> Iterator[Place | None]:
+        """The places; without a program, a tensor that is stored as it is has none."""
+        yield from places if self._saved is not None else (unless_same(leaf, place) for place in places)
 
     def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
         """The stored tensor's leaf; the identical one of the last save if its parts are the same."""
@@ -291,14 +277,15 @@ class DeclaredLayout:
                 )
             if not at[1].box.volume:
                 continue
-            piece = LivePiece(at[1].box, view(leaf, at[1]))
+            piece = at[1] if isinstance(at[1], LivePiece) else LivePiece(at[1].box, view(leaf, at[1]))
             before = pieces.setdefault(at[1].box, piece)  # the same box twice: tied tensors
             if self._saved is not None and before is not piece:
                 if is_number(leaf):
                     self._counts.add((spec.group, spec.name), first, leaf)
                 else:
                     refuse_two(before, piece, (first.path, leaf.path), spec.name)
-        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
+        alone = all(leaf.alone for leaf, _ in sources)
+        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement, alone=alone)
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:
@@ -332,79 +319,3 @@ def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]
             for stored in (part, *(other.name for other in rules.fusions(part))):
                 order.setdefault(stored, (position, inner))
     return order
-
-
-def _owners(name: str, groups: Mapping[str, Group]) -> list[Group]:
-    """The groups in which the layout knows the parameter of this optimizer state."""
-    owner = owner_of(OPTIM, name)
-    return [groups[group] for group in (MASTER, MODEL) if owner in groups[group].places and owner in groups[group].local]
-
-
-def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | None]:
-    """The place of optimizer state: that of its parameter, or each tensor of which the parameter has parts."""
-    owner, _, key = leaf.name.rpartition("/")
-    owners = _owners(leaf.name, groups)
-    if not owners:
-        yield None
-        return
-    alike = next((group for group in owners if group.local[owner][1] == leaf.shape), None)
-    if alike is not None:
-        for spec, part in alike.places[owner]:
-            followed = TensorSpec(OPTIM, f"{spec.name}/{key}", leaf.dtype, spec.shape)
-            yield followed, part._replace(tensor=followed.name)
-    elif prod(leaf.shape) == 1:
-        for name in _names(owners[0], owner):
-            spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
-            yield spec, _full(spec)
-    elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
-        yield None  # the rank holds the whole parameter, and so all of its state
-    elif _is_renamed(owners[0], owner):
-        spec = TensorSpec(OPTIM, f"{owners[0].places[owner][0][0].name}/{key}", leaf.dtype, leaf.shape)
-        yield spec, _full(spec)
-    else:
-        raise InvalidRequest(
-            f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape "
-            f"{list(owners[0].local[owner][1])} on this rank, so the layout does not say how it is sharded",
-            hint="put it into a Fragment or DTensor, or leave it out of the state",
-        )
-
-
-def _full(spec: TensorSpec) -> Part:
-    return Part(spec.name, whole(spec.shape), 0, strides(spec.shape))
-
-
-def _is_renamed(group: Group, name: str) -> bool:
-    """Whether a local tensor is the whole of a stored one, under another name."""
-    places, shape = group.places[name], group.local[name][1]
-    return len(places) == 1 and places[0][0].shape == shape and places[0][1] == _full(places[0][0])
-
-
-def _unless_same(leaf: Leaf, place: Place | None) -> Place | None:
-    """None if the local tensor is the whole stored one, with the same name and shape."""
-    if place is None:
-        return None
-    spec, part = place
-    same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == strides(leaf.shape)
-    return None if same else place
-
-
-def _names(group: Group, name: str) -> list[str]:
-    """The stored tensors of which a local one has parts; its own name if the layout does not know it."""
-    return list(dict.fromkeys(spec.name for spec, _ in group.places[name])) if name in group.places else [name]
-
-
-def _aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:
-    """Ties between stored names that follow from ties here, tensor by tensor."""
-    if group is None:
-        return dict(tied)
-    found: dict[str, str] = {}
-    for alias, canonical in tied.items():
-        pairs = zip(_names(group, alias), _names(group, canonical), strict=True)
-        found.update((other, name) for other, name in pairs if other != name)
-    return found
-
-
-def _ties(group: Group) -> dict[str, str]:
-    """Names that the model ties to others: this rank holds the other's tensor under them."""
-    pairs = ((name, group.ties.get(name)) for name in group.places)
-    return {name: target for name, target in pairs if target is not None and _names(group, name) == [target]}

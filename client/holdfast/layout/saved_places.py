@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.layout import rules_choice
+from holdfast.layout.places import Group, Places, Specs
 from holdfast.layout.rank_view import NAMED, OPTIM, Live, owner_of
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
@@ -17,20 +18,29 @@ from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rules import Rules
 from holdfast_formats.programs import Program
-from holdfast_formats.programs.saving import HeldParts, SavedProgram, WantedTensors
+from holdfast_formats.programs.saving import HeldParts, SavedProgram, WantedTensors, WholeTensor
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
-Specs = dict[str, tuple[str, Shape]]
-Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
-Places = dict[str, list[Place]]  # by local name
+
+class NamedSpecs(NamedTuple):
+    """The live tensors of a group: plain ones, others that state their place, and second names of each kind."""
+
+    local: Specs
+    foreign: Specs
+    aliases: Specs
+    foreign_aliases: Specs
 
 
-class Placed(NamedTuple):
-    """The places of a group's tensors, and the stored names that are tied to others."""
-
-    places: Places
-    ties: Mapping[str, str]
+def named_specs(group: str, content: Content) -> NamedSpecs:
+    """What the content has in a group."""
+    local: Specs = {}
+    foreign: Specs = {}
+    for leaf in content.leaves.values():
+        if leaf.group == group:
+            (local if leaf.plain else foreign)[leaf.name] = leaf.dtype, leaf.shape
+    tied = content.aliases.get(group, {})
+    return NamedSpecs(local, foreign, *({a: held[n] for a, n in tied.items() if n in held} for held in (local, foreign)))
 
 
 class SavedPlaces:
@@ -57,24 +67,42 @@ class SavedPlaces:
         self._config = stored.config or self._config
         return self._saved.learn(found, stored.config)
 
-    def named(self, group: str, local: Specs, aliased: Specs, live: Live, whole: bool) -> Placed:
-        """The places of the live tensors of a group; `whole`: a rank has more than a share of each.
+    def named(self, group: str, found: NamedSpecs, live: Live, whole: bool) -> Group:
+        """The places of the live tensors of a group; `whole`: a rank has more than a share of each plain one.
 
         Raises `InvalidRequest` or `StateMismatch` by name for what the program or the layout does not fit.
         """
-        every: Specs = {**({} if whole else {name: ("", ()) for name in live.parameters}), **local, **aliased}
+        places, ties = self._plain(group, found, live, whole)
+        wholes, more = self._wholes(group, {**found.foreign, **found.foreign_aliases})
+        return Group(found.local, places, {}, {**ties, **more}, wholes, found.foreign)
+
+    def _plain(self, group: str, given: NamedSpecs, live: Live, whole: bool) -> tuple[Places, dict[str, str]]:
+        local, aliased = given.local, given.aliases
+        others = {} if whole or not local else {n: ("", ()) for n in live.parameters if not live.is_foreign(group, n)}
+        every: Specs = {**others, **local, **aliased}
         if not every:
-            return Placed({}, {})
+            return {}, {}
         rules = self._rules()
         self._saved.cover({name: shape for name, (_, shape) in every.items()}, whole, rules)
         rules = self._rules()
-        self._saved.check_alone(local)
+        self._saved.check_alone({**local, **given.foreign})
         self._refuse_unruled(group, every, rules)
         usual = next((dtype for dtype, _ in local.values()), "F32")
         found = self._held(group, {name: dtype or usual for name, (dtype, _) in every.items()}, live, rules)
         placed = self._placed(group, {**local, **aliased}, found)
         ties = {alias: name for alias, name in rules.aliases().items() if alias in found.specs}
-        return Placed({name: [_tied(place, ties) for place in places] for name, places in placed.items()}, ties)
+        return {name: [_tied(place, ties) for place in places] for name, places in placed.items()}, ties
+
+    def _wholes(self, group: str, given: Specs) -> tuple[dict[str, WholeTensor], dict[str, str]]:
+        """What tensors that state their own place are made of, wherever a rank's part of them is."""
+        if not given:
+            return {}, {}
+        shapes = {name: shape for name, (_, shape) in given.items()}
+        self._saved.cover(shapes, True, self._rules(), cut=False)
+        found = self._saved.wholes(WantedTensors(group, {name: dtype for name, (dtype, _) in given.items()}, {}), shapes)
+        known = self._rules().aliases()
+        ties = {alias: name for alias, name in known.items() if any(alias in one.stored for one in found.values())}
+        return {name: one.tied(ties) for name, one in found.items()}, ties
 
     def kept(self, local: Specs, live: Live) -> Places:
         """The places of optimizer state that ranks share, in shapes of its own."""
@@ -143,7 +171,7 @@ class SavedPlaces:
                     )
 
 
-def _tied(place: Place, ties: Mapping[str, str]) -> Place:
+def _tied(place: tuple[TensorSpec, Part], ties: Mapping[str, str]) -> tuple[TensorSpec, Part]:
     """The place in the tensor that is stored, if this one is tied to it."""
     spec, part = place
     name = ties.get(spec.name, spec.name)
@@ -180,16 +208,6 @@ class SharedCounts:
                         hint="parameters that are one tensor in the checkpoint must be stepped together",
                         tensors=[first.path, leaf.path],
                     )
-
-
-def refuse_foreign(content: Content) -> None:
-    """`InvalidRequest` for DTensors and Fragments, by name."""
-    for leaf in content.leaves.values():
-        if leaf.group in (*NAMED, OPTIM) and not leaf.plain:
-            raise InvalidRequest(
-                f"{leaf.path} is a DTensor or Fragment, which is not saved through a program",
-                hint="save without a program, and export the checkpoint through it",
-            )
 
 
 def refuse_two(one: LivePiece, other: LivePiece, paths: tuple[str, str], stored: str) -> None:

@@ -325,7 +325,7 @@ class TrainState:
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
-        return parts.keeper.noting(land(found, shown.held, shown.notes))
+        return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
 
     def _streams(self, others: Sequence[StatePart]) -> RandomState:
         loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]

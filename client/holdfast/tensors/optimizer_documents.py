@@ -44,7 +44,7 @@ def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
         hyper = _hyper(group)
         for name in group["params"]:
             mine = hyper, state.get(name), [key for key, listed in masters.items() if name in listed]
-            for new in names.get(name, (name,)):
+            for new in map(str, names.get(name, (name,))):
                 if said.setdefault(new, mine) != mine:
                     return new
     return None

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import BoxMove
 from holdfast_formats.layout.declared import stored_shape
 from holdfast_formats.layout.elements import split_key
 from holdfast_formats.layout.language import Layout
@@ -33,6 +35,8 @@ from holdfast_formats.programs.stored_names import Counts, StoredName, lenient, 
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
+_Made = TypeVar("_Made")
+
 _REFUSED = "what is held through it cannot be saved through it"
 
 
@@ -50,6 +54,25 @@ class HeldParts(NamedTuple):
     local: Mapping[str, LocalTensor]
     specs: Mapping[str, TensorSpec]
     copies: Mapping[str, tuple[str, ...]]
+
+
+class WholeTensor(NamedTuple):
+    """A tensor that states its own place: what the whole of it is made of, and the shapes of these stored tensors.
+
+    `moves` of tensors that are equal to one of those are among them, too.
+    """
+
+    spec: TensorSpec
+    moves: tuple[BoxMove, ...]
+    stored: Mapping[str, Shape]
+
+    def tied(self, ties: Mapping[str, str]) -> WholeTensor:
+        """The same, with the names of what is stored for those that are tied to it."""
+        if not any(name in ties for name in self.stored):
+            return self
+        names = {name: ties.get(name, name) for name in self.stored}
+        moves = (move._replace(source=TensorKey(move.source.group, names[move.source.name])) for move in self.moves)
+        return WholeTensor(self.spec, tuple(moves), {names[name]: shape for name, shape in self.stored.items()})
 
 
 class SavedProgram:
@@ -76,15 +99,16 @@ class SavedProgram:
         self._sizes_of = config
         return True
 
-    def cover(self, live: Mapping[str, Shape], whole: bool, rules: Rules) -> None:
+    def cover(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool = True) -> None:
         """Find out of which stored tensors live ones are made; `whole`: local shapes are not those of shards.
 
-        Raises `InvalidRequest` or `StateMismatch`, with program, statement and tensor, for those that have no way back.
+        Without `cut`, they are the shapes of whole tensors, whatever the layout says. Raises `InvalidRequest` or
+        `StateMismatch`, with program, statement and tensor, for those that have no way back.
         """
         around = self._around
         if around is not None and all(name in around.held for name in live):
             return
-        self._naming(lambda: self._cover(live, whole, rules))
+        self._naming(lambda: self._cover(live, whole, rules, cut))
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The stored tensors of which a covered live one is made, and those that are equal to them."""
@@ -117,12 +141,12 @@ class SavedProgram:
                     tensors=names,
                 )
 
-    def _cover(self, live: Mapping[str, Shape], whole: bool, rules: Rules) -> None:
+    def _cover(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool) -> None:
         if self._around is None and self.stored:
             self._around = self._run()
         missing = {n: s for n, s in live.items() if self._around is None or n not in self._around.held}
         if missing:
-            self.stored = {**self.stored, **self._back(missing, whole, rules)}
+            self.stored = {**self.stored, **self._back(missing, whole, rules, cut)}
             self._around = self._run()
         left = [name for name in missing if name not in self._around.held] if self._around is not None else []
         if left:
@@ -152,7 +176,7 @@ class SavedProgram:
                 )
         return around
 
-    def _back(self, live: Mapping[str, Shape], whole: bool, rules: Rules) -> dict[str, Shape]:
+    def _back(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool) -> dict[str, Shape]:
         """The stored tensors of live ones: their names by the way back, their shapes by the rules or by local shapes."""
         try:
             back = way_back(self.program)
@@ -162,6 +186,7 @@ class SavedProgram:
         mesh = self._layout.mesh
         counts = {"LAYER_ID": rules.layers, "EXPERT_ID": rules.experts}
         shared = {variable for variable, size in (("LAYER_ID", mesh.pp), ("EXPERT_ID", mesh.ep)) if size > 1 or not whole}
+        shared = shared if cut else set()
         known = Counts({variable: n for variable, n in counts.items() if n is not None}, frozenset(shared))
         sizes = sizes_for(self.program.sizes, self._sizes_of)
         found = stored_names(back, live, sizes, known)
@@ -169,7 +194,7 @@ class SavedProgram:
         unknown: dict[str, StoredName] = {}
         for name, one in found.items():
             shape = stored_shape(name, rules)
-            uncut = whole and (mesh.tp == mesh.etp == 1 or rules.rule(name) is None)
+            uncut = not cut or (whole and (mesh.tp == mesh.etp == 1 or rules.rule(name) is None))
             if shape is None and uncut:
                 shape = one.shape
             if shape is not None:
@@ -199,7 +224,43 @@ class SavedProgram:
             raise StateMismatch(f"the global shape of tensor {lacking[0]!r} is not known", tensor=lacking[0])
         return {name: shapes[name] for name in wanted}
 
+    def wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
+        """What whole tensors of a group are made of; `StateMismatch` or `InvalidRequest` by name where they are not."""
+        return self._naming(lambda: self._wholes(wanted, shapes))
+
+    def _wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
+        compiled, specs = self._followed(wanted)
+        stored = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+        RemadeTensors(compiled, wanted.group, stored)  # refuses casts
+        copies = _copies(compiled)
+        found: dict[str, WholeTensor] = {}
+        for name, shape in shapes.items():
+            mapped = compiled.tensors[TensorKey(wanted.group, name)]
+            if mapped.spec.shape != shape or sum(move.target.volume for move in mapped.moves) < prod(shape):
+                raise StateMismatch(
+                    f"{name!r} has the shape {list(shape)}, and would be {list(mapped.spec.shape)}"
+                    + (", with padding" if mapped.padded else ""),
+                    hint="check that config.json is this model's; what is padded has to be a plain tensor",
+                    tensor=name,
+                )
+            moves = tuple(
+                move._replace(source=TensorKey(move.source.group, of))
+                for move in mapped.moves
+                for of in (move.source.name, *copies.get(move.source.name, ()))
+            )
+            found[name] = WholeTensor(mapped.spec, moves, {m.source.name: specs[m.source.name].shape for m in moves})
+        return found
+
     def _held(self, wanted: WantedTensors, rules: Rules) -> HeldParts:
+        compiled, specs = self._followed(wanted)
+        given = {name: (specs[name].dtype, specs[name].shape) for name in sorted(specs, key=natural_key)}
+        makes = RemadeTensors(compiled, wanted.group, given, wanted.order)
+        holdings = LayoutHoldings(self._layout, wanted.group, given, rules, None, makes)
+        local = {tensor.name: tensor for tensor in holdings.of(self._rank).tensors}
+        return HeldParts(local, specs, _copies(compiled))
+
+    def _followed(self, wanted: WantedTensors) -> tuple[CompiledProgram, dict[str, TensorSpec]]:
+        """What is made of the stored tensors of the wanted ones, and these."""
         assert self._around is not None  # they are covered
         keyed = wanted.group == KEYED_GROUP
         planes: dict[Plane, dict[str, TensorSpec]] = {}
@@ -214,21 +275,16 @@ class SavedProgram:
                         f"{name!r} is {dtype}, and others that are made of {source + end!r} are {before.dtype}", tensor=name
                     )
         compiled = FollowingTensors(self._around, self.stored).planes(planes)._replace(program=self.program.name)
-        specs = {spec.name: spec for held in planes.values() for spec in held.values()}
-        given = {name: (specs[name].dtype, specs[name].shape) for name in sorted(specs, key=natural_key)}
-        makes = RemadeTensors(compiled, wanted.group, given, wanted.order)
-        holdings = LayoutHoldings(self._layout, wanted.group, given, rules, None, makes)
-        local = {tensor.name: tensor for tensor in holdings.of(self._rank).tensors}
-        return HeldParts(local, specs, _copies(compiled))
+        return compiled, {spec.name: spec for held in planes.values() for spec in held.values()}
 
     def _refuse_new(self, name: str) -> None:
         assert self._around is not None
         one = self._around.held[name]
-        if not one.moves and prod(one.shape):
+        if not one.moves and 0 not in one.shape:
             why = self._around.added.get(name, "it is all padding")
             raise InvalidRequest(f"{name!r} is in no tensor of the checkpoint ({why}), so {_REFUSED}", tensor=name)
 
-    def _naming(self, work: Callable[[], Any]) -> Any:
+    def _naming(self, work: Callable[[], _Made]) -> _Made:
         """Do it; errors name the program."""
         try:
             return work()

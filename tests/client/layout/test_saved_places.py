@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import ParallelLayout
+from holdfast import Fragment, ParallelLayout
 from holdfast.launch import Launch
 from holdfast.layout.declared import declare
 from holdfast.state.train_state import TrainState
@@ -370,3 +370,59 @@ def test_nothing_is_worked_out_again() -> None:
     state["optim"].state[next(iter(model.values()))] = {"momentum_buffer": torch.ones(30, 16)}
     third = {leaf.key: leaf for leaf in found.snapshot().leaves}
     assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])
+
+
+def fragments(whole: Named, rank: int, ranks: int, scale: float = 1, flat: bool = False) -> dict[str, Any]:
+    """What a rank has under FSDP: rows of each tensor (FSDP2), or a range of its elements (FSDP1), stepped once or never."""
+    model: dict[str, Fragment] = {}
+    for name, values in whole.items():
+        size = values.size if flat else len(values)
+        share = -(-size // ranks)
+        low, high = min(share * rank, size), min(share * (rank + 1), size)
+        part = values.reshape(-1)[low:high] if flat else values[low:high]
+        held = nn.Parameter(torch.from_numpy(np.array(part * np.float32(scale))))
+        place: dict[str, Any] = {"flat": (low, high)} if flat else {"offset": (low, *(0 for _ in values.shape[1:]))}
+        model[name] = Fragment(held, values.shape, **place)
+    optim = torch.optim.AdamW([part.tensor for part in model.values()], lr=0.5)
+    for part in model.values() if scale else ():
+        moments = {key: part.tensor.detach() * factor for key, factor in (("exp_avg", 3), ("exp_avg_sq", 5))}
+        optim.state[part.tensor] = {"step": torch.tensor(4.0), **moments}
+    return {"model": model, "optim": optim}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("name", "model"), [(name, LLAMA) for name in DENSE] + [(name, MOE) for name in MIXED])
+def test_shards_that_say_where_they_lie(name: str, model: models.Model, flat: bool) -> None:
+    """FSDP's shards of what the program makes, uneven ones too: saved from three ranks, restored in two, and saved again."""
+    whole, arrays = remade(load(name), model.arrays(), model.config), model.arrays()
+    states = [rank_state(fragments(whole, rank, 3, flat=flat), model, "dp=3", rank, name) for rank in range(3)]
+    saved = Checkpoint(*(state.snapshot() for state in states))
+    assert set(saved.specs["model"]) == set(arrays) and len(saved.specs["optim"]) == 3 * len(arrays)
+    for of, values in arrays.items():
+        for key, factor in (("", 1), ("/exp_avg", 3), ("/exp_avg_sq", 5)):
+            found = saved.tensors["optim" if key else "model", of + key].numpy()
+            np.testing.assert_array_equal(found, values * np.float32(factor), of + key)
+        assert saved.tensors["optim", f"{of}/step"].item() == 4
+    again = []
+    for rank in range(2):
+        state = restored(rank_state(fragments(whole, rank, 2, 0, not flat), model, "dp=2", rank, name), saved)
+        expected = fragments(whole, rank, 2, 1, not flat)
+        for of, part in expected["model"].items():
+            mine = state.state["model"][of].tensor
+            assert torch.equal(mine, part.tensor), of
+            for key, kept in expected["optim"].state[part.tensor].items():
+                assert torch.equal(state.state["optim"].state[mine][key], kept), (of, key)
+        again.append(state.snapshot())
+    second = Checkpoint(*again)
+    assert all(torch.equal(second.tensors[key], tensor) for key, tensor in saved.tensors.items() if key[0] != "extra")
+
+
+def test_a_shard_that_is_padded_is_refused() -> None:
+    """Nobody would know which rank's padding it is: by name, on save and on restore."""
+    part = {"b": Fragment(array(2, 2), (4, 2), offset=(0, 0))}
+    state = alone({"model": part}, "a -> b, size=2, pad_to=4")
+    plain = Checkpoint(TrainState({"model": {"a": array(2, 2)}}, 0, 1).snapshot())
+    with pytest.raises(StateMismatch, match=r"'b' has the shape .* with padding"):
+        state.snapshot()
+    with pytest.raises(InvalidRequest, match="model/b is a DTensor or Fragment, and program 'mine' pads it"):
+        state.prepare(plain.stored(0))
