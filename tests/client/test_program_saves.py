@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -21,7 +22,9 @@ from tests.client.layout.test_declared import check, moved, tensors, training
 from tests.client.layout.test_rank_view import local
 from tests.daemons import RunningDaemon, running
 from tests.formats.programs.reference_models import Megatron, logits
+from tests.formats.programs.test_remade import LLAMA
 from tests.regressions.test_replicas_that_differ import World
+from tests.torchruns import launch
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -177,3 +180,13 @@ def test_what_cannot_be_saved_stages_nothing(daemon: RunningDaemon) -> None:
         with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: what a slice leaves away is lost"):
             checkpointer.save(1)
         assert checkpointer.restore() == 0
+
+
+def test_fully_sharded_ranks(daemon: RunningDaemon) -> None:
+    """torchtitan's names under FSDP2, by real ranks: the files have Hugging Face's tensors, and a fresh model goes on."""
+    launch(2, "tests.client.program_fsdp", str(daemon.socket))
+    directory = daemon.root / naming.checkpoint_path("fsdp", 1)
+    found = {name: array for path in directory.glob("model*.safetensors") for name, array in load_file(path).items()}
+    assert found.keys() == LLAMA.tensors.keys()
+    for name, array in LLAMA.arrays().items():
+        np.testing.assert_array_equal(found[name], array, name)
