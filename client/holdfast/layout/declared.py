@@ -4,6 +4,8 @@ A rank of a Megatron-, Paddle- or vLLM-like program holds fused, cut and padded 
 the layout says it. On save, every local tensor becomes pieces of stored tensors. On restore, the checkpoint is presented as
 if this rank alone had saved it. So all code in between sees one set of names and shapes, those of this rank.
 
+With a mapping program, the stored tensors are those of which the program makes the live ones (`saved_places`).
+
 Optimizer state follows its parameter. State of the parameter's shape is the same part of it. A single number is stored once
 for every tensor that the parameter is made of, and a restore takes the first.
 """

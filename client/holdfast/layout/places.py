@@ -17,8 +17,9 @@ from holdfast_formats.region import Shape, whole
 from holdfast_formats.tensors import TensorSpec
 
 Specs = dict[str, tuple[str, Shape]]
-Place = tuple[TensorSpec, Part | LivePiece]  # a stored tensor, and which part of it is where in the local one
-Places = dict[str, list[tuple[TensorSpec, Part]]]  # by local name
+PlainPlace = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
+Place = PlainPlace | tuple[TensorSpec, LivePiece]  # the latter of tensors that state their own place
+Places = dict[str, list[PlainPlace]]  # by local name
 Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
 
 

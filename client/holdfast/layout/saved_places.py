@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.layout import rules_choice
-from holdfast.layout.places import Group, Places, Specs
+from holdfast.layout.places import Group, Places, PlainPlace, Specs
 from holdfast.layout.rank_view import NAMED, OPTIM, Live, owner_of
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout.language import Layout
-from holdfast_formats.layout.parts import LocalTensor, Part
+from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
 from holdfast_formats.programs import Program
 from holdfast_formats.programs.saving import HeldParts, SavedProgram, WantedTensors, WholeTensor
@@ -171,7 +171,7 @@ class SavedPlaces:
                     )
 
 
-def _tied(place: tuple[TensorSpec, Part], ties: Mapping[str, str]) -> tuple[TensorSpec, Part]:
+def _tied(place: PlainPlace, ties: Mapping[str, str]) -> PlainPlace:
     """The place in the tensor that is stored, if this one is tied to it."""
     spec, part = place
     name = ties.get(spec.name, spec.name)
