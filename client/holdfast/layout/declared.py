@@ -4,6 +4,8 @@ A rank of a Megatron-, Paddle- or vLLM-like program holds fused, cut and padded 
 the layout says it. On save, every local tensor becomes pieces of stored tensors. On restore, the checkpoint is presented as
 if this rank alone had saved it. So all code in between sees one set of names and shapes, those of this rank.
 
+With a mapping program, the stored tensors are those of which the program makes the live ones (`saved_places`).
+
 Optimizer state follows its parameter. State of the parameter's shape is the same part of it. A single number is stored once
 for every tensor that the parameter is made of, and a restore takes the first.
 """
@@ -12,11 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
+from holdfast.layout.places import (
+    Group,
+    Place,
+    Places,
+    Source,
+    Specs,
+    held_ties,
+    kept_places,
+    own_places,
+    stored_aliases,
+    unless_same,
+)
 from holdfast.layout.program_choice import program_of
 from holdfast.layout.rank_view import (
     EMA,
@@ -30,34 +44,22 @@ from holdfast.layout.rank_view import (
     inward_texts,
     owner_of,
     through_program,
+    with_tied,
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
+from holdfast.layout.saved_places import SavedPlaces, SharedCounts, is_number, named_specs, refuse_two
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
-from holdfast_formats.layout.parts import LocalTensor, Part, strides
+from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rules import Rules
 from holdfast_formats.programs import CompiledProgram, Program, compile_program, remade
-from holdfast_formats.region import Shape, whole
-from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.region import Shape
 
 _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
-
-Specs = dict[str, tuple[str, Shape]]
-Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
-Places = dict[str, list[Place]]  # by local name
-Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
-
-
-class Group(NamedTuple):
-    """The local tensors of one group, the parts of each, and the names that the model ties to others."""
-
-    local: Specs
-    places: Places
-    ties: Mapping[str, str]
 
 
 class DeclaredLayout:
@@ -75,6 +77,11 @@ class DeclaredLayout:
         self.compiled: CompiledProgram | None = None  # for the checkpoint of the last call of `inward`
         self._extra = rules_choice.read_rules(rules)
         self._placement = language.text(layout)
+        self._saved: SavedPlaces | None = None
+        if program is not None:
+            self._saved = SavedPlaces(program, layout, rank, config, self._extra)
+            self._placement = f"{self._placement} through program {program.name}".strip()
+        self._counts = SharedCounts()
         self._groups: dict[str, Group] = {}
         self._made: dict[Key, tuple[tuple[Leaf, ...], Leaf]] = {}
         self._texts: dict[str, tuple[str, str]] = {}
@@ -89,11 +96,6 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
-        if self.program is not None:
-            raise InvalidRequest(
-                f"the state is what program {self.program.name!r} makes of stored tensors, and is not saved through it",
-                hint="save with another Checkpointer, of a run of its own, without program=",
-            )
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):
@@ -106,20 +108,32 @@ class DeclaredLayout:
                 gathered.setdefault(key, []).append((leaf, place))
         leaves = {key: self._leaf(key, sources) for key, sources in gathered.items()}
         self._made = {key: made for key, made in self._made.items() if key in leaves}
-        aliases = {group: _aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
+        self._counts.keep(leaves)
+        aliases = {group: stored_aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
         for group, found in groups.items():
-            aliases[group] = {**_ties(found), **aliases.get(group, {})}
+            aliases[group] = {**found.stored_ties, **held_ties(found), **aliases.get(group, {})}
         return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
         """An optimizer's document with the names of stored tensors, from the last call of `outward`."""
         known = self._texts.get(key)
         if known is None or known[0] != text:
-            names = {
-                name: _names(self._groups[group], name) for group in (MASTER, MODEL) for name in self._groups[group].places
-            }
+            held = [self._groups[group] for group in (MASTER, MODEL)]
+            names = {name: group.stored_names(name) for group in held for name in (*group.places, *group.wholes)}
+            two = None if self._saved is None else optimizer_documents.conflict(text, names)
+            if two is not None:
+                raise StateMismatch(
+                    f"{key}: parameters that are parts of {two!r} in the checkpoint have other hyper-parameters or values",
+                    hint="put them into one param_group",
+                    tensor=two,
+                )
             known = self._texts[key] = text, optimizer_documents.renamed(text, names)
         return known[1]
+
+    def check_now(self) -> tuple[str, ...]:
+        """Notes on what saves leave out; `StateMismatch`, by name, for numbers that are stored as one and differ now."""
+        self._counts.check()
+        return () if self._saved is None else tuple(self._saved.notes)
 
     def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
         """These groups of the checkpoint as this rank alone would have saved them.
@@ -131,9 +145,13 @@ class DeclaredLayout:
         shapes = {name: shape for name, (_, shape) in known.items()}
         rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
         if self.program is not None:
+            assert self._saved is not None  # there is one for each program
+            if self._saved.learn(stored):
+                self._groups, self._made, self._texts = {}, {}, {}
             sizes = stored.config or self.config or {}
+            stored, ties = with_tied(stored, rules, self.program)
             self.compiled = compile_program(self.program, remade.keyed(stored.specs), sizes)
-            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live)
+            return through_program(self.compiled, stored, LayoutPart(self.layout, self.rank, wanted, rules), live, ties)
         layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
@@ -151,16 +169,17 @@ class DeclaredLayout:
             aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
             notes += [note for note in found.notes if note not in notes]
-        values = {**stored.values, OPTIM: inward_texts(stored, held)} if OPTIM in stored.values else stored.values
+        made = {key: [part.tensor for part in local.parts] for key, local in held.items()}
+        values = {**stored.values, OPTIM: inward_texts(stored, made)} if OPTIM in stored.values else stored.values
         return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
     def _declare(self, group: str, content: Content, live: Live) -> Group:
-        local = {
-            leaf.name: (leaf.dtype, leaf.shape) for leaf in content.leaves.values() if leaf.group == group and leaf.plain
-        }
-        known = self._groups.get(group)
-        if known is not None and known.local == local:
+        given = named_specs(group, content)
+        local, known = given.local, self._groups.get(group)
+        if known is not None and known.local == local and (self._saved is None or known.foreign == given.foreign):
             return known
+        if self._saved is not None:
+            return self._saved.named(group, given, live, self.layout.stage < _SHARED_FROM_STAGE[group])
         rules = self._rules(local)
         ties = rules.aliases()
         self._refuse_unnamed(group, [name for name in local if name in live.parameters], local, rules)
@@ -199,13 +218,16 @@ class DeclaredLayout:
         local: Specs = {}
         for leaf in content.leaves.values():
             if leaf.group == OPTIM and leaf.plain and prod(leaf.shape) != 1:
-                owners = _owners(leaf.name, groups)
-                if owners and all(owner.local[owner_of(OPTIM, leaf.name)][1] != leaf.shape for owner in owners):
+                name = owner_of(OPTIM, leaf.name)
+                owners = [groups[of] for of in (MASTER, MODEL) if name in groups[of].places and name in groups[of].local]
+                if owners and all(owner.local[name][1] != leaf.shape for owner in owners):
                     local[leaf.name] = (leaf.dtype, leaf.shape)
         known = self._groups.get(OPTIM)
         if known is not None and known.local == local:
             return known
         shared = local if self.layout.stage else {}
+        if self._saved is not None:
+            return Group(local, self._saved.kept(shared, live) if shared else {}, {})
         return Group(local, self._worked_out(OPTIM, self._rules(live.parameters), shared, live), {})
 
     def _rules(self, names: Iterable[str]) -> Rules:
@@ -222,14 +244,15 @@ class DeclaredLayout:
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
         """The stored tensors of which a leaf has parts; None if it is stored as it is."""
         group = self._groups.get(leaf.group)
-        if not leaf.plain or group is None:
-            yield None
-        elif leaf.name in group.places:
-            yield from (_unless_same(leaf, place) for place in group.places[leaf.name])
-        elif leaf.group == OPTIM:
-            yield from _kept_places(leaf, self._groups)
+        found = own_places(leaf, group) if group is not None else None
+        if found is None and group is not None and leaf.group == OPTIM and (leaf.plain or self._saved is not None):
+            yield from self._shown(leaf, kept_places(leaf, self._groups))
         else:
-            yield None
+            yield from self._shown(leaf, (None,) if found is None else found)
+
+    def _shown(self, leaf: Leaf, places: Iterable[Place | None]) -> Iterator[Place | None]:
+        """The places; without a program, a tensor that is stored as it is has none."""
+        yield from places if self._saved is not None else (unless_same(leaf, place) for place in places)
 
     def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
         """The stored tensor's leaf; the identical one of the last save if its parts are the same."""
@@ -243,8 +266,10 @@ class DeclaredLayout:
 
     def _joined(self, sources: Sequence[Source]) -> Leaf:
         first, place = sources[0]
-        if place is None:
+        if place is None and len(sources) == 1:
             return first
+        if place is None:
+            raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have one name in the checkpoint")
         spec = place[0]
         pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:
@@ -252,9 +277,17 @@ class DeclaredLayout:
                 raise InvalidRequest(
                     f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}"
                 )
-            if at[1].box.volume:
-                pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice: tied tensors
-        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
+            if not at[1].box.volume:
+                continue
+            piece = at[1] if isinstance(at[1], LivePiece) else LivePiece(at[1].box, view(leaf, at[1]))
+            before = pieces.setdefault(at[1].box, piece)  # the same box twice: tied tensors
+            if self._saved is not None and before is not piece:
+                if is_number(leaf):
+                    self._counts.add((spec.group, spec.name), first, leaf)
+                else:
+                    refuse_two(before, piece, (first.path, leaf.path), spec.name)
+        alone = all(leaf.alone for leaf, _ in sources)
+        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement, alone=alone)
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:
@@ -288,64 +321,3 @@ def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]
             for stored in (part, *(other.name for other in rules.fusions(part))):
                 order.setdefault(stored, (position, inner))
     return order
-
-
-def _owners(name: str, groups: Mapping[str, Group]) -> list[Group]:
-    """The groups in which the layout knows the parameter of this optimizer state."""
-    owner = owner_of(OPTIM, name)
-    return [groups[group] for group in (MASTER, MODEL) if owner in groups[group].places and owner in groups[group].local]
-
-
-def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | None]:
-    """The place of optimizer state: that of its parameter, or each tensor of which the parameter has parts."""
-    owner, _, key = leaf.name.rpartition("/")
-    owners = _owners(leaf.name, groups)
-    if not owners:
-        yield None
-        return
-    alike = next((group for group in owners if group.local[owner][1] == leaf.shape), None)
-    if alike is not None:
-        for spec, part in alike.places[owner]:
-            followed = TensorSpec(OPTIM, f"{spec.name}/{key}", leaf.dtype, spec.shape)
-            yield _unless_same(leaf, (followed, part._replace(tensor=followed.name)))
-    elif prod(leaf.shape) == 1:
-        for name in _names(owners[0], owner):
-            spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
-            yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, strides(leaf.shape))))
-    elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
-        yield None  # the rank holds the whole parameter, and so all of its state
-    else:
-        raise InvalidRequest(
-            f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape "
-            f"{list(owners[0].local[owner][1])} on this rank, so the layout does not say how it is sharded",
-            hint="put it into a Fragment or DTensor, or leave it out of the state",
-        )
-
-
-def _unless_same(leaf: Leaf, place: Place) -> Place | None:
-    """None if the local tensor is the whole stored one, with the same name and shape."""
-    spec, part = place
-    same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == strides(leaf.shape)
-    return None if same else place
-
-
-def _names(group: Group, name: str) -> list[str]:
-    """The stored tensors of which a local one has parts; its own name if the layout does not know it."""
-    return list(dict.fromkeys(spec.name for spec, _ in group.places[name])) if name in group.places else [name]
-
-
-def _aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:
-    """Ties between stored names that follow from ties here, tensor by tensor."""
-    if group is None:
-        return dict(tied)
-    found: dict[str, str] = {}
-    for alias, canonical in tied.items():
-        pairs = zip(_names(group, alias), _names(group, canonical), strict=True)
-        found.update((other, name) for other, name in pairs if other != name)
-    return found
-
-
-def _ties(group: Group) -> dict[str, str]:
-    """Names that the model ties to others: this rank holds the other's tensor under them."""
-    pairs = ((name, group.ties.get(name)) for name in group.places)
-    return {name: target for name, target in pairs if target is not None and _names(group, name) == [target]}

@@ -5,18 +5,21 @@ Where a mapping program stands between, the checkpoint's tensors are those that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Key, Leaf, OfferedLeaves
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.layout.language import Layout
-from holdfast_formats.layout.parts import LocalTensor
+from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.layout.rules import Rules
-from holdfast_formats.programs import CompiledProgram
+from holdfast_formats.programs import CompiledProgram, Program
 from holdfast_formats.programs.remade import RemadeTensors
 from holdfast_formats.region import Shape
 
@@ -55,6 +58,7 @@ class View(NamedTuple):
     stored: OfferedLeaves
     held: Mapping[Key, LocalTensor]
     notes: tuple[str, ...]
+    wholes: Mapping[Key, Sequence[BoxMove]] = {}  # of tensors that state their own place: what the whole ones are made of
 
 
 class LayoutPart(NamedTuple):
@@ -66,29 +70,110 @@ class LayoutPart(NamedTuple):
     rules: Rules
 
 
-def through_program(compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live) -> View:
-    """The view of what a program makes of the checkpoint; `InvalidRequest` for live DTensors and Fragments, by name."""
+def with_tied(stored: OfferedLeaves, rules: Rules, program: Program) -> tuple[OfferedLeaves, dict[str, str]]:
+    """The checkpoint with the tied names that a program takes as tensors of their own; and these names.
+
+    Whatever is kept of the tensor that they are tied to is there under them too.
+    """
+    ties: dict[str, str] = {}
+    for group in NAMED:
+        held = stored.specs.get(group, {})
+        known = {**(rules.aliases() if held else {}), **stored.aliases.get(group, {})}
+        ties.update((a, name) for a, name in known.items() if name in held and a not in held and program.takes(a))
+    specs = dict(stored.specs)
+    for group in (*NAMED, OPTIM) if ties else ():
+        more = {
+            name.replace(of, alias, 1): spec
+            for alias, of in ties.items()
+            for name, spec in stored.specs.get(group, {}).items()
+            if owner_of(group, name) == of
+        }
+        specs[group] = {**more, **stored.specs.get(group, {})}
+    return stored._replace(specs=specs), ties
+
+
+class _Tied:
+    """What a program makes of tied names: only what is live, and made of the tensor that is stored."""
+
+    def __init__(self, makes: RemadeTensors, group: str, ties: Mapping[str, str], live: Live) -> None:
+        self._makes, self._group, self._live = makes, group, frozenset(live.parameters)
+        self._stored = {alias: name for alias, name in ties.items()}
+        self.aliases: dict[str, str] = {}  # made names whose tensor is made under another name too
+
+    def __call__(self, dense: list[LocalTensor], experts: list[LocalTensor]) -> tuple[list[LocalTensor], list[LocalTensor]]:
+        made = self._makes(dense, experts)
+        if not self._stored:
+            return made
+        own = {(local.shape, local.parts): local.name for each in made for local in each if not self._is_tied(local)}
+        return self._kept(made[0], own), self._kept(made[1], own)
+
+    def _kept(self, made: list[LocalTensor], own: Mapping[tuple[Shape, tuple[Part, ...]], str]) -> list[LocalTensor]:
+        found = []
+        for local in made:
+            if not self._is_tied(local):
+                found.append(local)
+            elif owner_of(self._group, local.name) in self._live:
+                named = local._replace(parts=tuple(part._replace(tensor=self.name(part.tensor)) for part in local.parts))
+                same = own.get((named.shape, named.parts))
+                if same is None:
+                    found.append(named)
+                else:
+                    self.aliases[local.name] = same
+        return found
+
+    def _is_tied(self, local: LocalTensor) -> bool:
+        return any(self.name(part.tensor) != part.tensor for part in local.parts)
+
+    def name(self, tensor: str) -> str:
+        """The name of the tensor that is stored."""
+        owner = owner_of(self._group, tensor)
+        return self._stored.get(owner, owner) + tensor[len(owner) :]
+
+
+def through_program(
+    compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live, ties: Mapping[str, str]
+) -> View:
+    """The view of what a program makes of the checkpoint, whose tied names stand among its tensors (`with_tied`).
+
+    Raises `InvalidRequest` by name for live DTensors and Fragments that the program pads.
+    """
     positions = {name: position for position, name in enumerate(live.parameters)}
     specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
     held: dict[Key, LocalTensor] = {}
+    wholes: dict[Key, Sequence[BoxMove]] = {}
     notes: list[str] = []
-    for group in (group for group in (*NAMED, OPTIM) if group in wanted.groups and stored.specs.get(group)):
-        makes = RemadeTensors(compiled, group, stored.specs[group], positions)
-        given = {name: stored.specs[group][name] for name in sorted(stored.specs[group], key=natural_key)}
-        holdings = LayoutHoldings(wanted.layout, group, given, wanted.rules, stored.aliases.get(group), makes)
-        found = holdings.of(wanted.rank)
-        for local in found.tensors:
-            if live.is_foreign(group, local.name):
-                raise InvalidRequest(
-                    f"{group}/{local.name} is a DTensor or Fragment, which is not restored through a program",
-                    hint="import or export the checkpoint through the program first, then restore it without one",
-                )
-            held[group, local.name] = local
-        specs[group] = {local.name: (local.dtype, local.shape) for local in found.tensors}
-        notes += [note for note in found.notes if note not in notes]
-    values = {**stored.values, OPTIM: inward_texts(stored, held)} if OPTIM in stored.values else stored.values
     aliases = {group: tied for group, tied in stored.aliases.items() if group not in specs or group not in wanted.groups}
-    return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
+    for group in (group for group in (*NAMED, OPTIM) if group in wanted.groups and stored.specs.get(group)):
+        makes = _Tied(RemadeTensors(compiled, group, stored.specs[group], positions), group, ties, live)
+        given = {name: stored.specs[group][name] for name in sorted(stored.specs[group], key=natural_key)}
+        holdings = LayoutHoldings(wanted.layout, group, given, wanted.rules, None, makes)
+        found = holdings.of(wanted.rank)
+        own = [local for local in found.tensors if not live.is_foreign(group, local.name)]
+        held.update({(group, local.name): local for local in own})
+        specs[group] = {local.name: (local.dtype, local.shape) for local in own}
+        aliases[group] = {alias: name for alias, name in makes.aliases.items() if group != OPTIM and name in specs[group]}
+        for mapped in _foreign(compiled, group, live):
+            moves = tuple(move._replace(source=TensorKey(group, makes.name(move.source.name))) for move in mapped.moves)
+            wholes[group, mapped.spec.name] = moves
+            specs[group] = {**specs[group], mapped.spec.name: (mapped.spec.dtype, mapped.spec.shape)}
+        notes += [note for note in found.notes if note not in notes]
+    made = {key: [part.tensor for part in local.parts] for key, local in held.items()}
+    made |= {key: [move.source.name for move in moves] for key, moves in wholes.items()}
+    values = {**stored.values, OPTIM: inward_texts(stored, made)} if OPTIM in stored.values else stored.values
+    return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), wholes)
+
+
+def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[MappedTensor]:
+    """What the program makes whole for live tensors that state their own place."""
+    for key, mapped in compiled.tensors.items():
+        if key.group == group and live.is_foreign(group, key.name):
+            if sum(move.target.volume for move in mapped.moves) < prod(mapped.spec.shape):
+                raise InvalidRequest(
+                    f"{group}/{key.name} is a DTensor or Fragment, and program {compiled.program!r} pads it",
+                    hint="what is padded has to be a plain tensor",
+                    tensor=key.name,
+                )
+            yield mapped
 
 
 def owner_of(group: str, name: str) -> str:
@@ -96,12 +181,12 @@ def owner_of(group: str, name: str) -> str:
     return name.rpartition("/")[0] if group == OPTIM else name
 
 
-def inward_texts(stored: OfferedLeaves, held: Mapping[Key, LocalTensor]) -> dict[str, str]:
-    """The optimizers' documents with the names of local tensors."""
+def inward_texts(stored: OfferedLeaves, made: Mapping[Key, Iterable[str]]) -> dict[str, str]:
+    """The optimizers' documents with the names of local tensors; `made` says of which stored ones each is made."""
     names: dict[str, list[str]] = {}
     for group in (MASTER, MODEL):
-        for (of, name), local in held.items():
-            for tensor in dict.fromkeys(part.tensor for part in local.parts if of == group):
+        for (of, name), sources in made.items():
+            for tensor in dict.fromkeys(sources) if of == group else ():
                 if name not in names.setdefault(tensor, []):
                     names[tensor].append(name)
     return {key: optimizer_documents.renamed(text, names) for key, text in stored.values[OPTIM].items()}

@@ -26,8 +26,8 @@ class ParallelLayout(NamedTuple):
     """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model.
 
     `rules` extend the tables of architectures: a TOML file, or its contents. `config` is the model's config.json, if it is
-    not among the assets. With `program`, the tensors are those that a mapping program makes of the stored ones: they can be
-    restored, not saved.
+    not among the assets. With `program`, the tensors are those that a mapping program makes of the stored ones: restores
+    go through it, and saves go back.
     """
 
     layout: LayoutSource

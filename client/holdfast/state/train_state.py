@@ -182,6 +182,8 @@ class TrainState:
         if ignored:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
             whole = whole._replace(notes=(text,))
+        if self.declared is not None:
+            whole = whole._replace(notes=(*whole.notes, *self.declared.check_now()))
         return self._without(whole, parts, exclude) if exclude else whole
 
     def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:
@@ -318,11 +320,12 @@ class TrainState:
             return parts.keeper.noting(settle(found, beside, from_model))
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
+        self._walk = None if self.declared.program is not None else self._walk  # saves may have other names now
         plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
-        return parts.keeper.noting(land(found, shown.held, shown.notes))
+        return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
 
     def _streams(self, others: Sequence[StatePart]) -> RandomState:
         loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]

@@ -33,6 +33,23 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
     return _text({**document, "groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)})
 
 
+def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
+    """A new name that several parameters get which differ in what the document says of them; None if there is none."""
+    document = _parsed(text)
+    if document is None or len({new for news in names.values() for new in news}) == sum(map(len, names.values())):
+        return None
+    state, masters = dict(_items(document["state"])), dict(_items(document["masters"]))
+    said: dict[str, tuple[Any, ...]] = {}
+    for _, group in _items(document["groups"]):
+        hyper = _hyper(group)
+        for name in group["params"]:
+            mine = hyper, state.get(name), [key for key, listed in masters.items() if name in listed]
+            for new in map(str, names.get(name, (name,))):
+                if said.setdefault(new, mine) != mine:
+                    return new
+    return None
+
+
 def merged(texts: Sequence[str]) -> str:
     """One document with the parameters of all of them; if several have a parameter, the values of the first are used."""
     documents = [_parsed(text) for text in texts]

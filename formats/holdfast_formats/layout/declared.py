@@ -96,6 +96,18 @@ def _stored_specs(
     return specs
 
 
+def stored_shape(name: str, rules: Rules) -> Shape | None:
+    """The shape of a stored tensor by its rule, or by those of what is fused in it; None if the config does not say it."""
+    fusion = rules.fusion(name)
+    if fusion is None:
+        rule = rules.rule(name)
+        return None if rule is None else rule.shape
+    count = len(fusion.of) // (rules.experts or 1) if fusion.stacked else len(fusion.of)
+    found = [rule.shape for part in fusion.of[:count] if (rule := rules.rule(part)) is not None and rule.shape is not None]
+    known = len(found) == count and fusion.groups
+    return compose(fusion, name, "", "F32", tuple(found)).shape if known else None
+
+
 def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[tuple[str, str, Shape | None]]:
     """Names with dtypes and, for live tensors, local shapes: of all parameters, then of all other live tensors."""
     keys: dict[str, tuple[str, Shape | None]] = {}

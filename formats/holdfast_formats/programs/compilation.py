@@ -56,10 +56,7 @@ def _compiled(
     planes, others = planes_of(specs)
     parameters = _shapes(planes)
     wanted = None if targets is None else {key.name: spec for key, spec in targets.items() if key.group == "model"}
-    around = Environment(parameters, sizes_for(program.sizes, config), ranks)
-    for statement in program.statements:
-        around.run(statement, wanted)
-    _finish(around, wanted)
+    around = arranged(program, parameters, sizes_for(program.sizes, config), ranks, wanted)
     made = FollowingTensors(around, parameters).planes(planes)
     kept = {key: _as_it_is(specs[key]) for key in others}
     doubled = sorted(made.tensors.keys() & kept.keys())
@@ -71,15 +68,34 @@ def _compiled(
     return result
 
 
+def arranged(
+    program: Program,
+    parameters: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    ranks: Ranks,
+    wanted: Mapping[str, TensorSpec] | None = None,
+) -> Environment:
+    """The parameters after all statements; `wanted` are those that must come out, if that is known."""
+    around = Environment(parameters, sizes, ranks)
+    for statement in program.statements:
+        around.run(statement, wanted)
+    _finish(around, wanted)
+    return around
+
+
 def planes_of(specs: Mapping[TensorKey, TensorSpec]) -> tuple[Planes, list[TensorKey]]:
-    """The tensors of each kind that belong to parameters, by the parameters' names; and the keys of all others."""
+    """The tensors of each kind that belong to parameters, by the parameters' names; and the keys of all others.
+
+    Without any parameter, what optimizer state belongs to counts as one.
+    """
     planes: dict[Plane, dict[str, TensorSpec]] = {}
     others = []
+    parameters = {key.name for key in specs if key.group in PARAMETER_GROUPS and not is_of_rank(key.name)}
     for key, spec in specs.items():
+        name, _, word = key.name.rpartition("/")
         if key.group in PARAMETER_GROUPS and not is_of_rank(key.name):
             planes.setdefault(Plane(key.group, ""), {})[key.name] = spec
-        elif key.group == OPTIMIZER and "/" in key.name:
-            name, _, word = key.name.rpartition("/")
+        elif key.group == OPTIMIZER and name and (name in parameters or not parameters):
             planes.setdefault(Plane(OPTIMIZER, f"/{word}"), {})[name] = spec
         else:
             others.append(key)

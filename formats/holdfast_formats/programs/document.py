@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
+from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.statements import ProgramStatement, parse_statements
 
 TEXT_BYTES_MAX = 2**24
@@ -51,6 +52,17 @@ class Program(NamedTuple):
     model_types: tuple[str, ...] = ()
     back: tuple[ProgramStatement, ...] | None = None
     about: str = ""
+
+    def takes(self, name: str) -> bool:
+        """Whether a statement is about a checkpoint's tensor of this name."""
+        index = NameIndex([name])
+        operands = (operand for statement in self.statements for operand in statement.left)
+        return any(
+            operand.rest
+            or (operand.regex is not None and operand.regex.match(name) is not None)
+            or (operand.pattern is not None and any(index.find(operand.pattern)))
+            for operand in operands
+        )
 
 
 _convert = converter(ProgramText)

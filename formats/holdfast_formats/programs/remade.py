@@ -97,6 +97,7 @@ class RemadeTensors:
         """
         self._program = program.program
         self._stored = {name: TensorSpec(group, name, *spec) for name, spec in stored.items()}
+        self._equal = {names[0].name: [key.name for key in names] for names in program.equal if names[0].group == group}
         made = [mapped for key, mapped in program.tensors.items() if key.group == group]
         known: Mapping[str, int] = first or {}
         self._made = sorted(
@@ -153,6 +154,7 @@ class RemadeTensors:
 
     def _remade(self, mapped: MappedTensor, rank: _RankTensors) -> LocalTensor | None:
         """The rank's share of a tensor; None if it holds nothing that this is made of."""
+        mapped = self._by_equal(mapped, rank)
         spec = mapped.spec
         if not mapped.moves or not prod(spec.shape):
             return LocalTensor(spec.name, spec.dtype, spec.shape, ())  # every rank holds what is made of nothing
@@ -180,6 +182,16 @@ class RemadeTensors:
                 tensor=spec.name,
             )
         return self._placed(spec, None, shares)
+
+    def _by_equal(self, mapped: MappedTensor, rank: _RankTensors) -> MappedTensor:
+        """One number stands for those of several tensors: it is taken from one that the rank has, for all are equal."""
+        if len(mapped.moves) != 1 or prod(mapped.spec.shape) != 1 or mapped.moves[0].source.name in rank.held:
+            return mapped
+        (move,) = mapped.moves
+        other = next((name for name in self._equal.get(move.source.name, ()) if name in rank.held), None)
+        return (
+            mapped if other is None else mapped._replace(moves=(move._replace(source=TensorKey(move.source.group, other)),))
+        )
 
     def _is_whole(self, mapped: MappedTensor) -> bool:
         """Whether a tensor is the whole of a stored one, transposed perhaps."""
@@ -290,7 +302,8 @@ def _parts(share: BoxMove, start: int, along: Sequence[int]) -> Iterator[Part]:
 
 def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> None:
     held = manifest.tensors[group]
-    for first, *others in program.equal:
+    for keys in program.equal:
+        first, *others = [key for key in keys if key.name in held] or keys[:1]  # what is tied to another is equal to it
         for other in others if first.group == group else ():
             if not same_bytes(held[first.name], held[other.name]):
                 raise StateMismatch(
@@ -303,7 +316,8 @@ def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> No
 def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> None:
     """That tensors are zeros can be told by the digests of their extents."""
     for key in program.zeros:
-        if key.group == group and not _is_zeros(manifest.tensors[group][key.name]):
+        name = manifest.aliases.get(group, {}).get(key.name, key.name)
+        if key.group == group and not _is_zeros(manifest.tensors[group][name]):
             raise StateMismatch(
                 f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
                 tensor=key.name,

@@ -1,0 +1,169 @@
+"""Which stored tensors a trainer's tensors are made of, where no checkpoint shows it: by the program's way back.
+
+Ranks have parts of tensors, and some of them only, so the way back is followed by names alone. The shapes of the stored
+tensors come from elsewhere; here are those that follow from shapes that no rank cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.programs.document import Program
+from holdfast_formats.programs.environment import Environment
+from holdfast_formats.programs.inversion import inverted
+from holdfast_formats.programs.names import NameIndex
+from holdfast_formats.programs.operations import Ranks
+from holdfast_formats.programs.sizes import number
+from holdfast_formats.programs.statements import Operand, ProgramStatement
+from holdfast_formats.region import Shape
+
+
+class StoredName(NamedTuple):
+    """A stored tensor: the trainer's tensors that have parts of it, and its shape, if theirs show it."""
+
+    of: tuple[str, ...]
+    shape: Shape | None
+
+
+class Counts(NamedTuple):
+    """How many tensors a stack has, by the variable of the statement, where ranks may hold a part of it only."""
+
+    known: Mapping[str, int]
+    cut: frozenset[str]  # variables whose stacks ranks share
+
+
+def way_back(program: Program) -> tuple[ProgramStatement, ...]:
+    """The statements that lead from a trainer's tensors to the stored ones.
+
+    A statement that drops tensors which a checkpoint may lack is left out: such a checkpoint is what is saved. Raises
+    `InvalidRequest` with the first statement that has no way back.
+    """
+    for one in program.statements:
+        if one.right[0].nothing and "optional" not in one.words:
+            raise InvalidRequest(
+                f"program {program.name!r} drops what a checkpoint must have: {one.where}", hint="add the attribute optional"
+            )
+    kept = tuple(one for one in program.statements if not one.right[0].nothing)
+    return inverted(program._replace(statements=kept)).statements
+
+
+def lenient(statements: tuple[ProgramStatement, ...]) -> tuple[ProgramStatement, ...]:
+    """The statements for a part of a model's tensors, in which any may be missing."""
+    return tuple(one if one.left[0].rest else one._replace(words=one.words | {"optional"}) for one in statements)
+
+
+def stored_names(
+    back: tuple[ProgramStatement, ...], live: Mapping[str, Shape], sizes: Mapping[str, int], counts: Counts
+) -> dict[str, StoredName]:
+    """The stored tensors of which some live ones, of these local shapes, have parts, by name.
+
+    Raises `InvalidRequest` with the statement if it is not known of how many tensors a stack consists, and with the names
+    of live tensors that are in no statement.
+    """
+    names = _Names(live, sizes, counts)
+    for statement in back:
+        names.run(statement)
+    if names.untouched and not names.passing:
+        some = ", ".join(map(repr, sorted(names.untouched)[:4]))
+        raise InvalidRequest(
+            f"no statement says what {some} {'are' if len(names.untouched) > 1 else 'is'} in the checkpoint",
+            hint="a statement makes it, * -> * lets all others pass as they are; or leave it out of the state",
+            tensors=sorted(names.untouched),
+        )
+    return names.held
+
+
+def shapes_back(back: tuple[ProgramStatement, ...], live: Mapping[str, Shape], sizes: Mapping[str, int]) -> dict[str, Shape]:
+    """The shapes of what the way back makes of tensors that are whole; `StateMismatch` with the statement for others."""
+    around = Environment(live, sizes, Ranks())
+    for statement in lenient(back):
+        around.run(statement, None)
+    return {name: one.shape for name, one in around.held.items()}
+
+
+class _Names:
+    """The names while the statements run over them."""
+
+    def __init__(self, live: Mapping[str, Shape], sizes: Mapping[str, int], counts: Counts) -> None:
+        self.held = {name: StoredName((name,), shape) for name, shape in live.items()}
+        self.untouched, self.passing = set(live), False
+        self._index, self._sizes, self._counts = NameIndex(live), sizes, counts
+
+    def run(self, statement: ProgramStatement) -> None:
+        """Take the names on the left away, and put those on the right in."""
+        if statement.left[0].rest:
+            self.passing = True
+            return
+        taken: dict[str, StoredName] = {}
+        made: dict[str, StoredName] = {}
+        for operand in statement.left:
+            for name, values in self._found(operand):
+                taken[name] = self.held[name]
+                for output in self._outputs(statement, name, values):
+                    before = made.get(output)
+                    shape = None if before is not None else self._shape(statement, name)
+                    of = (*(before.of if before is not None else ()), *self.held[name].of)
+                    made[output] = StoredName(tuple(dict.fromkeys(of)), shape)
+        for name in taken:
+            self.untouched.discard(name)
+            del self.held[name]
+            self._index.remove(name)
+        for name, one in made.items():
+            self.held[name] = one
+            self._index.add(name)
+
+    def _found(self, operand: Operand) -> list[tuple[str, Mapping[str, int]]]:
+        if operand.pattern is not None:
+            return list(self._index.find(operand.pattern))
+        if operand.regex is None:
+            return []  # `_`: a stored tensor that is made of nothing
+        return [(name, {}) for name in self._index.names() if operand.regex.match(name) is not None]
+
+    def _outputs(self, statement: ProgramStatement, name: str, values: Mapping[str, int]) -> Iterator[str]:
+        regex = statement.left[0].regex
+        among = frozenset[str]().union(*(one.pattern.variables for one in statement.left if one.pattern is not None))
+        for operand in statement.right:
+            if operand.nothing:
+                continue
+            if operand.pattern is None:
+                match = regex.match(name) if regex is not None else None
+                yield match.expand(operand.template) if match is not None else operand.template
+                continue
+            opened = operand.pattern.variables - values.keys()
+            if opened <= among:  # a whole name beside names with numbers has one for each of those
+                if not opened:
+                    yield operand.pattern.name(values)
+                continue
+            variable = min(opened)  # a statement opens one
+            for each in range(self._count(statement, variable, name)):
+                yield operand.pattern.name({**values, variable: each})
+
+    def _count(self, statement: ProgramStatement, variable: str, name: str) -> int:
+        said = statement.numbers.get("count")
+        if said is not None:
+            return number(said, self._sizes, statement.where)
+        shape, axis = self.held[name].shape, self._axis(statement)
+        if variable not in self._counts.cut and shape is not None and axis < len(shape) and "unstack" in statement.words:
+            return shape[axis]
+        if variable not in self._counts.known:
+            raise InvalidRequest(
+                f"{statement.where}: into how many tensors?", hint="add count=, or give the model's config.json"
+            )
+        return self._counts.known[variable]
+
+    def _shape(self, statement: ProgramStatement, name: str) -> Shape | None:
+        """The shape of what is made, if it is clear from one tensor's."""
+        shape, axis = self.held[name].shape, self._axis(statement)
+        if shape is None or statement.plain or "same" in statement.words:
+            return shape
+        simple = statement.permute is None and statement.slices is None and "rotary" not in statement.texts
+        turned = any(operand.turned for operand in (*statement.left, *statement.right))
+        if "unstack" in statement.words and simple and not turned and axis < len(shape):
+            return (*shape[:axis], *shape[axis + 1 :])
+        return None
+
+    def _axis(self, statement: ProgramStatement) -> int:
+        said = statement.numbers.get("axis")
+        return 0 if said is None else number(said, self._sizes, statement.where)

@@ -1,0 +1,192 @@
+"""Training in another system's names, saved through a mapping program by a daemon: every checkpoint is Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from holdfast import Checkpointer, ParallelLayout
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+from tests.client import llama
+from tests.client.layout.test_declared import check, moved, tensors, training
+from tests.client.layout.test_rank_view import local
+from tests.daemons import RunningDaemon, running
+from tests.formats.programs.reference_models import Megatron, logits
+from tests.formats.programs.test_remade import LLAMA
+from tests.regressions.test_replicas_that_differ import World
+from tests.torchruns import launch
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running(tmp_path_factory.mktemp("programs") / "root") as daemon:
+        yield daemon
+
+
+class Trainer:
+    """Megatron-core's names, shapes and forward pass, with AdamW; `seed` decides about weights, not about batches."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        hidden, fused, inter = CONFIG.hidden_size, CONFIG.hidden_size * 2, CONFIG.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (CONFIG.vocab_size, hidden)}
+        for layer in range(CONFIG.num_hidden_layers):
+            at = f"decoder.layers.{layer}"
+            shapes |= {
+                f"{at}.self_attention.linear_qkv.layer_norm_weight": (hidden,),
+                f"{at}.self_attention.linear_qkv.weight": (fused, hidden),
+                f"{at}.self_attention.linear_proj.weight": (hidden, hidden),
+                f"{at}.mlp.linear_fc1.layer_norm_weight": (hidden,),
+                f"{at}.mlp.linear_fc1.weight": (2 * inter, hidden),
+                f"{at}.mlp.linear_fc2.weight": (hidden, inter),
+            }
+        shapes |= {"decoder.final_layernorm.weight": (hidden,), "output_layer.weight": (CONFIG.vocab_size, hidden)}
+        self.model = {name: nn.Parameter(torch.randn(shape) * 0.3 + ("norm" in name)) for name, shape in shapes.items()}
+        self.optim = torch.optim.AdamW(self.model.values(), lr=0.01)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optim": self.optim}
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return logits(Megatron(self.model, CONFIG, stacked=False), CONFIG, tokens)
+
+    def step(self, number: int) -> None:
+        batch = torch.randint(0, CONFIG.vocab_size, (2, 9), generator=torch.Generator().manual_seed(number))
+        cross_entropy(self.logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+def layout() -> ParallelLayout:
+    return ParallelLayout("", program="hf-megatron")
+
+
+def test_transformers_computes_the_logits_of_what_was_trained(daemon: RunningDaemon) -> None:
+    """Trained in Megatron's fused tensors from scratch; the directory is a Hugging Face checkpoint, and training goes on
+    from it bit for bit.
+    """
+    trainer = Trainer(0)
+    options: dict[str, Any] = {"at": daemon.socket, "assets": [CONFIG], "layout": layout()}
+    with Checkpointer.alone("mcore", trainer.state, **options) as checkpointer:
+        for number in range(3):
+            trainer.step(number)
+            checkpointer.save(number, wait="durable" if number == 2 else None)
+        tokens = torch.randint(0, CONFIG.vocab_size, (2, 7))
+        with torch.no_grad():
+            expected = trainer.logits(tokens)
+        for number in range(3, 5):
+            trainer.step(number)
+    directory = daemon.root / naming.checkpoint_path("mcore", 2)
+    loaded, problems = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert isinstance(loaded, LlamaForCausalLM) and not any(problems.values())
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert "program hf-megatron" in (directory / naming.MANIFEST).read_text()
+    fresh = Trainer(1)
+    with Checkpointer.alone("mcore", fresh.state, **options) as checkpointer:
+        assert checkpointer.restore() == 2
+        for number in range(3, 5):
+            fresh.step(number)
+        for name, parameter in trainer.model.items():
+            assert torch.equal(fresh.model[name], parameter), name
+            for key, kept in trainer.optim.state[parameter].items():
+                assert torch.equal(fresh.optim.state[fresh.model[name]][key], kept), (name, key)
+
+
+def test_a_fine_tuned_model_keeps_its_names(daemon: RunningDaemon) -> None:
+    """What transformers saved is trained in Megatron's tensors, and saved as transformers had it."""
+    torch.manual_seed(5)
+    source = LlamaForCausalLM(CONFIG)
+    with Checkpointer.alone("tuned", {"model": source}, at=daemon.socket, assets=[CONFIG]) as checkpointer:
+        checkpointer.save(0, wait="durable")
+    trainer = Trainer(7)
+    with Checkpointer.alone("tuned", trainer.state, at=daemon.socket, assets=[CONFIG], layout=layout()) as checkpointer:
+        checkpointer.restore(0, groups=["model"])
+        trainer.step(0)
+        checkpointer.save(1, wait="durable", every={"optim": 5}, exclude=[])
+        trainer.step(1)
+        ticket = checkpointer.save(2, wait="durable", every={"optim": 5})
+        assert "optim" not in ticket.groups
+    for step in (1, 2):
+        directory = daemon.root / naming.checkpoint_path("tuned", step)
+        again, problems = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        assert not any(problems.values()) and set(again.state_dict()) == set(source.state_dict())
+    optim = torch.optim.AdamW(source.parameters(), lr=0.01)
+    with Checkpointer.alone("tuned", {"model": source, "optim": optim}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore(1) == 1
+    q = source.model.layers[0].self_attn.q_proj.weight
+    fused = trainer.model["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert optim.state[q]["step"].item() == 1 and fused.shape == (64, 32)
+    for index in json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]:
+        assert index.startswith(("model.", "lm_head."))
+
+
+def test_ranks_save_and_other_ranks_restore(daemon: RunningDaemon) -> None:
+    """Tensor- and data-parallel ranks; the daemon compares replicas, and a world of another mesh goes on, as does one rank
+    with the checkpoint's own names.
+    """
+    whole, program = llama.arrays(), "hf-megatron"
+    for mesh, other, step in [("tp=2,dp=2", "", 1), ("", "tp=2", 2)]:
+        sizes = {"tp=2,dp=2": (2, 4), "tp=2": (2, 2), "": (1, 1)}
+        tp, ranks = sizes[mesh]
+        states = [training(local(program, tp, rank % tp), True) for rank in range(ranks)]
+        options = {"layout": ParallelLayout(mesh, config=llama.CONFIG, program=program)}
+        world = World(daemon, "ranks", states, launch=f"from-{step}", **options)
+        assert world.save(step) == [None] * ranks
+        world.close()
+        plain = training(moved(whole), False)
+        world = World(daemon, "ranks", [plain], launch=f"plain-{step}")
+        assert world.restore() == [step]
+        check(plain, whole)
+        world.close()
+        tp, ranks = sizes[other]
+        states = [training(moved(local(program, tp, rank)), False) for rank in range(ranks)]
+        options = {"layout": ParallelLayout(other, config=llama.CONFIG, program=program)}
+        world = World(daemon, "ranks", states, launch=f"to-{step}", **options)
+        assert world.restore() == [step] * ranks
+        for rank, state in enumerate(states):
+            check(state, local(program, tp, rank))
+        world.close()
+
+
+def test_what_cannot_be_saved_stages_nothing(daemon: RunningDaemon) -> None:
+    """Refused at the first save, by statement and tensor: the run has no step of it."""
+    text = "name = 'mine'\nfrom = 'a'\nto = 'b'\nstatements = 'a -> b, slice=[0:2]'\n"
+    held = {"b": tensors({"b": np.ones(2, np.float32)})["b"]}
+    cut = ParallelLayout("", program=text, config={})
+    with Checkpointer.alone("cut", {"model": held}, at=daemon.socket, layout=cut) as checkpointer:
+        with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: what a slice leaves away is lost"):
+            checkpointer.save(1)
+        assert checkpointer.restore() == 0
+
+
+def test_fully_sharded_ranks(daemon: RunningDaemon) -> None:
+    """torchtitan's names under FSDP2, by real ranks: the files have Hugging Face's tensors, and a fresh model goes on."""
+    launch(2, "tests.client.program_fsdp", str(daemon.socket))
+    directory = daemon.root / naming.checkpoint_path("fsdp", 1)
+    found = {name: array for path in directory.glob("model*.safetensors") for name, array in load_file(path).items()}
+    assert found.keys() == LLAMA.tensors.keys()
+    for name, array in LLAMA.arrays().items():
+        np.testing.assert_array_equal(found[name], array, name)
