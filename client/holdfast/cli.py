@@ -9,6 +9,7 @@ import typer
 from .commands import (
     bench,
     catalog,
+    convert,
     demo,
     diff,
     doctor,
@@ -59,6 +60,7 @@ for _command in (
     diff.diff,
     restore.restore,
     export.export,
+    convert.convert,
     *_KEEPING,
     serve.open,
     top.top,

@@ -85,7 +85,7 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     if as_json:
         console.print_json(done)
         return
-    _print(target, done)
+    print_done("exported", target, done)
 
 
 def _refuse_both(model_only: bool) -> None:
@@ -107,19 +107,21 @@ def _converted(
     made = reader.manifest
     if isinstance(source, DirectorySource):
         words = [f"--{name}={value}" for name, value in arguments.items()]
-        return delegated.offline("export", str(source.path), str(target), *words)
+        with console.told("exporting", shown=not as_json) as on_bytes:
+            return delegated.offline("export", str(source.path), str(target), *words, on_bytes=on_bytes)
     wanted = JobRequest(kind="export", run=made.run, step=made.step, arguments={"to": str(target), **arguments})
-    with Api(url or default_url()) as api, console.progress("exporting", 0, shown=not as_json) as bar:
-        return delegated.as_job(api, wanted, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total))
+    with Api(url or default_url()) as api, console.told("exporting", shown=not as_json) as on_bytes:
+        return delegated.as_job(api, wanted, on_bytes)
 
 
-def _print(target: Path, done: dict[str, Any]) -> None:
+def print_done(word: str, target: Path, done: dict[str, Any]) -> None:
+    """What an export or a conversion made, and what it left out."""
     out = console.out()
     size = console.human_bytes(int(done["bytes"]))
     what = "a checkpoint" if done["committed"] else "a plain directory of the model"
     if "as" in done:
         what = f"as {done['as']}, {done['tensors']} tensors, read back"
-    out.print(Text.assemble(("exported  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
+    out.print(Text.assemble((f"{word}  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
     for note in done.get("notes", ()):
         out.print(Text.assemble(("note  ", "bold"), note))
     left = done.get("left_out", ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
 from holdfast_service.wiring.imports import WantedImport
-from holdfast_service.wiring.progress import Quiet
+from holdfast_service.wiring.progress import Printed, Quiet
 from holdfast_service.wiring.transfers import Transfers, open_source
 
 
@@ -49,7 +50,7 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
             return transfers.repair(*which)
         options = ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat)
         wanted = WantedImport(*which, options, given.dry_run)
-        return transfers.bring(open_source(Path(given.source)), wanted, Quiet())
+        return transfers.bring(open_source(Path(given.source)), wanted, Printed(sys.stdout) if given.progress else Quiet())
 
 
 @contextmanager
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
     bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
+    bring.add_argument("--progress", action="store_true", help="print lines of [done, total] bytes first")
     bring.set_defaults(sources=())
     for act in (repair, bring):
         act.add_argument("--root", required=True, metavar="DIR")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
@@ -9,10 +10,11 @@ from holdfast_formats.errors import AlreadyCommitted
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
-from holdfast_service.daemon.copying import exporting, foreign_export, streaming
+from holdfast_service.daemon.copying import converting, exporting, foreign_export, streaming
+from holdfast_service.daemon.copying.converting import Conversion
 from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
-from holdfast_service.daemon.copying.foreign_export import ExportTerms
+from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
 from holdfast_service.storage import Readable, Tier
 from holdfast_service.wiring.progress import Progress, going
 
@@ -36,8 +38,9 @@ class Exporter:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
-        _publish(place, staging, wanted.target)
+            with exporting.alone(place, wanted.target) as staging:
+                made = exporting.stage(self._tier, place, staging, wanted, going(progress, 2 * size))
+                _publish(place, staging, wanted.target)
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
@@ -51,18 +54,31 @@ def converted(
     tier: Readable, directory: str, place: Tier, target: str, terms: ExportTerms, progress: Progress
 ) -> dict[str, Any]:
     """Export the checkpoint in a directory of `tier` as the directory `target` of `place`; the report."""
-    staging = exporting.place_for(place, target)
+    exporting.place_for(place, target)
     planned = foreign_export.plan_export(tier, directory, read_pair(tier, directory).made, terms)
-    try:
-        foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
-    except Interrupted:
-        raise  # the job goes on from what is staged
-    except BaseException:
-        streaming.discard(place, staging)
-        raise
-    _publish(place, staging, target)
-    streaming.forget(place, staging)
+    _written(planned, place, target, progress, lambda: None)
     return {"to": target, **foreign_export.report(planned)}
+
+
+def convert(conversion: Conversion, place: Tier, target: str, progress: Progress) -> dict[str, Any]:
+    """Write a conversion as the directory `target` of `place`; the report. `StateMismatch` for a source that changes."""
+    _written(conversion.export, place, target, progress, conversion.check_unchanged)
+    return {"to": target, **converting.report(conversion)}
+
+
+def _written(planned: PlannedExport, place: Tier, target: str, progress: Progress, check_source: Callable[[], None]) -> None:
+    """Stage the files, prove them, and give them their name; a killed start of the same work is gone on from."""
+    with exporting.alone(place, target) as staging:
+        try:
+            foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
+            check_source()
+        except Interrupted:
+            raise  # the job goes on from what is staged
+        except BaseException:
+            streaming.discard(place, staging)
+            raise
+        _publish(place, staging, target)
+        streaming.forget(place, staging)
 
 
 def _publish(place: Tier, staging: str, target: str) -> None:

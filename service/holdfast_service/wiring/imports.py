@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound, StateMismatch
+from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.naming import Place
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
@@ -43,13 +43,8 @@ class Importer:
             return self._copy(source, wanted, progress)
         if wanted.options.kind == OURS:
             raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
-        if wanted.options.kind is None and importing.was_never_committed(source):
-            raise StateMismatch(
-                f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
-                "copied as a whole, and other kinds of import would leave its state.json out",
-                hint="copy the whole directory of a committed checkpoint",
-                file=naming.COMMIT,
-            )
+        if wanted.options.kind is None:
+            importing.refuse_uncommitted(source)
         try:
             attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
         except AlreadyCommitted:

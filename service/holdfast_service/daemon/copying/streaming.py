@@ -16,6 +16,7 @@ import numpy as np
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import moves, target_files
 from holdfast_formats.foreign.listing import TensorKey
@@ -23,7 +24,7 @@ from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
 from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, stored
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
     FinishedFiles,
@@ -33,7 +34,7 @@ from holdfast_service.daemon.copying.finished_files import (
 )
 from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
+from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, Readable, Tier
 
@@ -87,26 +88,17 @@ def discard(target: Tier, staging: str) -> None:
 
 def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
     """Read the files back, past any cache, and compare every byte with its digest; `CorruptExtent` by file."""
-    windows = BufferPool(1)
-    for file in files:
-        pieces = [*file.literals, *(_moved(extent, one.start) for one in file.tensors for extent in one.extents)]
-        for piece in sorted(pieces, key=lambda piece: piece.offset):
-            if going.ended():
-                raise CopyStopped
-            begin = piece.offset - piece.offset % ALIGNMENT_MAX
-            stop = piece.offset + piece.length
-            with windows.taken() as buffer:
-                read = target.read_stored(f"{staging}/{file.name}", begin, buffer[: stop - begin + -stop % ALIGNMENT_MAX])
-                found = buffer[piece.offset - begin : stop - begin]
-                if read < stop - begin or digest(found) != piece.digest:
-                    raise CorruptExtent(
-                        f"{file.name}: bytes [{piece.offset}, {stop}) are not what was written",
-                        hint="check the disk, then do it again",
-                        file=file.name,
-                        offset=piece.offset,
-                        length=piece.length,
-                    )
-            going.moved(piece.length)
+    for batch in stored(target, staging, (piece for file in files for piece in _pieces(file)), going):
+        for piece in batch.pieces:
+            found = batch.of(piece)
+            if found.nbytes != piece.length or digest(found) != piece.digest:
+                raise CorruptExtent(
+                    f"{piece.file}: bytes [{piece.start}, {piece.stop}) are not what was written",
+                    hint="check the disk, then do it again",
+                    file=piece.file,
+                    offset=piece.start,
+                    length=piece.length,
+                )
 
 
 class _Streaming:
@@ -218,5 +210,9 @@ def _extents(literal: LiteralBytes) -> Iterator[Extent]:
         yield Extent(literal.start + at, len(part), digest(part))
 
 
-def _moved(extent: Extent, by: int) -> Extent:
-    return Extent(extent.offset + by, extent.length, extent.digest)
+def _pieces(file: FinishedFile) -> Iterator[Piece]:
+    for extent in file.literals:
+        yield Piece(file.name, extent.offset, extent.length, extent.digest)
+    for one in file.tensors:
+        for extent in one.extents:
+            yield Piece(file.name, one.start + extent.offset, extent.length, extent.digest)
