@@ -11,6 +11,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent
 from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.storage import Tier
 
 NOTE_BYTES_MAX = 2**28
@@ -100,6 +101,14 @@ def source_files(tensor: ForeignTensor) -> Iterator[str]:
     if tensor.decoder is not None:
         for other in tensor.decoder.inputs:
             yield from source_files(other)
+
+
+def members(tensor: ForeignTensor) -> Iterator[MemberPlace]:
+    """The members of zip files that a tensor is read from, if their CRC-32 is known."""
+    yield from (MemberPlace(one.file, one.member) for one in (*tensor.pieces, *tensor.copies) if one.member is not None)
+    if tensor.decoder is not None:
+        for other in tensor.decoder.inputs:
+            yield from members(other)
 
 
 def _file(file: TargetFile) -> object:

@@ -30,8 +30,10 @@ from holdfast_service.daemon.copying.finished_files import (
     FinishedFiles,
     FinishedTensor,
     job_digest,
+    members,
     source_files,
 )
+from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.daemon.writing.buffers import BufferPool
@@ -111,9 +113,13 @@ class _Streaming:
         self._extent_bytes = extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
         self._windows = BufferPool(WINDOWS)
         self._compared: set[TensorKey] = set()
+        # A member of a zip file is checked when the last file that is made of it is written. If we are killed before, the
+        # next start writes that file, and reads all of the member again.
+        self._last_users = {place: file.name for file in files for place in self._members_of(file)}
 
     def write(self, file: TargetFile, path: str, writing: ThreadPoolExecutor) -> FinishedFile:
         """Write one file, durably."""
+        self._source.watch(self._members_of(file))
         self._compare_copies(file)
         content = TargetBytes(self._source, self._tensors, file, self._extent_bytes)
         writer = self._target.create(path, file.bytes)
@@ -122,6 +128,7 @@ class _Streaming:
             self._windows_of(content, writer, writing, pending)
             for literal in content.sealed():
                 writer.write(literal.start, [literal.data])
+            self._source.check_members([place for place in self._members_of(file) if self._last_users[place] == file.name])
             self._source.check_unchanged(_used(self._tensors, [file]))
             writer.finish()
         finally:
@@ -132,6 +139,10 @@ class _Streaming:
         placed = zip(file.tensors, content.extents, strict=True)
         tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
         return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
+
+    def _members_of(self, file: TargetFile) -> list[MemberPlace]:
+        keys = {move.source for one in file.tensors for move in one.mapped.moves}
+        return list(dict.fromkeys(place for key in sorted(keys) for place in members(self._tensors[key])))
 
     def _windows_of(
         self, content: TargetBytes, writer: FileWriter, writing: ThreadPoolExecutor, pending: list[Future[None]]
