@@ -450,7 +450,7 @@ class TierSuite:
         assert raw.read("file") == b"x"
 
     def test_one_holds_a_name_at_a_time(self, tier: Tier) -> None:
-        """Whoever comes second is refused by name, whoever comes later gets it; other names are free, and nothing is left."""
+        """Whoever comes second is refused by name, whoever comes later gets it; nothing is left."""
         with tier.hold("a/.out.lock"):
             with pytest.raises(InUse, match=r"a/\.out\.lock"), tier.hold("a/.out.lock"):
                 raise AssertionError("two hold one name")

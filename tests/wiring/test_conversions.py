@@ -22,7 +22,7 @@ from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring import exports
-from holdfast_service.wiring.exports import ForeignExport
+from holdfast_service.wiring.exports import ExportWork, ForeignExport
 from holdfast_service.wiring.imports import WantedImport
 from holdfast_service.wiring.progress import Quiet
 from holdfast_service.wiring.transfers import Transfers
@@ -69,7 +69,7 @@ def transfers(world: CopiesWorld) -> Transfers:
 
 def converted(source: Path, target: Path, terms: ExportTerms, **options: bool) -> dict[str, Any]:
     conversion = converting.plan_conversion(PosixTier(source), None, ReadOptions(**options), terms)
-    return exports.convert(conversion, PosixTier(target.parent), target.name, Quiet())
+    return exports.convert(conversion, ExportWork(PosixTier(target.parent), target.name, Quiet()))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

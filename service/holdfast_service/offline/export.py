@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_service.daemon.copying import converting, exporting
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import exports
+from holdfast_service.wiring.exports import ExportWork
 from holdfast_service.wiring.progress import Printed, Progress, Quiet
 from holdfast_service.wiring.transfers import open_source
 
@@ -37,20 +38,21 @@ def main(arguments: Sequence[str]) -> int:
 def _exported(given: argparse.Namespace) -> dict[str, Any]:
     source, target = _ends(given)
     terms = _terms(given)
-    done = exports.converted(PosixTier(source), "", _place(target), target.name, terms, _progress(given))
+    work = ExportWork(_place(target), target.name, _progress(given))
+    done = exports.converted(PosixTier(source), "", terms, work)
     return {**done, "to": str(given.target)}
 
 
 def _converted(given: argparse.Namespace) -> dict[str, Any]:
     source, target = _ends(given)
     terms = _terms(given)
-    if target.exists() or target.is_symlink():  # said before the source is read
-        raise AlreadyCommitted(f"{given.target} already exists", hint="choose another name, or remove it")
     options = ReadOptions(given.as_is, given.assemble_flat)
     conversion = converting.plan_conversion(open_source(source), given.source_kind, options, terms)
     if given.dry_run:
+        if target.exists() or target.is_symlink():
+            raise exporting.taken(given.target)
         return {**converting.report(conversion), "to": str(given.target), "dry_run": True}
-    done = exports.convert(conversion, _place(target), target.name, _progress(given))
+    done = exports.convert(conversion, ExportWork(_place(target), target.name, _progress(given)))
     return {**done, "to": str(given.target)}
 
 

@@ -20,12 +20,16 @@ from holdfast_service.wiring.progress import Progress, going
 
 
 class ForeignExport(NamedTuple):
-    """A checkpoint to be exported on these terms, as the directory `target` of another tier."""
+    """A checkpoint to be exported on these terms, as the directory `target` of another tier.
+
+    `again` is true for a job that an earlier start of the service has begun.
+    """
 
     run: str
     step: int
     target: str
     terms: ExportTerms
+    again: bool = False
 
 
 class Exporter:
@@ -39,6 +43,8 @@ class Exporter:
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
             with exporting.alone(place, wanted.target) as staging:
+                if exporting.is_taken(place, wanted.target):
+                    raise exporting.taken(wanted.target)
                 made = exporting.stage(self._tier, place, staging, wanted, going(progress, 2 * size))
                 _publish(place, staging, wanted.target)
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
@@ -46,38 +52,53 @@ class Exporter:
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
         """Export for another program. A job that is interrupted goes on from the files that it had finished."""
         with self._decisions.reading(wanted.run, wanted.step):
-            directory = naming.checkpoint_path(wanted.run, wanted.step)
-            return converted(self._tier, directory, place, wanted.target, wanted.terms, progress)
+            work = ExportWork(place, wanted.target, progress, wanted.again)
+            return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.terms, work)
 
 
-def converted(
-    tier: Readable, directory: str, place: Tier, target: str, terms: ExportTerms, progress: Progress
-) -> dict[str, Any]:
-    """Export the checkpoint in a directory of `tier` as the directory `target` of `place`; the report."""
-    exporting.place_for(place, target)
+class ExportWork(NamedTuple):
+    """Where an export is written, as the directory `target` of `place`, and who hears of it.
+
+    `again` is true for work that was begun before, by somebody who may have been killed when it was done.
+    """
+
+    place: Tier
+    target: str
+    progress: Progress
+    again: bool = False
+
+
+def converted(tier: Readable, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
+    """Export the checkpoint in a directory of `tier`; the report."""
     planned = foreign_export.plan_export(tier, directory, read_pair(tier, directory).made, terms)
-    _written(planned, place, target, progress, lambda: None)
-    return {"to": target, **foreign_export.report(planned)}
+    _written(planned, work, lambda: None)
+    return {"to": work.target, **foreign_export.report(planned)}
 
 
-def convert(conversion: Conversion, place: Tier, target: str, progress: Progress) -> dict[str, Any]:
-    """Write a conversion as the directory `target` of `place`; the report. `StateMismatch` for a source that changes."""
-    _written(conversion.export, place, target, progress, conversion.check_unchanged)
-    return {"to": target, **converting.report(conversion)}
+def convert(conversion: Conversion, work: ExportWork) -> dict[str, Any]:
+    """Write a conversion; the report. `StateMismatch` for a source that changes meanwhile."""
+    _written(conversion.export, work, conversion.check_unchanged)
+    return {"to": work.target, **converting.report(conversion)}
 
 
-def _written(planned: PlannedExport, place: Tier, target: str, progress: Progress, check_source: Callable[[], None]) -> None:
+def _written(planned: PlannedExport, work: ExportWork, check_source: Callable[[], None]) -> None:
     """Stage the files, prove them, and give them their name; a killed start of the same work is gone on from."""
-    with exporting.alone(place, target) as staging:
+    place, ahead = work.place, going(work.progress, 2 * planned.bytes)
+    with exporting.alone(place, work.target) as staging:
+        if exporting.is_taken(place, work.target):
+            if not foreign_export.stands(planned, place, work.target, work.again, ahead):
+                raise exporting.taken(work.target)
+            streaming.forget(place, staging)  # a killed start had done it all, but for saying so
+            return
         try:
-            foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
+            foreign_export.write(planned, place, staging, ahead)
             check_source()
         except Interrupted:
             raise  # the job goes on from what is staged
         except BaseException:
             streaming.discard(place, staging)
             raise
-        _publish(place, staging, target)
+        _publish(place, staging, work.target)
         streaming.forget(place, staging)
 
 

@@ -47,30 +47,28 @@ def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going
     return made
 
 
-def place_for(target: Tier, wanted: str) -> str:
-    """Where an export stands until it gets the name `wanted`: beside it, so that a rename is enough.
-
-    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `AlreadyCommitted` for a name that is
-    taken.
-    """
+def is_taken(target: Tier, wanted: str) -> bool:
+    """Whether something has the name already."""
     parent, leaf = split_leaf(wanted)
-    check_name(leaf)
-    if leaf in target.list("/".join(parent)):
-        raise AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
-    return "/".join((*parent, naming.export_staging(leaf)))
+    return leaf in target.list("/".join(parent))
+
+
+def taken(wanted: str) -> AlreadyCommitted:
+    """What is said of a name that is taken."""
+    return AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
 
 
 @contextmanager
 def alone(target: Tier, wanted: str) -> Iterator[str]:
-    """Be the only one who exports to the name `wanted`, of all processes; where to stage it.
+    """Be the only one who exports to the name `wanted`, of all processes. Where it stands until it gets that name: beside
+    it, so that a rename is enough.
 
-    Raises what `place_for` does, and `InUse` while another one writes there.
+    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `InUse` while another one writes there.
     """
-    staging = place_for(target, wanted)
     parent, leaf = split_leaf(wanted)
+    check_name(leaf)
     with target.hold("/".join((*parent, naming.export_lock(leaf)))):
-        place_for(target, wanted)  # another one may have ended just before
-        yield staging
+        yield "/".join((*parent, naming.export_staging(leaf)))
 
 
 def check_name(name: str) -> None:

@@ -65,6 +65,14 @@ class FinishedFiles:
             if file.bytes == sizes.get(name) == self._target.size(f"{self._staging}/{name}")
         }
 
+    def complete(self, files: Sequence[TargetFile]) -> tuple[FinishedFile, ...] | None:
+        """The notes of all files, if all are there and of this job; None otherwise. Nothing is removed."""
+        notes = self._notes()
+        made = {note.file.name: note.file for note in notes if note.job == self._job}
+        if not notes or len(made) != len(notes) or made.keys() != {file.name for file in files}:
+            return None
+        return tuple(made[file.name] for file in files)
+
     def add(self, number: int, file: FinishedFile) -> None:
         """Note a file, whose bytes are durable already; the note is durable when this returns."""
         path = f"{self._there}/{number:06}.json"

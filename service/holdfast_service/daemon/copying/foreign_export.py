@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import NoSpace
+from holdfast_formats.errors import CorruptExtent, NoSpace
 from holdfast_formats.exports import arranged, kinds, plan
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.exports.source import ExportSource, of_committed
@@ -82,6 +83,32 @@ def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> N
     finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, staging, going)
     streaming.prove(target, staging, finished, going)
     target.sync_directory(staging)
+
+
+def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: Going) -> bool:
+    """Whether the directory `name` is this very export, made by a start that was killed before it could say so: no file
+    more, and every byte as it must be.
+
+    Its notes say what must be there. Without them, and `again`, the files are computed once more, for their digests.
+    """
+    files = planned.plan.files
+    if not all(target.size(f"{name}/{file.name}") == file.bytes for file in files):
+        return False
+    if set(target.list(name)) != {file.name.partition("/")[0] for file in files}:
+        return False
+    parent, _, leaf = name.rpartition("/")
+    staging = f"{parent}/{naming.export_staging(leaf)}" if parent else naming.export_staging(leaf)
+    tensors = planned.source.listing.tensors
+    finished = streaming.noted(planned.files, tensors, files, target, staging)
+    if finished is None and again:
+        finished = streaming.computed(planned.files, tensors, files, going)
+    if finished is None:
+        return False
+    try:
+        streaming.prove(target, name, finished, going)
+    except CorruptExtent:
+        return False
+    return True
 
 
 def report(planned: PlannedExport) -> dict[str, Any]:

@@ -72,6 +72,28 @@ def stream(
     return tuple(there[file.name] for file in files)
 
 
+def noted(
+    source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
+) -> tuple[FinishedFile, ...] | None:
+    """What an earlier start of the same job noted, if it had finished all files; None otherwise. Nothing is changed."""
+    watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
+    return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
+
+
+def computed(source: Readable, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
+    """What `stream` would note of these files, without writing them."""
+    extents = _extent_bytes(files)
+    made, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)
+    for file in files:
+        content = TargetBytes(source, tensors, file, extents)
+        for window in content.windows():
+            if going.ended():
+                raise CopyStopped
+            content.fill(window, buffer[: window[-1].stop - window[0].start])
+        made.append(_finished(content))
+    return tuple(made)
+
+
 def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile]) -> str:
     """The digest of a job: of its plan and of its sources as they are."""
     return job_digest(files, tensors, {name: source.stamp(name) for name in _used(tensors, files)})
@@ -110,7 +132,7 @@ class _Streaming:
         self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: Going
     ) -> None:
         self._source, self._tensors, self._target, self._going = source, tensors, target, going
-        self._extent_bytes = extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
+        self._extent_bytes = _extent_bytes(files)
         self._windows = BufferPool(WINDOWS)
         self._compared: set[TensorKey] = set()
         # A member of a zip file is checked when the last file that is made of it is written. If we are killed before, the
@@ -135,10 +157,7 @@ class _Streaming:
             for job in pending:
                 job.exception()  # nobody writes any more when the file is closed
             writer.discard()
-        literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
-        placed = zip(file.tensors, content.extents, strict=True)
-        tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
-        return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
+        return _finished(content)
 
     def _members_of(self, file: TargetFile) -> list[MemberPlace]:
         keys = {move.source for one in file.tensors for move in one.mapped.moves}
@@ -180,6 +199,19 @@ class _Streaming:
             for copy in self._tensors[key].copies:
                 comparing.check_copy(self._source, self._tensors[key], copy, self._going)
             self._compared.add(key)
+
+
+def _extent_bytes(files: Sequence[TargetFile]) -> int:
+    return extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
+
+
+def _finished(content: TargetBytes) -> FinishedFile:
+    """What is noted of a file, all of whose windows have been filled."""
+    file = content.file
+    literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
+    placed = zip(file.tensors, content.extents, strict=True)
+    tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
+    return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
 
 
 def _put(writer: FileWriter, start: int, data: Bytes, held: ExitStack) -> None:
