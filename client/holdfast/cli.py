@@ -9,7 +9,6 @@ import typer
 from .commands import (
     bench,
     catalog,
-    convert,
     demo,
     diff,
     doctor,
@@ -60,7 +59,7 @@ for _command in (
     diff.diff,
     restore.restore,
     export.export,
-    convert.convert,
+    export.convert,
     *_KEEPING,
     serve.open,
     top.top,

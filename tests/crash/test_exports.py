@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,8 +231,10 @@ def test_stopped_or_without_room(root: Path, tmp_path: Path, how: str, status: i
     shutil.rmtree(program.place / "out")
     for at in points(len(clean.acts), count):
         stopped = program.run(at, how)
-        if at < len(clean.acts) or stopped.status:  # the last act takes the notes away, which needs no room
-            assert stopped.status == status and stopped.said["hint"], (at, stopped)
+        if at == len(clean.acts) and not stopped.status:  # it takes the notes away, which needs no room
+            shutil.rmtree(program.place / "out")
+            continue
+        assert stopped.status == status and stopped.said["hint"], (at, stopped)
         check_clean(program, wanted)
 
 
@@ -318,3 +321,38 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
                 shutil.rmtree(place / name)
             ledger.survived(LANE)
         api.close()
+
+
+STARTER = """
+import sys
+from holdfast.rest import delegated
+delegated._PROGRAM = "tests.crash.offline_program"
+try:
+    delegated.offline(*sys.argv[1:], on_bytes=lambda done, total: None)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> None:
+    """Whoever has started the program passes the signal on, and ends when nothing is left."""
+    program = Program(tmp_path, root / naming.checkpoint_path("llama", STEP), WAYS["dcp"])
+    acts = len(program.run().acts)
+    shutil.rmtree(program.place / "out")
+    log = tmp_path / "acts"
+    Path(f"{log}.kill").write_text(f"{acts // 2} STOP")
+    words = ["export", str(root / naming.checkpoint_path("llama", STEP)), str(program.place / "out"), "--as=dcp"]
+    starter = Forked(["-c", STARTER, str(log), *words], kind="rank")
+    lock, worker = program.place / naming.export_lock("out"), 0
+    try:
+        wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
+        worker = int(lock.read_text().split()[1])
+        wait_until(lambda: program.stopped(worker))
+        starter.send_signal(signal.SIGINT)
+        os.kill(worker, signal.SIGCONT)
+        assert starter.wait(60) == 130 and program.there() == []
+    finally:
+        starter.kill()
+        starter.communicate()
+        if lock.exists():
+            os.kill(worker, signal.SIGKILL)
