@@ -57,6 +57,9 @@ class Commands(LazyGroup):
             "Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.",
         ),
         "export": _entry("export", "Copy a checkpoint to a directory and verify every byte on the way."),
+        "convert": _entry(
+            "export", "Convert a checkpoint of one program to one of another, directory to directory.", "convert"
+        ),
         "keep": _entry(
             "keep",
             "Set the retention policy of a run, or show it.",

@@ -184,7 +184,9 @@ class Pinned(Conflict):
 
 
 class InUse(Conflict):
-    """The checkpoint is being read, or contains files that are not Holdfast's; the node that is to be forgotten is live."""
+    """The checkpoint is being read, or contains files that are not Holdfast's; the node that is to be forgotten is live;
+    another export writes to the same name.
+    """
 
     code = "in-use"
 

@@ -199,6 +199,16 @@ def checkpoint_path(run: str, step: int) -> str:
     return f"{check_run(run)}/{CHECKPOINTS}/{step_directory(step)}"
 
 
+def export_staging(name: str) -> str:
+    """The directory beside an export's target in which it is staged."""
+    return f".{name}.partial"
+
+
+def export_lock(name: str) -> str:
+    """The file beside an export's target that is locked while one writes there."""
+    return f".{name}.lock"
+
+
 def staging_path(run: str, step: int, attempt: int, round_id: int = 0) -> str:
     """The path of an attempt's files for a step before they are published, relative to the root."""
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt, round_id)}"

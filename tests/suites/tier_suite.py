@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_service.storage import Buffer, Tier
 
 ESCAPES = ["/etc/passwd", "../outside", "a/../../outside", "a//b", "./a", "a/.", "a/", "a\0b", ".."]
@@ -447,3 +448,36 @@ class TierSuite:
         with pytest.raises(InvalidRequest):
             tier.publish("", "target")
         assert raw.read("file") == b"x"
+
+    def test_one_holds_a_name_at_a_time(self, tier: Tier) -> None:
+        """Whoever comes second is refused by name, whoever comes later gets it; nothing is left."""
+        with tier.hold("a/.out.lock"):
+            with pytest.raises(InUse, match=r"a/\.out\.lock"), tier.hold("a/.out.lock"):
+                raise AssertionError("two hold one name")
+            with tier.hold("a/.other.lock"), tier.hold(".out.lock"):
+                pass
+        with pytest.raises(KeyError), tier.hold("a/.out.lock"):
+            raise KeyError
+        with tier.hold("a/.out.lock"):
+            pass
+        assert tier.list("a") == []
+
+    def test_threads_hold_a_name_one_after_the_other(self, tier: Tier) -> None:
+        """Never two at once, however often it is given on."""
+        inside: list[int] = []
+
+        def hold(number: int) -> int:
+            times = 0
+            while times < 20:
+                try:
+                    with tier.hold(".out.lock"):
+                        inside.append(number)
+                        assert inside == [number]
+                        inside.clear()
+                        times += 1
+                except InUse:
+                    time.sleep(0)
+            return times
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(hold, range(3))) == [20, 20, 20]

@@ -1,4 +1,4 @@
-"""`holdfast export`: copy a checkpoint, only its model, or what another program loads of it, into a new directory."""
+"""`holdfast export` and `convert`: a checkpoint, or another program's, as a new directory, for whatever program loads it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
+from .import_ import AsIs, DryRun, Flat, Kind, options_of, print_files
+
 LEFT_OUT_SHOWN = 20
 
 Target = Annotated[
@@ -38,6 +40,9 @@ As = Annotated[
     str | None,
     typer.Option("--as", metavar="KIND", help="Export for another program: hf, peft, dcp, paddle-uc or paddle-flex."),
 ]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Directory of a checkpoint of any kind that import reads.")]
+NewTarget = Annotated[Path, typer.Argument(metavar="DEST", help="Target directory; it must not exist yet.")]
+MadeAs = Annotated[str, typer.Option("--as", metavar="KIND", help="What to make: hf, peft, dcp, paddle-uc or paddle-flex.")]
 Weights = Annotated[
     str | None, typer.Option("--weights", metavar="GROUP", help="With --as hf, the weights: model, ema or master.")
 ]
@@ -85,7 +90,43 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     if as_json:
         console.print_json(done)
         return
-    _print(target, done)
+    _print_done("exported", target, done)
+
+
+def convert(  # noqa: PLR0913 - typer makes an option of each
+    source: Source,
+    target: NewTarget,
+    made_as: MadeAs,
+    kind: Kind = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    layout: Layout = None,
+    program: Program = None,
+    as_is: AsIs = False,
+    assemble_flat: Flat = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a checkpoint of one program to one of another, directory to directory.
+
+    It is an import and an export in one: what is not understood is refused by name, SRC must not change meanwhile, and
+    every byte is read back before DEST gets its name. If it is killed, the same command goes on from the files that are
+    finished.
+    """
+    with console.reporting(as_json):
+        text = None if program is None else program_text(program)
+        wanted = {"as": made_as, "weights": weights, "dtype": dtype, "layout": layout, "program": text}
+        how = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "dry_run": dry_run}
+        with console.told("converting", shown=not as_json) as on_bytes:
+            words = [source, str(target), *options_of({**wanted, **how})]
+            done = delegated.offline("convert", *words, on_bytes=on_bytes)
+    if as_json:
+        console.print_json(done)
+        return
+    if dry_run:
+        _print_plan(done)
+        return
+    _print_done("converted", target, done)
 
 
 def _refuse_both(model_only: bool) -> None:
@@ -107,19 +148,21 @@ def _converted(
     made = reader.manifest
     if isinstance(source, DirectorySource):
         words = [f"--{name}={value}" for name, value in arguments.items()]
-        return delegated.offline("export", str(source.path), str(target), *words)
+        with console.told("exporting", shown=not as_json) as on_bytes:
+            return delegated.offline("export", str(source.path), str(target), *words, on_bytes=on_bytes)
     wanted = JobRequest(kind="export", run=made.run, step=made.step, arguments={"to": str(target), **arguments})
-    with Api(url or default_url()) as api, console.progress("exporting", 0, shown=not as_json) as bar:
-        return delegated.as_job(api, wanted, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total))
+    with Api(url or default_url()) as api, console.told("exporting", shown=not as_json) as on_bytes:
+        return delegated.as_job(api, wanted, on_bytes)
 
 
-def _print(target: Path, done: dict[str, Any]) -> None:
+def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
+    """What an export or a conversion made, and what it left out."""
     out = console.out()
     size = console.human_bytes(int(done["bytes"]))
     what = "a checkpoint" if done["committed"] else "a plain directory of the model"
     if "as" in done:
         what = f"as {done['as']}, {done['tensors']} tensors, read back"
-    out.print(Text.assemble(("exported  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
+    out.print(Text.assemble((f"{word}  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))
     for note in done.get("notes", ()):
         out.print(Text.assemble(("note  ", "bold"), note))
     left = done.get("left_out", ())
@@ -128,3 +171,18 @@ def _print(target: Path, done: dict[str, Any]) -> None:
     more = len(left) - LEFT_OUT_SHOWN + int(done.get("more_left_out", 0))
     if more > 0:
         out.print(f"and {more} more; --json lists them")
+
+
+def _print_plan(done: dict[str, Any]) -> None:
+    out = console.out()
+    out.print(f"kind: {done['source']['kind']}")
+    print_files(done["source"])
+    made = console.table("FILE OF THE TARGET", "BYTES", right=("BYTES",))
+    for file in done["written"]:
+        made.add_row(Text(file["file"]), console.human_bytes(file["bytes"]))
+    out.print(made)
+    for one in (*done["notes"], *(f"left out: {left['what']}: {left['reason']}" for left in done["left_out"])):
+        out.print(Text.assemble(("note  ", "bold"), one))
+    size = console.human_bytes(int(done["bytes"]))
+    what = f"{done['to']}: {done['tensors']} tensors, {size} in {done['files']} files; nothing was written"
+    out.print(Text.assemble(("would convert  ", "yellow"), what))

@@ -62,7 +62,9 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         given = {"kind": kind, "program": text, "as_is": as_is, "assemble_flat": assemble_flat, "dry_run": dry_run}
         arguments = {name: value for name, value in given.items() if value}
         if root is not None:
-            done = delegated.offline("import", source, f"{run}@{step}", "--root", str(root), *_options(arguments))
+            words = [source, f"{run}@{step}", "--root", str(root), *options_of(arguments)]
+            with console.told("importing", shown=not as_json) as on_bytes:
+                done = delegated.offline("import", *words, on_bytes=on_bytes)
         else:
             wanted = JobRequest(kind="import", run=run, step=step, arguments={"from": source, **arguments})
             done = _by_service(url, wanted, as_json)
@@ -82,14 +84,16 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
 
 
 def _by_service(url: str | None, wanted: JobRequest, as_json: bool) -> dict[str, Any]:
-    with Api(url or default_url()) as api, console.progress("importing", 0, shown=not as_json) as bar:
-        return delegated.as_job(api, wanted, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total))
+    with Api(url or default_url()) as api, console.told("importing", shown=not as_json) as on_bytes:
+        return delegated.as_job(api, wanted, on_bytes)
 
 
-def _options(arguments: dict[str, Any]) -> list[str]:
+def options_of(arguments: dict[str, Any]) -> list[str]:
     """The arguments as words of the offline program's command line."""
     words: list[str] = []
     for name, value in arguments.items():
+        if value in (None, False):
+            continue
         option = "--from" if name == "kind" else f"--{name.replace('_', '-')}"
         words += [option] if value is True else [f"{option}={value}"]
     return words
@@ -97,19 +101,24 @@ def _options(arguments: dict[str, Any]) -> list[str]:
 
 def _print_report(done: dict[str, Any]) -> None:
     source = done["source"]
+    console.out().print(f"kind: {source['kind']}")
     groups = console.table("GROUP", "TENSORS", "BYTES", "DTYPES", "FOR EXAMPLE", right=("TENSORS", "BYTES"))
     for name, group in sorted(done.get("groups", {}).items()):
         values = [f"value {key}" for key in group.get("values", ())]
         size = console.human_bytes(group["bytes"])
         examples = Text(", ".join([*group["names"], *values]))  # names may look like markup
         groups.add_row(name, str(group["tensors"]), size, " ".join(group["dtypes"]), examples)
+    console.out().print(groups)
+    print_files(source)
+
+
+def print_files(source: dict[str, Any]) -> None:
+    """Every file of a source, what becomes of it, and the notes."""
     files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",))
     for file in source["files"][:FILES_SHOWN]:
         size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])
         files.add_row(Text(file["file"]), size, file["use"], Text(file.get("reason", "")))
     out = console.out()
-    out.print(f"kind: {source['kind']}")
-    out.print(groups)
     out.print(files)
     more = len(source["files"]) - FILES_SHOWN + source.get("more_files", 0)
     if more > 0:

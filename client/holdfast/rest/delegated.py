@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +19,10 @@ from holdfast_formats.rest.operations import Job, JobRequest
 ENDED = ("done", "failed", "cancelled")
 WAIT_S = 20.0
 _PROGRAM = "holdfast_service.offline"
+OnBytes = Callable[[int, int], None]
 
 
-def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
+def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
     """Have the service do it as a job, wait, and return the result. Raises the problem with which the job ended.
 
     If the caller stops waiting, the job goes on. `on_bytes` is told the progress.
@@ -35,19 +38,48 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -
     return job.result or {}
 
 
-def offline(*arguments: str) -> dict[str, Any]:
-    """Do it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages."""
-    done = subprocess.run([sys.executable, "-m", _PROGRAM, *arguments], capture_output=True, text=True, check=False)
-    try:
-        said = json.loads(done.stdout)
-    except ValueError:
-        why = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+def offline(*arguments: str, on_bytes: OnBytes | None = None) -> dict[str, Any]:
+    """Do it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages.
+
+    `on_bytes` is told the progress, of work that has any. If the caller is interrupted, so is the work, which cleans up
+    before this returns.
+    """
+    command = [sys.executable, "-m", _PROGRAM, *arguments, *(() if on_bytes is None else ("--progress",))]
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            said = _heard(process, on_bytes)
+            status = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        errors.seek(0)
+        why = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
+    if said is None:
         raise CheckpointError(
-            f"{_PROGRAM} exited with status {done.returncode}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
-        ) from None
-    if done.returncode:
+            f"{_PROGRAM} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
+        )
+    if status:
         raise from_problem(said)
-    return dict(said)
+    return said
+
+
+def _heard(process: subprocess.Popen[str], on_bytes: OnBytes | None) -> dict[str, Any] | None:
+    """The document that a program prints as its last line; None without one. Lines before it are `[done, total]` bytes."""
+    said = None
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                said = found
+            elif on_bytes is not None:
+                on_bytes(*found)
+    return said
 
 
 def _parsed(content: bytes) -> Job:

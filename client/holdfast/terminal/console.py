@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
@@ -66,6 +66,13 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
     with Progress(*columns, console=err(), transient=True, disable=not shown) as bar:
         bar.add_task(what, total=total)
         yield bar
+
+
+@contextmanager
+def told(what: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that is told how many bytes are done, and of how many."""
+    with progress(what, 0, shown) as bar:
+        yield lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
 
 
 def human_bytes(count: float) -> str:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import said
 from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte, same_bytes
+from holdfast_formats.foreign.committed import refuse_sub_byte
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, same
@@ -47,7 +48,7 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
     """
     groups: dict[str, dict[str, MappedTensor]] = defaultdict(dict)
     if program is None:
-        for group in source.made.groups:
+        for group in source.groups:
             held = source.group(group)
             refuse_sub_byte(held)
             groups[group] = {name: same(tensor) for name, tensor in held.items()}
@@ -59,7 +60,7 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
         groups[key.group][key.name] = mapped
     notes = [f"names and layouts are those that program {program.program!r} makes", *program.notes]
     notes += [f"program {program.program!r} drops {loss.key.group}/{loss.key.name}: {loss.why}" for loss in program.lost]
-    notes += said(source.made.aliases.get("model", {}), "the program makes of tied weights one")
+    notes += said(source.ties("model"), "the program makes of tied weights one")
     return Arranged(groups, program.names, tuple(notes))
 
 
@@ -69,7 +70,7 @@ def compiled(source: ExportSource, given: str) -> CompiledProgram:
     Raises `InvalidRequest` for a program that cannot be right, `StateMismatch` for one that does not fit the checkpoint.
     """
     program = read_program(given) if "\n" in given or "=" in given else choice.load(given)
-    aliases = {TensorKey(group, alias) for group, held in source.made.aliases.items() for alias in held}
+    aliases = {TensorKey(group, alias) for group, held in source.aliases.items() for alias in held}
     specs = {key: tensor.spec for key, tensor in source.listing.tensors.items() if key not in aliases}
     return compile_program(program, specs, config_of(source))
 
@@ -77,7 +78,7 @@ def compiled(source: ExportSource, given: str) -> CompiledProgram:
 def config_of(source: ExportSource) -> Mapping[str, Any]:
     """The checkpoint's config.json; empty where there is none, or it is no object."""
     try:
-        found = json.loads(source.read_asset(CONFIG)) if CONFIG in source.listing.assets else {}
+        found = json.loads(source.read_asset(CONFIG)) if CONFIG in source.assets else {}
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -128,10 +129,9 @@ def _by_new_name(held: Any, arranged: Arranged, listed: bool) -> Any:
 
 
 def _check(source: ExportSource, program: CompiledProgram) -> None:
-    entries = source.made.tensors
     for first, *others in program.equal:
         for other in others:
-            if not same_bytes(entries[first.group][first.name], entries[other.group][other.name]):
+            if not source.equal(first, other):
                 raise StateMismatch(
                     f"program {program.program!r} takes {first.name!r} and {other.name!r} of group {first.group} "
                     "for equal, and they differ",

@@ -6,8 +6,8 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports import weights
 from holdfast_formats.exports.arranged import arrange, renamed_documents
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, LeftOut, copied_assets
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import said, tied
-from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.dcp.export import target_files
 from holdfast_formats.foreign.dcp.export_names import LAYOUTS
 
@@ -27,7 +27,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     if chosen is not None:
         groups["model"] |= chosen.tensors
     notes = list(arranged.notes if chosen is None else chosen.notes)
-    for group, ties in source.made.aliases.items() if options.program is None else ():
+    for group, ties in source.aliases.items() if options.program is None else ():
         groups[group] = tied(groups[group], ties)  # torch loads every name of a state dict
         notes += said(ties, f"tied tensors of group {group} are stored under both names")
     tensors = [mapped for held in groups.values() for mapped in held.values()]

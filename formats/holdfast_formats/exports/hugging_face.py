@@ -20,8 +20,8 @@ from holdfast_formats.exports.plan import (
     values_of_weights,
 )
 from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import said, tied
-from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.target_files import TargetFile
 
 CONFIG = "config.json"
@@ -50,7 +50,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
 
 def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
     """What is tied and has to be stored under its other name too, because config.json does not tie it; and what is said."""
-    config, ties = config_of(source), source.made.aliases.get(weights.GROUP, {})
+    config, ties = config_of(source), source.ties(weights.GROUP)
     inner = config.get("text_config")
     ties_head = any(held.get(_TIES_KEY) is True for held in (config, inner) if isinstance(held, dict))
     once = {alias: name for alias, name in ties.items() if ties_head and alias.endswith(_HEAD)}
@@ -61,7 +61,7 @@ def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
 def configured(source: ExportSource, dtype: str | None, without: frozenset[str]) -> tuple[list[TargetFile], list[str]]:
     """The checkpoint's small files, with the dtype in config.json where one was asked for, and what is said about it."""
     assets = copied_assets(source, without)
-    if dtype is None or CONFIG not in source.listing.assets:
+    if dtype is None or CONFIG not in source.assets:
         return assets, []
     changed = with_dtype(source.read_asset(CONFIG), FLOATS[dtype])
     if changed is None:

@@ -17,9 +17,9 @@ from holdfast_formats.exports.paddle_state import POWERS, PaddleState
 from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
 from holdfast_formats.exports.safetensors_files import KnownTensor
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import renamed
 from holdfast_formats.foreign import pickle_writer
-from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
 from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile

@@ -17,9 +17,9 @@ from holdfast_formats.exports import weights
 from holdfast_formats.exports.arranged import Arranged, arrange, config_of
 from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups, values_of_weights
 from holdfast_formats.exports.safetensors_files import KnownTensor
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import renamed, said, tied
 from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.moves import MappedTensor
@@ -113,7 +113,7 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
         masters[name] = layout.of(name, full(master, TensorKey("master_weights", name)))
     optimizer = _optimizer(source, arranged, layout, state)
     notes = [*chosen.notes, *(note for note in arranged.notes if note not in chosen.notes)]
-    ties = {} if options.program is not None else dict(source.made.aliases.get("model", {}))
+    ties = {} if options.program is not None else dict(source.ties("model"))
     notes += said(ties)
     return PaddleState(
         tied(chosen.tensors, ties),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.exports.paddle_state import TRAINER_KEYS, PaddleState, parameter_groups
 from holdfast_formats.exports.plan import small_file
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.foreign import pickle_writer
-from holdfast_formats.foreign.committed import ExportSource
 from holdfast_formats.foreign.pickle_writer import MadeObject, NamedGlobal
 from holdfast_formats.foreign.target_files import TargetFile
 
@@ -45,7 +46,9 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
     """
     if not state.optimizer:
         return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, and not resume",))
-    step = source.made.step if state.step is None else state.step
+    step = source.listing.step if state.step is None else state.step
+    if step is None:
+        raise StateMismatch("parameters differ in their steps, and the source does not say at which step its training was")
     kept = source.listing.documents.get("extra", {})
     trainer, scheduler = (kept.get(key) for key in TRAINER_KEYS)
     same = isinstance(trainer, dict) and trainer.get("global_step") == step

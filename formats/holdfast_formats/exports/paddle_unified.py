@@ -11,7 +11,7 @@ from holdfast_formats.exports.paddle_state import POWERS, PaddleState
 from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan
 from holdfast_formats.exports.safetensors_files import KnownTensor, shard_set
-from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.target_files import TargetFile
 

@@ -14,8 +14,9 @@ from holdfast_formats.exports.plan import (
     values_of_weights,
 )
 from holdfast_formats.exports.safetensors_files import shard_set
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import said, tied
-from holdfast_formats.foreign.committed import ExportSource, refuse_sub_byte
+from holdfast_formats.foreign.committed import refuse_sub_byte
 from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import same
 
@@ -37,16 +38,16 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     if group is None:
         raise NoSuchResource(
             f"the checkpoint has no adapter: no group {' or '.join(GROUPS)}",
-            hint=f"groups: {', '.join(source.made.groups) or 'none'}",
+            hint=f"groups: {', '.join(source.groups) or 'none'}",
         )
-    if CONFIG not in source.listing.assets:
+    if CONFIG not in source.assets:
         raise NoSuchResource(
             f"the checkpoint has no {CONFIG}, without which PEFT cannot load the adapter",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
     tensors = {name: tensor for name, tensor in source.group(group).items() if not is_of_rank(name)}
     refuse_sub_byte(tensors)
-    ties = source.made.aliases.get(group, {})  # PEFT reads every name, and takes its own values for one that is missing
+    ties = source.ties(group)  # PEFT reads every name, and takes its own values for one that is missing
     foreign = [name for name in (*tensors, *ties) if not name.startswith("base_model.")]
     if foreign:
         raise StateMismatch(f"{min(foreign)!r} is not a name of PEFT's", hint="its names begin with base_model.")
@@ -61,7 +62,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     notes += said(ties)
     left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
     left_out += values_of_weights(source, frozenset({group}))
-    left_out += [LeftOut(name, "it belongs to the base model") for name in source.listing.assets if name in _OF_THE_BASE]
+    left_out += [LeftOut(name, "it belongs to the base model") for name in source.assets if name in _OF_THE_BASE]
     return ExportPlan((*files.files, *copied_assets(source, _OF_THE_BASE)), tuple(notes), tuple(left_out))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.foreign.listing import is_of_rank
 from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
 from holdfast_formats.programs.compiled import CompiledProgram
@@ -88,14 +88,14 @@ def small_file(name: str, data: bytes) -> TargetFile:
 
 def copied_assets(source: ExportSource, without: frozenset[str] = frozenset()) -> list[TargetFile]:
     """The checkpoint's small files as they are."""
-    return [small_file(name, source.read_asset(name)) for name in source.listing.assets if name not in without]
+    return [small_file(name, source.read_asset(name)) for name in source.assets if name not in without]
 
 
 def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({"model"})) -> list[LeftOut]:
     """What modules keep beside their weights (`get_extra_state`), which files of weights have no place for."""
     held = {f"{group}/{key}" for group in groups for key in source.listing.documents.get(group, {})}
     held |= {name for name in source.ranked if name.partition("/")[0] in groups}
-    apart = sorted(f"{group}/{name}" for group in groups for name in source.made.tensors.get(group, {}) if is_of_rank(name))
+    apart = sorted(f"{group}/{name}" for group in groups for name in source.group(group) if is_of_rank(name))
     found = [LeftOut("values " + ", ".join(sorted(held)), "only tensors are stored there")] if held else []
     return [*found, *(LeftOut(name, "it belongs to a value, or to one rank") for name in apart)]
 
@@ -104,7 +104,7 @@ def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> lis
     """The groups that an export has no place for, and their values that are not tensors."""
     found = [
         LeftOut(f"group {group} ({len(named)} tensors)", reason)
-        for group, named in sorted(source.made.tensors.items())
+        for group, named in ((group, source.group(group)) for group in sorted(source.groups))
         if group not in used and named
     ]
     values = sorted(

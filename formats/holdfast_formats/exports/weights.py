@@ -14,9 +14,9 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.exports.arranged import Arranged
 from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut
+from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import tied
-from holdfast_formats.foreign.committed import ExportSource, same_bytes
-from holdfast_formats.foreign.listing import is_of_rank
+from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import MappedTensor
 
 GROUP = "model"
@@ -41,7 +41,7 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
     """
     model = _weights(arranged, GROUP)
     if not model:
-        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}")
+        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
     taken, notes, left_out = model, list(arranged.notes), list[LeftOut]()
     if options.weights != GROUP:
         taken, missing, left_out = _instead(source, arranged, options.weights)
@@ -81,13 +81,11 @@ def _instead(
     """For each tensor of the model that of another group, or its own; which have none there; what else the group has."""
     model, held = _weights(arranged, GROUP), _weights(arranged, group)
     if not arranged.names:  # what is tied there only; a program has made one of such tensors
-        held = tied(held, source.made.aliases.get(group, {}))
+        held = tied(held, source.ties(group))
     if not held:
-        raise NoSuchResource(
-            f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.made.groups) or 'none'}"
-        )
+        raise NoSuchResource(f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
     _check_ties(source, group)
-    aliases = source.made.aliases.get(GROUP, {})
+    aliases = source.ties(GROUP)
     found, missing = dict(model), list[str]()
     for name, tensor in model.items():
         second = next((alias for alias, target in aliases.items() if target == name and alias in held), None)
@@ -129,9 +127,9 @@ def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[
 
 def _check_ties(source: ExportSource, group: str) -> None:
     """Refuse what is tied in the model and differs in the other group: only one of the two would be exported."""
-    entries = source.made.tensors[group]
-    for alias, target in source.made.aliases.get(GROUP, {}).items():
-        if alias in entries and target in entries and not same_bytes(entries[alias], entries[target]):
+    entries = source.group(group)
+    for alias, target in source.ties(GROUP).items():
+        if alias in entries and target in entries and not source.equal(TensorKey(group, alias), TensorKey(group, target)):
             raise StateMismatch(
                 f"{alias!r} and {target!r} are one tensor in the model and differ in group {group}", tensor=alias
             )

@@ -1,32 +1,25 @@
-"""A committed checkpoint as the source of an export: its tensors as a listing, and its files, out of which only verified
-bytes come.
-"""
+"""The files of a committed checkpoint, out of which only verified bytes come."""
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes, naming
+from holdfast_formats import dtypes
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import state_json, verification
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource, StateMismatch
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.layout.parts import strides
-from holdfast_formats.region import whole
-from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignTensor
 
 KEPT_BYTES_MAX = 64 * 2**20  # verified extents that are kept: rows of a transposed tensor are in the same ones
-KIND = "holdfast"
 
 
 class CommittedFiles:
@@ -58,18 +51,15 @@ class CommittedFiles:
         into = np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer.reshape(-1).view(np.uint8)
         stop = min(offset + into.nbytes, self._size(path))
         listed = self._pieces[path]
-        position = max(bisect_right(self._starts[path], offset) - 1, 0)
-        while position < len(listed) and listed[position].start < stop:
-            piece = listed[position]
-            position += 1
+        starts = self._starts[path]
+        touched = listed[max(bisect_right(starts, offset) - 1, 0) : bisect_left(starts, stop)]
+        whole = [piece for piece in touched if offset <= piece.start and piece.stop <= stop]
+        if whole:
+            self._verified_into(whole, into[whole[0].start - offset : whole[-1].stop - offset])
+        for piece in touched:
             begin, end = max(piece.start, offset), min(piece.stop, stop)
-            if end <= begin:
-                continue
-            place = into[begin - offset : end - offset]
-            if end - begin == piece.length:
-                self._verified_into(piece, place)
-            else:
-                place[...] = self._verified(piece)[begin - piece.start : end - piece.start]
+            if begin < end < begin + piece.length:
+                into[begin - offset : end - offset] = self._verified(piece)[begin - piece.start : end - piece.start]
         return max(stop - offset, 0)
 
     def read_stored(self, path: str, offset: int, buffer: Any) -> int:
@@ -106,7 +96,7 @@ class CommittedFiles:
                 self._kept.move_to_end(key)
                 return found
         made = np.empty(piece.length, np.uint8)
-        self._verified_into(piece, made)
+        self._verified_into([piece], made)
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = made
@@ -116,54 +106,19 @@ class CommittedFiles:
                 self._kept_bytes -= dropped.nbytes
         return made
 
-    def _verified_into(self, piece: Piece, into: NDArray[np.uint8]) -> None:
-        read = self._files.read_into(self._at(piece.file), piece.start, into)
+    def _verified_into(self, pieces: Sequence[Piece], into: NDArray[np.uint8]) -> None:
+        """Read pieces that follow each other, at once, to where they are wanted, and check each there."""
+        first = pieces[0].start
+        read = self._files.read_into(self._at(pieces[0].file), first, into)
         try:
-            verification.check(piece, into[:read])
+            for piece in pieces:
+                verification.check(piece, into[min(piece.start - first, read) : min(piece.stop - first, read)])
         except BaseException:
             into[...] = 0  # nobody is to find bytes there that nothing vouches for
             raise
 
     def _at(self, path: str) -> str:
         return f"{self._directory}/{path}" if self._directory else path
-
-
-class ExportSource(NamedTuple):
-    """A committed checkpoint to be exported. `ranked` names the values (group/key) that differ between ranks and so are not
-    in the listing's documents; `aliases` are in the listing as tensors like others.
-    """
-
-    made: Manifest
-    files: CommittedFiles
-    listing: ForeignListing
-    ranked: tuple[str, ...] = ()
-
-    def group(self, group: str) -> dict[str, ForeignTensor]:
-        """The stored tensors of a group, by name, without aliases."""
-        return {name: self.listing.tensors[TensorKey(group, name)] for name in self.made.tensors.get(group, {})}
-
-    def read_asset(self, name: str) -> bytes:
-        """A small file of the checkpoint."""
-        return self.files.read(name)
-
-
-def opened(files: ForeignFiles, made: Manifest, directory: str = "") -> ExportSource:
-    """The checkpoint in `directory` that this manifest describes; of its files only state.json is read."""
-    verified = CommittedFiles(files, made, directory)
-    documents: dict[str, dict[str, Any]] = {}
-    ranked: tuple[str, ...] = ()
-    if made.file(naming.STATE) is not None:
-        values = state_json.for_rank(verified.read(naming.STATE), 0)
-        ranked = values.ranked
-        documents = {
-            group: {key: json.loads(text) for key, text in held.items() if f"{group}/{key}" not in ranked}
-            for group, held in values.values.items()
-        }
-    uses = tuple(FileUse(file.name, _use(made, file.name)) for file in made.files)
-    tensors = {tensor.key: tensor for tensor in _tensors(made)}
-    assets = tuple(use.file for use in uses if use.use == "asset")
-    listing = ForeignListing(KIND, tensors, uses, documents, assets, step=made.step)
-    return ExportSource(made, verified, listing, ranked)
 
 
 def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
@@ -181,23 +136,3 @@ def refuse_sub_byte(tensors: Mapping[str, ForeignTensor]) -> None:
                 hint="`holdfast export --model-only` copies such files as they are",
                 tensor=name,
             )
-
-
-def _use(made: Manifest, file: str) -> Any:
-    entry = made.file(file)
-    if entry is not None and entry.header_bytes:
-        return "tensors"
-    ours = {naming.STATE} | {naming.index_file_name(group) for group in made.groups}
-    return "state" if file in ours else "asset"
-
-
-def _tensors(made: Manifest) -> list[ForeignTensor]:
-    found = [_tensor(group, name, entry) for group, named in made.tensors.items() for name, entry in named.items()]
-    for group, aliases in made.aliases.items():
-        found += [_tensor(group, alias, made.tensors[group][target]) for alias, target in aliases.items()]
-    return found
-
-
-def _tensor(group: str, name: str, entry: TensorEntry) -> ForeignTensor:
-    piece = ForeignPiece(entry.file, entry.start, whole(entry.shape), strides(entry.shape))
-    return ForeignTensor(TensorSpec(group, name, entry.dtype, entry.shape), (piece,))

@@ -228,7 +228,7 @@ def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
 def stored(array: PickledArray, key: str) -> StoredArray:
     """A pickled tensor as an array of a file."""
     shape: Shape = array.shape
-    return StoredArray(array.file, key, array.dtype, shape, array.offset, array.strides)
+    return StoredArray(array.file, key, array.dtype, shape, array.offset, array.strides, array.member)
 
 
 KIND = ForeignKind("deepspeed", "a DeepSpeed checkpoint with ZeRO", recognises, read)

@@ -78,7 +78,8 @@ def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
         stage,
         tuple(count) if isinstance(count, list | tuple) else (count,),
         tuple(
-            StoredArray(a.file, f"{masters_key}[{n}]", a.dtype, a.shape, a.offset, a.strides) for n, a in enumerate(masters)
+            StoredArray(a.file, f"{masters_key}[{n}]", a.dtype, a.shape, a.offset, a.strides, a.member)
+            for n, a in enumerate(masters)
         ),
         _states(base, len(masters), path),
         tuple(group for group in list_in(base, "param_groups", path) if isinstance(group, dict)),
@@ -144,7 +145,7 @@ def _flat_kind(
     by_rank = []
     for rank in ranks:
         arrays = flat([state[kind] for state in rank.state], f"state/{kind}", rank.path)
-        by_rank.append([StoredArray(a.file, kind, a.dtype, a.shape, a.offset, a.strides) for a in arrays])
+        by_rank.append([StoredArray(a.file, kind, a.dtype, a.shape, a.offset, a.strides, a.member) for a in arrays])
         for group, (array, master) in enumerate(zip(by_rank[-1], rank.masters, strict=True)):
             last = stage < 3 and rank is ranks[-1]  # whose masters are stored without the padding at the end
             if array.shape[0] < master.shape[0] or (array.shape != master.shape and not last):

@@ -46,16 +46,31 @@ def is_of_rank(name: str) -> bool:
     return _OF_RANK.match(name) is not None
 
 
+class StoredMember(NamedTuple):
+    """A member of a zip file: its name there, its bytes in the file, and the CRC-32 that the zip file states of them."""
+
+    name: str
+    start: int
+    bytes: int
+    crc: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.bytes
+
+
 class ForeignPiece(NamedTuple):
     """A box of a tensor, and where it stands: the byte of its first element, and the step of each dimension in elements.
 
-    Steps are not negative. `strides` of a row-major piece are `layout.parts.strides(box.shape)`.
+    Steps are not negative. `strides` of a row-major piece are `layout.parts.strides(box.shape)`. `member` is the one of a
+    zip file that holds it, if its CRC-32 is known.
     """
 
     file: str
     start: int
     box: Box
     strides: Shape
+    member: StoredMember | None = None
 
 
 FetchBox = Callable[["ForeignTensor", Box], NDArray[Any]]

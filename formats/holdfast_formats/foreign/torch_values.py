@@ -17,7 +17,7 @@ def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
     """A pickled tensor as a whole one of this name."""
     spec = TensorSpec(group, name, array.dtype, array.shape)
     spec.check()
-    piece = ForeignPiece(array.file, array.offset, whole(array.shape), array.strides)
+    piece = ForeignPiece(array.file, array.offset, whole(array.shape), array.strides, array.member)
     return ForeignTensor(spec, (piece,))
 
 

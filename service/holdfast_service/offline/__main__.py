@@ -1,14 +1,19 @@
-"""`python -m holdfast_service.offline repair|import|export|catalog|tokens …`: works on a root, with or without a daemon.
+"""`python -m holdfast_service.offline repair|import|export|convert|catalog|tokens …`: works on a root that nobody serves.
 
 `holdfast` calls it, and prints what it says: one JSON document, a problem where it ends with an error.
 """
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
-NAMES = ("repair", "import", "export", "catalog", "tokens")
+from holdfast_formats.errors import RoundAborted, exit_status
+
+ACTS = ("repair", "import", "export", "convert")  # their programs do several things
+NAMES = (*ACTS, "catalog", "tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +22,21 @@ def main(arguments: Sequence[str]) -> int:
     if name not in NAMES:
         print(f"usage: python -m holdfast_service.offline {'|'.join(NAMES)} …", file=sys.stderr)
         return 2
-    return _program(name)([name, *rest] if name in ("repair", "import") else rest)
+    before = signal.signal(signal.SIGINT, _stopped)
+    try:
+        return _program(name)([name, *rest] if name in ACTS else rest)
+    except KeyboardInterrupt:
+        problem = RoundAborted("stopped by a signal", hint="the same command begins anew")
+        print(json.dumps(problem.problem()))
+        return exit_status(problem)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stopped(*_: object) -> None:
+    """Stop, and clean up undisturbed: a terminal's Ctrl-C comes here, and `holdfast` passes it on besides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _program(name: str) -> Callable[[list[str]], int]:
@@ -26,7 +45,7 @@ def _program(name: str) -> Callable[[list[str]], int]:
         from holdfast_service.offline import catalog
 
         return catalog.main
-    if name == "export":
+    if name in ("export", "convert"):
         from holdfast_service.offline import export
 
         return export.main

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.whereabouts import check_root_place
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
-from holdfast_service.wiring.imports import WantedImport
-from holdfast_service.wiring.progress import Quiet
+from holdfast_service.wiring.imports import WantedImport, foretold
+from holdfast_service.wiring.progress import Printed, Quiet
 from holdfast_service.wiring.transfers import Transfers, open_source
 
 
@@ -41,15 +43,29 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     root = Path(given.root).resolve()
     if given.act == "repair" and not root.is_dir():
         raise InvalidRequest(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
+    if given.act == "import" and given.dry_run:
+        return _foretold(given, WantedImport(*which, _options(given), dry_run=True), root)
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
     with _decided(root, listed=given.act == "import") as (tier, decisions):
         repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
         transfers = Transfers(tier, decisions, repairer)
         if given.act == "repair":
             return transfers.repair(*which)
-        options = ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat)
-        wanted = WantedImport(*which, options, given.dry_run)
-        return transfers.bring(open_source(Path(given.source)), wanted, Quiet())
+        wanted = WantedImport(*which, _options(given))
+        return transfers.bring(open_source(Path(given.source)), wanted, Printed(sys.stdout) if given.progress else Quiet())
+
+
+def _options(given: argparse.Namespace) -> ImportOptions:
+    return ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat)
+
+
+def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> dict[str, Any]:
+    """What an import would make. Nothing is made, not even the root, and a daemon may be serving it."""
+    check_root_place(root)
+    there = PosixTier(root).list(naming.checkpoint_path(wanted.run, wanted.step)) if root.is_dir() else []
+    if there:
+        raise AlreadyCommitted(f"{given.checkpoint} is already committed", hint="remove it, or choose another step")
+    return foretold(open_source(Path(given.source)), wanted)
 
 
 @contextmanager
@@ -100,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
     bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
+    bring.add_argument("--progress", action="store_true", help="print lines of [done, total] bytes first")
     bring.set_defaults(sources=())
     for act in (repair, bring):
         act.add_argument("--root", required=True, metavar="DIR")

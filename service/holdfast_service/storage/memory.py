@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
 
 from .tier import Buffer, check_range, octets, split_leaf, split_path
 
@@ -27,6 +28,7 @@ class MemoryTier:
         self._capacity_bytes = capacity_bytes
         self._files: dict[_Path, bytearray] = {}
         self._directories: set[_Path] = {()}
+        self._held: set[_Path] = set()
         self._changed = time.monotonic()
         self._lock = threading.RLock()
 
@@ -171,6 +173,19 @@ class MemoryTier:
         with self._lock:
             self._files = {path: data for path, data in self._files.items() if path[: len(top)] != top}
             self._directories = {path for path in self._directories if path[: len(top)] != top}
+
+    @contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        parent, leaf = split_leaf(path)
+        name = (*parent, leaf)
+        with self._lock:
+            if name in self._held:
+                raise InUse(f"somebody holds {path}", hint="wait until it is free, or choose another name", path=path)
+            self._held.add(name)
+        try:
+            yield
+        finally:
+            self._held.discard(name)
 
     def idle_s(self, path: str) -> float:
         """Since anything in this tier was last made or written: it notes no times of single files."""

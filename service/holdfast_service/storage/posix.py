@@ -20,6 +20,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 from . import libc
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
+from .held_names import held
 from .pacing import Pace
 from .stamps import stamps
 from .tier import Buffer, check_position, check_range, octets, split_leaf, split_path
@@ -233,6 +234,15 @@ class PosixTier:
         parent, leaf = split_leaf(path)
         with translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
             remove_tree(directory, leaf)
+
+    @contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        parent, leaf = split_leaf(path)
+        with ExitStack() as stack:
+            with translated("lock", path):
+                directory = stack.enter_context(self._directory(parent, make=True))
+                stack.enter_context(held(directory, leaf, path))
+            yield
 
     def idle_s(self, path: str) -> float:
         names = split_path(path)

@@ -7,6 +7,7 @@ below the root is followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,6 +120,13 @@ class Tier(Readable, Protocol):
 
     def remove_tree(self, path: str) -> None:
         """Remove whatever is at `path` and below it; a missing path is fine. Of a symbolic link only the link is removed."""
+
+    def hold(self, path: str) -> AbstractContextManager[None]:
+        """Hold a name against everybody else who would, on this machine and others; parents are made. `InUse` where
+        somebody does. The name is free again at the end of the context, or of the process, however it ends.
+
+        A file may stand there meanwhile, and after a process was killed; it means nothing by itself.
+        """
 
     def idle_s(self, path: str) -> float:
         """Seconds since something in this directory or below it was last written or made, by the storage's own clock;

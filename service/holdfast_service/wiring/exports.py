@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
@@ -9,21 +10,26 @@ from holdfast_formats.errors import AlreadyCommitted
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
-from holdfast_service.daemon.copying import exporting, foreign_export, streaming
+from holdfast_service.daemon.copying import converting, exporting, foreign_export, streaming
+from holdfast_service.daemon.copying.converting import Conversion
 from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
-from holdfast_service.daemon.copying.foreign_export import ExportTerms
+from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
 from holdfast_service.storage import Readable, Tier
 from holdfast_service.wiring.progress import Progress, going
 
 
 class ForeignExport(NamedTuple):
-    """A checkpoint to be exported on these terms, as the directory `target` of another tier."""
+    """A checkpoint to be exported on these terms, as the directory `target` of another tier.
+
+    `again` is true for a job that an earlier start of the service has begun.
+    """
 
     run: str
     step: int
     target: str
     terms: ExportTerms
+    again: bool = False
 
 
 class Exporter:
@@ -36,33 +42,64 @@ class Exporter:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
-        _publish(place, staging, wanted.target)
+            with exporting.alone(place, wanted.target) as staging:
+                if exporting.is_taken(place, wanted.target):
+                    raise exporting.taken(wanted.target)
+                made = exporting.stage(self._tier, place, staging, wanted, going(progress, 2 * size))
+                _publish(place, staging, wanted.target)
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
         """Export for another program. A job that is interrupted goes on from the files that it had finished."""
         with self._decisions.reading(wanted.run, wanted.step):
-            directory = naming.checkpoint_path(wanted.run, wanted.step)
-            return converted(self._tier, directory, place, wanted.target, wanted.terms, progress)
+            work = ExportWork(place, wanted.target, progress, wanted.again)
+            return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.terms, work)
 
 
-def converted(
-    tier: Readable, directory: str, place: Tier, target: str, terms: ExportTerms, progress: Progress
-) -> dict[str, Any]:
-    """Export the checkpoint in a directory of `tier` as the directory `target` of `place`; the report."""
-    staging = exporting.place_for(place, target)
+class ExportWork(NamedTuple):
+    """Where an export is written, as the directory `target` of `place`, and who hears of it.
+
+    `again` is true for work that was begun before, by somebody who may have been killed when it was done.
+    """
+
+    place: Tier
+    target: str
+    progress: Progress
+    again: bool = False
+
+
+def converted(tier: Readable, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
+    """Export the checkpoint in a directory of `tier`; the report."""
     planned = foreign_export.plan_export(tier, directory, read_pair(tier, directory).made, terms)
-    try:
-        foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
-    except Interrupted:
-        raise  # the job goes on from what is staged
-    except BaseException:
-        streaming.discard(place, staging)
-        raise
-    _publish(place, staging, target)
-    streaming.forget(place, staging)
-    return {"to": target, **foreign_export.report(planned)}
+    _written(planned, work, lambda: None)
+    return {"to": work.target, **foreign_export.report(planned)}
+
+
+def convert(conversion: Conversion, work: ExportWork) -> dict[str, Any]:
+    """Write a conversion; the report. `StateMismatch` for a source that changes meanwhile."""
+    _written(conversion.export, work, conversion.check_unchanged)
+    return {"to": work.target, **converting.report(conversion)}
+
+
+def _written(planned: PlannedExport, work: ExportWork, check_source: Callable[[], None]) -> None:
+    """Stage the files, prove them, and give them their name; a killed start of the same work is gone on from."""
+    place, ahead = work.place, going(work.progress, 2 * planned.bytes)
+    with exporting.alone(place, work.target) as staging:
+        if exporting.is_taken(place, work.target):
+            if not foreign_export.stands(planned, place, work.target, work.again, ahead):
+                raise exporting.taken(work.target)
+            streaming.forget(place, staging)  # a killed start had done it all, but for saying so
+            return
+        try:
+            foreign_export.write(planned, place, staging, ahead)
+            check_source()
+        except Interrupted:
+            raise  # the job goes on from what is staged
+        except BaseException:
+            streaming.discard(place, staging)
+            raise
+        _publish(place, staging, work.target)
+        streaming.forget(place, staging)
 
 
 def _publish(place: Tier, staging: str, target: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound, StateMismatch
+from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.naming import Place
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
@@ -39,17 +39,12 @@ class Importer:
 
     def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`, or say what would be made; it is read back, and then counts as verified."""
-        if importing.is_checkpoint(source) and wanted.options.kind in (None, OURS):
+        ours = _is_ours(source, wanted.options)
+        if wanted.dry_run:
+            self._decisions.imports().attempt(wanted.run, wanted.step)
+            return foretold(source, wanted)
+        if ours:
             return self._copy(source, wanted, progress)
-        if wanted.options.kind == OURS:
-            raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
-        if wanted.options.kind is None and importing.was_never_committed(source):
-            raise StateMismatch(
-                f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
-                "copied as a whole, and other kinds of import would leave its state.json out",
-                hint="copy the whole directory of a committed checkpoint",
-                file=naming.COMMIT,
-            )
         try:
             attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
         except AlreadyCommitted:
@@ -57,8 +52,6 @@ class Importer:
                 raise
             return self._committed_before(source, wanted)
         planned = importing.plan_import(source, Goal(wanted.run, wanted.step, attempt), wanted.options)
-        if wanted.dry_run:
-            return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
         planned = planned._replace(node=self._decisions.node_of_many)
         try:
             return self._made(planned, progress)
@@ -109,23 +102,10 @@ class Importer:
 
     def _copy(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
-        if wanted.options._replace(kind=None) != ImportOptions():
-            raise InvalidRequest(
-                "a Holdfast checkpoint is copied as it is",
-                hint="leave out the options that change names, layouts or tensors",
-            )
         imports, run, step = self._decisions.imports(), wanted.run, wanted.step
         place = Place(run, step, naming.NO_ATTEMPT)
         pair = read_pair(source, "")
         goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt), place.path, imports.way(run))
-        if wanted.dry_run:
-            return {
-                "run": run,
-                "step": step,
-                "dry_run": True,
-                "source": {"kind": OURS, "files": [], "notes": []},
-                **_counts(pair.made),
-            }
         plan = importing.counted(pair.made)
         imports.admit(plan._replace(run=run, step=step))
         self._tier.remove_tree(place.path)
@@ -145,6 +125,34 @@ class Importer:
 
 
 OURS = "holdfast"
+
+
+def foretold(source: Readable, wanted: WantedImport) -> dict[str, Any]:
+    """What an import would make. Names and headers are read, and nothing is written; raises what the import would."""
+    if _is_ours(source, wanted.options):
+        said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(read_pair(source, "").made)}
+        return {"run": wanted.run, "step": wanted.step, "dry_run": True, **said}
+    planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.options)
+    return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
+
+
+def _is_ours(source: Readable, options: ImportOptions) -> bool:
+    """Whether a source is a Holdfast checkpoint that is copied. Raises for one that is not whole, and for options that mean
+    nothing for it.
+    """
+    if options.kind not in (None, OURS):
+        return False
+    if not importing.is_checkpoint(source):
+        if options.kind == OURS:
+            raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
+        importing.refuse_uncommitted(source)
+        return False
+    if options._replace(kind=None) != ImportOptions():
+        raise InvalidRequest(
+            "a Holdfast checkpoint is copied as it is",
+            hint="leave out the options that change names, layouts or tensors",
+        )
+    return True
 
 
 def _counts(made: Manifest) -> dict[str, Any]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+import time
+from contextlib import suppress
+from typing import Protocol, TextIO
 
 from holdfast_service.daemon.copying.copies import Going
+
+PRINTED_EVERY_S = 0.2
 
 
 class Progress(Protocol):
@@ -18,6 +23,21 @@ class Quiet:
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Hear it and go on."""
+
+
+class Printed:
+    """Prints progress as lines of JSON, `[done, total]`, every now and then. Where nobody reads them, the work goes on."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to, self._next_s = to, 0.0
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        """Print it, if the last line is some time ago."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + PRINTED_EVERY_S
+        with suppress(OSError, ValueError):
+            print(json.dumps([done_bytes, total_bytes]), file=self._to, flush=True)
 
 
 def going(progress: Progress, total: int) -> Going:

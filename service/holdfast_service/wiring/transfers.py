@@ -54,7 +54,7 @@ class Transfers:
 
     def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's export, below `place`."""
-        wanted = _wanted_export(job)
+        wanted = _wanted_export(job, again=job.tries > 1)
         return self.export(self._reach(), wanted, progress)
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
     return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
 
 
-def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
+def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | ForeignExport:
     """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
     target, given = _text(job, "to"), dict(job.arguments)
     texts = ("as", "weights", "dtype", "layout", "program")
@@ -147,7 +147,7 @@ def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
             raise InvalidRequest(f"the argument {name!r} of an export is not a text")
     terms = ExportTerms(given["as"], **{name: given[name] for name in texts[1:] if name in given})
     terms.check()
-    return ForeignExport(*_named(job), target, terms)
+    return ForeignExport(*_named(job), target, terms, again)
 
 
 _CALLED: dict[type, str] = {str: "a text", bool: "true or false"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -112,3 +113,54 @@ def test_nothing_is_left_of_what_fails(root: Path, tmp_path: Path) -> None:
     flip(next((root / STEP).glob("model*.safetensors")), -1 + 4097)
     assert call("export", "llama@5", tmp_path / "out", "--as", "hf", "--root", root).exit_code == 5
     assert sorted(os.listdir(tmp_path)) == ["root", "there"] and not os.listdir(tmp_path / "there")
+
+
+def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) -> None:
+    """With no root and no service: said first, done, refused a second time; what came out is the same model."""
+    place = tmp_path / "place"
+    assert call("export", "llama@5", place / "hf", "--as", "hf", "--root", root).exit_code == 0
+    first = call("convert", place / "hf", place / "dcp", "--as", "dcp", "--dry-run")
+    assert first.exit_code == 0 and "would convert" in first.output and ".metadata" in first.output
+    told = call_json("convert", place / "hf", place / "dcp", "--as", "dcp", "--dry-run")
+    assert told["dry_run"] and told["source"]["kind"] == "hf" and sorted(os.listdir(place)) == ["hf"]
+    done = call("convert", place / "hf", place / "dcp", "--as", "dcp", "--from", "hf")
+    assert done.exit_code == 0 and "converted" in done.output and "read back" in done.output
+    back = call_json("convert", place / "dcp", place / "back", "--as", "hf", "--dtype", "fp32")
+    assert back["source"]["kind"] == "dcp" and sorted(os.listdir(place)) == ["back", "dcp", "hf"]
+    found, wanted = (load_file(place / name / "model.safetensors") for name in ("back", "hf"))
+    assert found.keys() - TIED.keys() == wanted.keys() - TIED.keys()
+    assert all(np.array_equal(found[name], array.astype(np.float32)) for name, array in wanted.items())
+    assert call("convert", place / "dcp", place / "back", "--as", "hf").exit_code == 4
+    ours = call_json("convert", root / STEP, place / "ours", "--as", "hf")
+    assert ours["source"]["kind"] == "holdfast"
+    assert (place / "ours" / "model.safetensors").read_bytes() == (place / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["missing", "out", "--as", "hf"], 2, "is not a directory"),
+        (["hf", "out", "--as", "gguf"], 2, "no way to export"),
+        (["hf", "hf/out", "--as", "hf"], 2, "inside of the checkpoint"),
+        (["hf", ".out", "--as", "hf"], 2, "hidden name"),
+        (["hf", "out", "--as", "hf", "--from", "paper"], 2, "no kind 'paper'"),
+        (["hf", "out", "--as", "peft"], 3, "no adapter"),
+        (["odd", "out", "--as", "hf"], 2, "unknown.bin"),
+        (["uncommitted", "out", "--as", "hf"], 2, naming.COMMIT),
+        (["root/" + STEP, "out", "--as", "hf", "--as-is"], 2, "read as it is"),
+    ],
+)
+def test_what_cannot_be_converted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], status: int, says: str
+) -> None:
+    """It is named, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    assert call("export", "llama@5", "hf", "--as", "hf", "--root", root).exit_code == 0
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "unknown.bin.xyz").write_bytes(b"x")
+    shutil.copytree(root / STEP, "uncommitted")
+    (tmp_path / "uncommitted" / naming.COMMIT).unlink()
+    before = sorted(os.listdir(tmp_path))
+    said = call("convert", *words)
+    assert said.exit_code == status and says in said.output.replace("\n", " "), said.output
+    assert sorted(os.listdir(tmp_path)) == before and "out" not in os.listdir("hf")

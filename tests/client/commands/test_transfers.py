@@ -110,15 +110,32 @@ def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, wa
             where = ["hf", "mine@3", "--url", held.enter_context(daemon).url]
         said = call("import", *where, "--dry-run")
         told = call_json("import", *where, "--dry-run", "--from", "hf")
-        refused = call("import", *where, "--from", "paper")
+        refused = call("import", *where, "--from", "paper", "--dry-run")
     assert said.exit_code == 0 and "would import" in said.output
     assert "tf_model.h5" in said.output and "the weights once more" in said.output
     assert told["groups"] == {"model": {"tensors": 1, "bytes": 48, "dtypes": ["F32"], "names": ["[/w]"]}}
     uses = {file["file"]: file["use"] for file in told["source"]["files"]}
     assert uses == {"model.safetensors": "tensors", "config.json": "asset", "tf_model.h5": "unused"}
     assert refused.exit_code == 2 and "no kind 'paper'" in refused.output
-    for there in (root, tmp_path / "other"):
-        assert not (there / "mine").exists()
+    assert not (tmp_path / "other").exists() and not (root / "mine").exists()
+
+
+def test_a_dry_run_makes_nothing_in_a_root(root: Path, tmp_path: Path) -> None:
+    """Neither in one that is there, nor in one that a daemon serves; a step that is taken is said."""
+    (tmp_path / "hf").mkdir()
+    save_file({"w": np.ones((3, 4), np.float32)}, tmp_path / "hf" / "model.safetensors")
+    before = {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))}
+    assert call("import", tmp_path / "hf", "mine@3", "--root", root, "--dry-run").exit_code == 0
+    assert call("import", tmp_path / "hf", "tiny@5", "--root", root, "--dry-run").exit_code == 4
+    copied = call_json("import", root / STEP_5, "mine@3", "--root", root, "--dry-run")
+    assert copied["dry_run"] and copied["source"]["kind"] == "holdfast"
+    assert call("import", tmp_path / "hf", "mine@3", "--root", root / STEP_5, "--dry-run").exit_code == 2
+    assert before == {path: path.lstat().st_mtime_ns for path in (root, *root.rglob("*"))}
+    lock = lock_root(root)
+    try:
+        assert call("import", tmp_path / "hf", "mine@3", "--root", root, "--dry-run").exit_code == 0
+    finally:
+        lock.release()
 
 
 def test_a_program_that_is_not_there(root: Path, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 
 from holdfast_formats.disk import state_json
 from holdfast_formats.exports.plan import ExportPlan
-from holdfast_formats.foreign import committed, filling, optimizer_state, target_files
-from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.exports.source import ExportSource, of_committed
+from holdfast_formats.foreign import filling, optimizer_state, target_files
+from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Arrays, Built, build
 
@@ -32,7 +33,7 @@ class Made(NamedTuple):
 def made(directory: Path, arrays: Arrays, **how: Any) -> Made:
     """A committed checkpoint of these arrays."""
     built = build(directory, arrays, **how)
-    return Made(built, committed.opened(PosixTier(directory), built.manifest))
+    return Made(built, of_committed(CommittedFiles(PosixTier(directory), built.manifest), built.manifest))
 
 
 def llama(seed: int = 0, hidden: int = 8, layers: int = 2) -> dict[str, np.ndarray]:

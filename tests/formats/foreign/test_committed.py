@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, NoSuchResource, StateMismatch
+from holdfast_formats.exports.source import of_committed
 from holdfast_formats.foreign import committed
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import elements, fetched
@@ -50,7 +51,7 @@ def built(tmp_path: Path) -> Built:
 
 def test_every_tensor_is_listed_with_its_values(built: Built) -> None:
     """Groups, names, dtypes and values are those that were saved; an alias is its target; step and assets are told."""
-    source = committed.opened(PosixTier(built.path), built.manifest)
+    source = of_committed(CommittedFiles(PosixTier(built.path), built.manifest), built.manifest)
     listed = source.listing.tensors
     assert len(listed) == sum(map(len, varied_arrays().values())) + 1
     for group, named in varied_arrays().items():
@@ -60,7 +61,7 @@ def test_every_tensor_is_listed_with_its_values(built: Built) -> None:
     tied = listed[TensorKey("model", "lm_head.weight")]
     assert tied.pieces == listed[TensorKey("model", "embed.weight")].pieces
     assert "lm_head.weight" not in source.group("model")
-    assert source.listing.step == 5 and set(source.listing.assets) == {"config.json", "empty.txt"}
+    assert source.listing.step == 5 and set(source.assets) == {"config.json", "empty.txt"}
     assert source.listing.documents["extra"] == {"lr": 0.1}
     assert {use.file for use in source.listing.files} == {file.name for file in built.manifest.files}
 
@@ -69,7 +70,7 @@ def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     """They are no documents of the checkpoint as a whole."""
     ranks = {0: {"extra": {"same": "1", "own": "1"}}, 1: {"extra": {"same": "1", "own": "2"}}}
     built = build(tmp_path / "step", ranks=ranks)
-    source = committed.opened(PosixTier(built.path), built.manifest)
+    source = of_committed(CommittedFiles(PosixTier(built.path), built.manifest), built.manifest)
     assert source.ranked == ("extra/own",) and source.listing.documents["extra"] == {"same": 1}
 
 
@@ -133,7 +134,7 @@ def test_kept_extents_are_read_and_verified_once(built: Built) -> None:
 
 def test_a_transposed_tensor_is_exact(built: Built) -> None:
     """Range by range, through the boxes that an export reads."""
-    source = committed.opened(PosixTier(built.path), built.manifest)
+    source = of_committed(CommittedFiles(PosixTier(built.path), built.manifest), built.manifest)
     tensor = source.group("model")["layers.0.q.weight"]
     turned = np.ascontiguousarray(varied_arrays()["model"]["layers.0.q.weight"].T).reshape(-1)
     for start in range(0, 960, 48):
@@ -172,7 +173,9 @@ def test_a_file_that_is_cut_or_gone(built: Built) -> None:
 def test_a_checkpoint_below_a_root(tmp_path: Path) -> None:
     """The directory is a path of the tier."""
     built = build(tmp_path / "run" / "checkpoints" / "step-00000005")
-    source = committed.opened(PosixTier(tmp_path), built.manifest, "run/checkpoints/step-00000005")
+    source = of_committed(
+        CommittedFiles(PosixTier(tmp_path), built.manifest, "run/checkpoints/step-00000005"), built.manifest
+    )
     found = fetched(source.files, source.group("model")["embed.weight"])
     assert found.tobytes() == varied_arrays()["model"]["embed.weight"].tobytes()
 
@@ -199,7 +202,9 @@ def test_a_file_has_one_stamp(built: Built) -> None:
 
 def test_elements_shorter_than_a_byte_are_refused_by_name(built: Built) -> None:
     """They can be copied and not moved."""
-    tensor = committed.opened(PosixTier(built.path), built.manifest).group("model")["embed.weight"]
+    tensor = of_committed(CommittedFiles(PosixTier(built.path), built.manifest), built.manifest).group("model")[
+        "embed.weight"
+    ]
     short = tensor._replace(spec=type(tensor.spec)("model", "codes", "F4", (4, 4)))
     committed.refuse_sub_byte({"embed.weight": tensor})
     with pytest.raises(StateMismatch, match="'codes' is F4"):

@@ -96,7 +96,7 @@ class GatheredListing:
         if isinstance(value, PickledArray):
             self._placed += 1
             name = _name(place.prefix, trail)
-            piece = ForeignPiece(value.file, value.offset, whole(value.shape), value.strides)
+            piece = ForeignPiece(value.file, value.offset, whole(value.shape), value.strides, value.member)
             self.add(TensorSpec(place.group, name, value.dtype, value.shape), (piece,) if piece.box.volume else ())
             return {"$tensor" if value.storage else "$array": name}
         if isinstance(value, PickledBytes | LatinBytes):

@@ -246,10 +246,10 @@ class MegatronArrangement:
 def _split(pieces: tuple[ForeignPiece, ...], count: int, width: int) -> list[tuple[ForeignPiece, ...]]:
     """The pieces of each index of the first dimension, without that dimension."""
     found: list[list[ForeignPiece]] = [[] for _ in range(count)]
-    for file, start, box, steps in pieces:
+    for file, start, box, steps, member in pieces:
         inner = Box(box.offset[1:], box.shape[1:])
         for row in range(box.shape[0]):
-            found[box.offset[0] + row].append(ForeignPiece(file, start + row * steps[0] * width, inner, steps[1:]))
+            found[box.offset[0] + row].append(ForeignPiece(file, start + row * steps[0] * width, inner, steps[1:], member))
     return [tuple(one) for one in found]
 
 

@@ -55,7 +55,7 @@ class Payloads:
         if not isinstance(array, PickledArray):
             raise _unfit(tensor, chunk, f"there is a {type(array).__name__} instead of a tensor")
         _check(tensor, chunk, array.dtype, array.shape)
-        return ForeignPiece(array.file, array.offset, chunk.box, array.strides)
+        return ForeignPiece(array.file, array.offset, chunk.box, array.strides, array.member)
 
     def _in_safetensors(self, tensor: SavedTensor, chunk: SavedChunk) -> ForeignPiece:
         at = chunk.at
@@ -126,4 +126,6 @@ def _cells(tensor: SavedTensor, piece: ForeignPiece, shape: Shape) -> list[Forei
         made.append((at, place, steps))
         at += part.volume
     size = dtypes.bits(tensor.dtype) // 8
-    return [ForeignPiece(piece.file, piece.start + at * width * size, place, steps) for at, place, steps in made]
+    return [
+        ForeignPiece(piece.file, piece.start + at * width * size, place, steps, piece.member) for at, place, steps in made
+    ]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor
+from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, StoredMember
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
@@ -26,12 +26,13 @@ class StoredArray(NamedTuple):
     shape: Shape
     start: int
     strides: Shape
+    member: StoredMember | None = None
 
     def piece(self, inner: Box, at: Sequence[int]) -> ForeignPiece:
         """The box `inner` of this array as the box of a tensor whose first corner is `at`."""
         first = sum(i * step for i, step in zip(inner.offset, self.strides, strict=True))
         start = self.start + first * dtypes.to_numpy(self.dtype).itemsize
-        return ForeignPiece(self.file, start, Box(tuple(at), inner.shape), self.strides)
+        return ForeignPiece(self.file, start, Box(tuple(at), inner.shape), self.strides, self.member)
 
     def all(self) -> ForeignPiece:
         """The whole array as a piece of a tensor of its shape."""
@@ -48,7 +49,7 @@ class StoredArray(NamedTuple):
         (step,), width, pieces = self.strides, dtypes.to_numpy(self.dtype).itemsize, []
         for box in flat_boxes(start, stop, shape):
             steps = tuple(step * outer for outer in strides(box.shape))
-            pieces.append(ForeignPiece(self.file, self.start + first * step * width, box, steps))
+            pieces.append(ForeignPiece(self.file, self.start + first * step * width, box, steps, self.member))
             first += box.volume
         return pieces
 

@@ -133,7 +133,7 @@ def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:
     if offset < 0 or any(not 0 <= step < _STEP_MAX for step in steps) or (reach and (offset + reach) * width > held):
         raise Unfit(f"has a tensor {dtype}{list(shape)} that reaches outside its storage {storage.storage!r}")
     start = storage.offset + (offset * width if reach else 0)
-    return PickledArray(dtype, shape, steps, storage.storage, start, storage.file)
+    return PickledArray(dtype, shape, steps, storage.storage, start, storage.file, storage.member)
 
 
 def _is_storage(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.foreign.listing import ForeignFiles, StoredMember
 from holdfast_formats.foreign.pickled import zip_members
 from holdfast_formats.foreign.pickled.calls import Unfit
 from holdfast_formats.foreign.pickled.dtypes import STORAGES
@@ -20,6 +20,7 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 PICKLE_START = b"\x80"
 _LEGACY_PROTOCOL = 1001
 _SIZE_BYTES = 8
+VALUE_BYTES_MAX = 64  # of a storage whose CRC-32 is compared at once: a number, which a reader may take before all is copied
 _MARKS = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
 _SCRIPT = "it is a TorchScript program; save the state_dict of the module that it was made from"
 
@@ -52,8 +53,8 @@ def _storage_id(given: Any, parts: int) -> _StorageId:
     return _StorageId(key, STORAGES[kind.name], elements)
 
 
-def _values(storage: _StorageId, offset: int, file: str) -> PickledArray:
-    return PickledArray(storage.dtype, (storage.elements,), (1,), storage.key, offset, file)
+def _values(storage: _StorageId, offset: int, file: str, member: StoredMember | None = None) -> PickledArray:
+    return PickledArray(storage.dtype, (storage.elements,), (1,), storage.key, offset, file, member)
 
 
 def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
@@ -72,6 +73,7 @@ def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
     _check_order_of_bytes(zip_file, held.get(f"{root}byteorder"))
     storages = _ZipStorages(zip_file, held, data)
     start = zip_members.data_start(zip_file, held[f"{root}data.pkl"])
+    zip_members.check(zip_file, held[f"{root}data.pkl"], start)
     stream = PickleStream(zip_file.files, zip_file.path, start, start + held[f"{root}data.pkl"].bytes)
     value = PickleMachine(stream, allowed, storages.find).run()
     if stream.where != stream.stop:
@@ -95,7 +97,7 @@ class _ZipStorages:
 
     def __init__(self, zip_file: ZipWindow, held: dict[str, ZipMember], data: str) -> None:
         self._zip, self._held, self._data = zip_file, held, data
-        self.found: dict[str, int] = {}  # key -> first byte
+        self.found: dict[str, StoredMember] = {}
 
     def find(self, given: Any) -> PickledArray:
         storage = _storage_id(given, 5)
@@ -104,8 +106,12 @@ class _ZipStorages:
             there = "is not there" if member is None else f"has {member.bytes} bytes instead of {storage.nbytes}"
             raise Unfit(f"has a storage {storage.key[:40]!r}, which {there}")
         if storage.key not in self.found:
-            self.found[storage.key] = zip_members.data_start(self._zip, member)
-        return _values(storage, self.found[storage.key], self._zip.path)
+            start = zip_members.data_start(self._zip, member)
+            if member.bytes <= VALUE_BYTES_MAX:
+                zip_members.check(self._zip, member, start)
+            self.found[storage.key] = StoredMember(member.name, start, member.bytes, member.crc)
+        stored = self.found[storage.key]
+        return _values(storage, stored.start, self._zip.path, stored if stored.crc else None)
 
 
 def read_legacy(files: ForeignFiles, path: str, size: int, allowed: Collection[str]) -> Any:

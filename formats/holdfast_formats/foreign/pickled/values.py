@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from holdfast_formats.foreign.listing import StoredMember
+
 
 class PickledArray(NamedTuple):
     """A numpy array or a torch tensor, or a storage (one dimension), by the place of its elements in a file.
 
     The dtype has safetensors' name, the strides count elements, `offset` is the byte of the first element in `file`.
     `storage` is torch's key of the storage that holds it: arrays of one storage share bytes. It is empty for numpy's.
+    `member` is the storage in a zip file, if its CRC-32 is stated there.
     """
 
     dtype: str
@@ -18,6 +21,7 @@ class PickledArray(NamedTuple):
     storage: str
     offset: int
     file: str
+    member: StoredMember | None = None
 
 
 class LatinArray(NamedTuple):

@@ -6,15 +6,17 @@ Only what torch writes is accepted: members that are stored as they are, one aft
 from __future__ import annotations
 
 import struct
+import zlib
 from itertools import pairwise
 from typing import NamedTuple
 
-from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.foreign.listing import ForeignFiles, StoredMember
 
 MEMBERS_MAX = 2**17
 DIRECTORY_BYTES_MAX = 2**25
 NAME_BYTES_MAX = 512
+READ_BYTES = 2**20  # at once
 MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -26,12 +28,16 @@ _COPY = "copy the file again: it is not what its writer wrote"
 
 
 class ZipMember(NamedTuple):
-    """A member: its header's first byte, and the first byte after which the next thing of the file begins; in the file."""
+    """A member: its header's first byte, and the first byte after which the next thing of the file begins; in the file.
+
+    `crc` is the CRC-32 of its content. It is 0 where there is none: torch can be told not to compute it.
+    """
 
     name: str
     header: int
     bytes: int
     stop: int
+    crc: int = 0
 
 
 class ZipWindow(NamedTuple):
@@ -85,6 +91,29 @@ def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
     return start
 
 
+def check(zip_file: ZipWindow, member: ZipMember, start: int) -> None:
+    """`CorruptExtent`, by file and member, where the content from byte `start` on has not the CRC-32 that is stated."""
+    found = 0
+    for at in range(start, start + member.bytes, READ_BYTES):
+        found = zlib.crc32(zip_file.read(at, min(READ_BYTES, start + member.bytes - at)), found)
+    check_crc(zip_file.path, StoredMember(member.name, start, member.bytes, member.crc), found)
+
+
+def check_crc(path: str, member: StoredMember, found: int) -> None:
+    """`CorruptExtent`, by file and member, unless the CRC-32 that was found is the stated one, or none is stated."""
+    if member.crc in (0, found):
+        return
+    raise CorruptExtent(
+        f"{path}: the bytes of its member {member.name!r} have the CRC-32 {found:08x} and not {member.crc:08x}, which the "
+        "zip file states",
+        hint=_COPY,
+        file=path,
+        member=member.name,
+        offset=member.start,
+        length=member.bytes,
+    )
+
+
 def _directory(zip_file: ZipWindow) -> tuple[int, int, int]:
     """Where the directory begins, its length, and the number of members."""
     if zip_file.stop - zip_file.start < _END.size:
@@ -121,7 +150,7 @@ def _member(zip_file: ZipWindow, data: bytes, at: int) -> ZipMember:
     packed, size, header = _sizes(zip_file, entry, data[at + _ENTRY.size + name_bytes :][:extra_bytes])
     if entry[4] != 0 or packed != size or entry[3] & 1:
         raise zip_file.refused(f"its member {name!r} is compressed or encrypted", "store the members uncompressed")
-    return ZipMember(name, zip_file.start + header, size, 0)
+    return ZipMember(name, zip_file.start + header, size, 0, entry[7])
 
 
 def _sizes(zip_file: ZipWindow, entry: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:

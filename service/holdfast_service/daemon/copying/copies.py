@@ -4,7 +4,7 @@ target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.verification import Piece
+from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
 from holdfast_service.storage import FileWriter, Readable, Tier, vouched
 from holdfast_service.storage.pacing import Pace
@@ -87,24 +88,47 @@ def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
 def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
     """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
     headers = verification.tensors_by_file(made)
+    listed = (piece for pieces in verification.pieces(made).values() for piece in pieces)
+    for batch in stored(tier, directory, listed, going):
+        for piece in batch.pieces:
+            data = batch.of(piece)
+            verification.check(piece, data)
+            if piece.start == 0 and piece.file in headers:
+                _check_header(made, piece, headers, data.tobytes())
+        yield Proven(batch.pieces[0].file, batch.pieces[0].start, batch.data.data)
+
+
+class StoredBatch(NamedTuple):
+    """Pieces of a file that follow each other, and their bytes, as far as the file has them."""
+
+    pieces: tuple[Piece, ...]
+    data: Bytes
+
+    def of(self, piece: Piece) -> Bytes:
+        """The bytes of one of the pieces; fewer where the file is cut off."""
+        start = self.pieces[0].start
+        return self.data[piece.start - start : piece.stop - start]
+
+
+def stored(tier: Readable, directory: str, pieces: Iterable[Piece], going: Going) -> Iterator[StoredBatch]:
+    """The bytes of pieces, by file and position, past any cache and unverified: as many as fit a window are read at once.
+
+    Each batch is good until the next one is asked for. `CopyStopped`, and errors of the tier.
+    """
     windows = BufferPool(1)  # its own: a copy that hangs in a disk must not keep another one's
-    for batch in verification.batches(piece for listed in verification.pieces(made).values() for piece in listed):
+    for batch in verification.batches(pieces):
         if going.ended():
             raise CopyStopped
+        start, stop = batch[0].start, batch[-1].stop
         if going.pace is not None:
-            going.pace.take(batch[-1].stop - batch[0].start)
-        begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
-        room = batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX
+            going.pace.take(stop - start)
+        begin = start - start % ALIGNMENT_MAX
+        room = stop - begin + -stop % ALIGNMENT_MAX
         with windows.taken() as window:
             buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
             read = tier.read_stored(_path(directory, batch[0].file), begin, buffer[:room]) if room else 0
-            for piece in batch:
-                data = buffer[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
-                verification.check(piece, data)
-                if piece.start == 0 and piece.file in headers:
-                    _check_header(made, piece, headers, data.tobytes())
-            yield Proven(batch[0].file, batch[0].start, buffer[batch[0].start - begin : batch[-1].stop - begin].data)
-        going.moved(batch[-1].stop - batch[0].start)
+            yield StoredBatch(batch, buffer[start - begin : max(min(stop - begin, read), start - begin)])
+        going.moved(stop - start)
 
 
 def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, manifest.TensorEntry]], head: bytes) -> None:

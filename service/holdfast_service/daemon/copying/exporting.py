@@ -4,6 +4,8 @@ directory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -28,13 +30,8 @@ class Export(NamedTuple):
     model_only: bool = False
 
 
-def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str, Manifest]:
-    """Put the copy, durable, beside the name that it will get; where it stands, and what it consists of.
-
-    Raises `InvalidRequest` for a path that leads out of the tier, `AlreadyCommitted` where something has the name, `Damaged`
-    for what is not what was written.
-    """
-    staging = place_for(target, wanted.target)
+def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going) -> Manifest:
+    """Put the copy, durable, at `staging`; what it consists of. `Damaged` for what is not what was written."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made
@@ -47,21 +44,37 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     except BaseException:
         target.remove_tree(staging)
         raise
-    return staging, made
+    return made
 
 
-def place_for(target: Tier, wanted: str) -> str:
-    """Where an export stands until it gets the name `wanted`: beside it, so that a rename is enough.
+def is_taken(target: Tier, wanted: str) -> bool:
+    """Whether something has the name already."""
+    parent, leaf = split_leaf(wanted)
+    return leaf in target.list("/".join(parent))
 
-    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `AlreadyCommitted` for a name that is
-    taken.
+
+def taken(wanted: str) -> AlreadyCommitted:
+    """What is said of a name that is taken."""
+    return AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
+
+
+@contextmanager
+def alone(target: Tier, wanted: str) -> Iterator[str]:
+    """Be the only one who exports to the name `wanted`, of all processes. Where it stands until it gets that name: beside
+    it, so that a rename is enough.
+
+    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `InUse` while another one writes there.
     """
     parent, leaf = split_leaf(wanted)
-    if leaf.startswith("."):
-        raise InvalidRequest(f"{wanted!r} is a hidden name", hint="choose a name that does not begin with a dot")
-    if leaf in target.list("/".join(parent)):
-        raise AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
-    return "/".join((*parent, f".{leaf}.partial"))
+    check_name(leaf)
+    with target.hold("/".join((*parent, naming.export_lock(leaf)))):
+        yield "/".join((*parent, naming.export_staging(leaf)))
+
+
+def check_name(name: str) -> None:
+    """`InvalidRequest` for the name of an export that would hide it."""
+    if name.startswith("."):
+        raise InvalidRequest(f"{name!r} is a hidden name", hint="choose a name that does not begin with a dot")
 
 
 def only_model(made: Manifest) -> Manifest:

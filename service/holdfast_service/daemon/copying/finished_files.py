@@ -11,6 +11,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent
 from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.storage import Tier
 
 NOTE_BYTES_MAX = 2**28
@@ -64,6 +65,14 @@ class FinishedFiles:
             if file.bytes == sizes.get(name) == self._target.size(f"{self._staging}/{name}")
         }
 
+    def complete(self, files: Sequence[TargetFile]) -> tuple[FinishedFile, ...] | None:
+        """The notes of all files, if all are there and of this job; None otherwise. Nothing is removed."""
+        notes = self._notes()
+        made = {note.file.name: note.file for note in notes if note.job == self._job}
+        if not notes or len(made) != len(notes) or made.keys() != {file.name for file in files}:
+            return None
+        return tuple(made[file.name] for file in files)
+
     def add(self, number: int, file: FinishedFile) -> None:
         """Note a file, whose bytes are durable already; the note is durable when this returns."""
         path = f"{self._there}/{number:06}.json"
@@ -100,6 +109,14 @@ def source_files(tensor: ForeignTensor) -> Iterator[str]:
     if tensor.decoder is not None:
         for other in tensor.decoder.inputs:
             yield from source_files(other)
+
+
+def members(tensor: ForeignTensor) -> Iterator[MemberPlace]:
+    """The members of zip files that a tensor is read from, if their CRC-32 is known."""
+    yield from (MemberPlace(one.file, one.member) for one in (*tensor.pieces, *tensor.copies) if one.member is not None)
+    if tensor.decoder is not None:
+        for other in tensor.decoder.inputs:
+            yield from members(other)
 
 
 def _file(file: TargetFile) -> object:

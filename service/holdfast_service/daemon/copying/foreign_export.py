@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import NoSpace
+from holdfast_formats.errors import CorruptExtent, NoSpace
 from holdfast_formats.exports import arranged, kinds, plan
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
-from holdfast_formats.foreign import committed
-from holdfast_formats.foreign.committed import ExportSource
+from holdfast_formats.exports.source import ExportSource, of_committed
+from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.storage import Readable, Tier
@@ -35,9 +36,10 @@ class ExportTerms(NamedTuple):
 
 
 class PlannedExport(NamedTuple):
-    """A checkpoint, and the files that are made of it."""
+    """A checkpoint, the files that it is read from, and those that are made of it."""
 
     source: ExportSource
+    files: Readable
     plan: ExportPlan
     kind: str
 
@@ -52,12 +54,17 @@ def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTer
     Raises what planning does: `InvalidRequest`, `NoSuchResource` and `StateMismatch`, by name, for what has no place in the
     target; and `Damaged`.
     """
+    files = CommittedFiles(tier, made, directory)
+    return planned_of(of_committed(files, made), files, terms)
+
+
+def planned_of(source: ExportSource, files: Readable, terms: ExportTerms) -> PlannedExport:
+    """Plan the files of an export; `files` are those of the source. Raises as `plan_export`."""
     terms.check()
-    source = committed.opened(tier, made, directory)
     program = None if terms.program is None else arranged.compiled(source, terms.program)
     dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
     options = ExportOptions(plan.weights_named(terms.weights), dtype, terms.layout, program)
-    return PlannedExport(source, kinds.kind_named(terms.kind).plan(source, options), terms.kind)
+    return PlannedExport(source, files, kinds.kind_named(terms.kind).plan(source, options), terms.kind)
 
 
 def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> None:
@@ -73,9 +80,35 @@ def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> N
             f"the export needs {planned.bytes} bytes, and {target.free_bytes()} are free",
             hint="free some space, or go elsewhere",
         )
-    finished = streaming.stream(planned.source.files, planned.source.listing.tensors, files, target, staging, going)
+    finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, staging, going)
     streaming.prove(target, staging, finished, going)
     target.sync_directory(staging)
+
+
+def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: Going) -> bool:
+    """Whether the directory `name` is this very export, made by a start that was killed before it could say so: no file
+    more, and every byte as it must be.
+
+    Its notes say what must be there. Without them, and `again`, the files are computed once more, for their digests.
+    """
+    files = planned.plan.files
+    if not all(target.size(f"{name}/{file.name}") == file.bytes for file in files):
+        return False
+    if set(target.list(name)) != {file.name.partition("/")[0] for file in files}:
+        return False
+    parent, _, leaf = name.rpartition("/")
+    staging = f"{parent}/{naming.export_staging(leaf)}" if parent else naming.export_staging(leaf)
+    tensors = planned.source.listing.tensors
+    finished = streaming.noted(planned.files, tensors, files, target, staging)
+    if finished is None and again:
+        finished = streaming.computed(planned.files, tensors, files, going)
+    if finished is None:
+        return False
+    try:
+        streaming.prove(target, name, finished, going)
+    except CorruptExtent:
+        return False
+    return True
 
 
 def report(planned: PlannedExport) -> dict[str, Any]:

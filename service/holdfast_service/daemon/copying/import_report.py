@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.foreign.listing import FileUse, ForeignListing
 from holdfast_service.daemon.copying.importing import PlannedImport
+from holdfast_service.daemon.copying.watched_source import WatchedSource
 
 FILES_TOLD = 200  # in a job's result; state.json has all
 NAMED = 3  # tensors of a group, as examples
@@ -14,18 +16,18 @@ NAMED = 3  # tensors of a group, as examples
 def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     """The `source` object of state.json; digests of files are known once everything is `read`."""
     listing, options = planned.listing, planned.options
-    files = []
-    for use in listing.files:
-        size = planned.source.size(use.file)
-        told: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
-        if read and size is not None and use.use != "unused":
-            told["xxh3"] = planned.source.digest_of(use.file)
-        if use.reason:
-            told["reason"] = _unicode(use.reason)
-        files.append(told)
+    files = [_file_told(planned.source, use, read) for use in listing.files]
     given = {name: value for name, value in options._asdict().items() if value and name != "kind"}
     said = {} if listing.step is None else {"step": listing.step}
     return {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned), **given, **said}
+
+
+def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:
+    """The kind of a source, and what becomes of each of its files, without digests."""
+    files = [_file_told(source, use, read=False) for use in listing.files]
+    said = {} if listing.step is None else {"step": listing.step}
+    told = {"kind": listing.kind, "files": files[:FILES_TOLD], "notes": [_unicode(note) for note in listing.notes], **said}
+    return {**told, "more_files": len(files) - FILES_TOLD} if len(files) > FILES_TOLD else told
 
 
 def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +58,16 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
         "written": written[:FILES_TOLD],
         "source": told,
     }
+
+
+def _file_told(source: WatchedSource, use: FileUse, read: bool) -> dict[str, Any]:
+    size = source.size(use.file)
+    told: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
+    if read and size is not None and use.use != "unused":
+        told["xxh3"] = source.digest_of(use.file)
+    if use.reason:
+        told["reason"] = _unicode(use.reason)
+    return told
 
 
 def _notes(planned: PlannedImport) -> list[str]:

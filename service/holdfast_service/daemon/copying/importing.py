@@ -90,10 +90,16 @@ def is_checkpoint(source: Readable) -> bool:
     return source.size(naming.COMMIT) is not None
 
 
-def was_never_committed(source: Readable) -> bool:
-    """Whether the source has what every Holdfast checkpoint has, but for the file that commits it."""
+def refuse_uncommitted(source: Readable) -> None:
+    """`StateMismatch` for what has the files of a Holdfast checkpoint but for the one that commits it."""
     there = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
-    return there == [True, True, False]
+    if there == [True, True, False]:
+        raise StateMismatch(
+            f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
+            "copied as a whole, and other kinds of import would leave its state.json out",
+            hint="copy the whole directory of a committed checkpoint",
+            file=naming.COMMIT,
+        )
 
 
 def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> PlannedImport:

@@ -16,6 +16,7 @@ import numpy as np
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import moves, target_files
 from holdfast_formats.foreign.listing import TensorKey
@@ -23,17 +24,19 @@ from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
 from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, stored
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
     FinishedFiles,
     FinishedTensor,
     job_digest,
+    members,
     source_files,
 )
+from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
+from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, Readable, Tier
 
@@ -69,6 +72,28 @@ def stream(
     return tuple(there[file.name] for file in files)
 
 
+def noted(
+    source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
+) -> tuple[FinishedFile, ...] | None:
+    """What an earlier start of the same job noted, if it had finished all files; None otherwise. Nothing is changed."""
+    watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
+    return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
+
+
+def computed(source: Readable, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
+    """What `stream` would note of these files, without writing them."""
+    extents = _extent_bytes(files)
+    made, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)
+    for file in files:
+        content = TargetBytes(source, tensors, file, extents)
+        for window in content.windows():
+            if going.ended():
+                raise CopyStopped
+            content.fill(window, buffer[: window[-1].stop - window[0].start])
+        made.append(_finished(content))
+    return tuple(made)
+
+
 def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile]) -> str:
     """The digest of a job: of its plan and of its sources as they are."""
     return job_digest(files, tensors, {name: source.stamp(name) for name in _used(tensors, files)})
@@ -87,26 +112,17 @@ def discard(target: Tier, staging: str) -> None:
 
 def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
     """Read the files back, past any cache, and compare every byte with its digest; `CorruptExtent` by file."""
-    windows = BufferPool(1)
-    for file in files:
-        pieces = [*file.literals, *(_moved(extent, one.start) for one in file.tensors for extent in one.extents)]
-        for piece in sorted(pieces, key=lambda piece: piece.offset):
-            if going.ended():
-                raise CopyStopped
-            begin = piece.offset - piece.offset % ALIGNMENT_MAX
-            stop = piece.offset + piece.length
-            with windows.taken() as buffer:
-                read = target.read_stored(f"{staging}/{file.name}", begin, buffer[: stop - begin + -stop % ALIGNMENT_MAX])
-                found = buffer[piece.offset - begin : stop - begin]
-                if read < stop - begin or digest(found) != piece.digest:
-                    raise CorruptExtent(
-                        f"{file.name}: bytes [{piece.offset}, {stop}) are not what was written",
-                        hint="check the disk, then do it again",
-                        file=file.name,
-                        offset=piece.offset,
-                        length=piece.length,
-                    )
-            going.moved(piece.length)
+    for batch in stored(target, staging, (piece for file in files for piece in _pieces(file)), going):
+        for piece in batch.pieces:
+            found = batch.of(piece)
+            if found.nbytes != piece.length or digest(found) != piece.digest:
+                raise CorruptExtent(
+                    f"{piece.file}: bytes [{piece.start}, {piece.stop}) are not what was written",
+                    hint="check the disk, then do it again",
+                    file=piece.file,
+                    offset=piece.start,
+                    length=piece.length,
+                )
 
 
 class _Streaming:
@@ -116,12 +132,16 @@ class _Streaming:
         self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: Going
     ) -> None:
         self._source, self._tensors, self._target, self._going = source, tensors, target, going
-        self._extent_bytes = extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
+        self._extent_bytes = _extent_bytes(files)
         self._windows = BufferPool(WINDOWS)
         self._compared: set[TensorKey] = set()
+        # A member of a zip file is checked when the last file that is made of it is written. If we are killed before, the
+        # next start writes that file, and reads all of the member again.
+        self._last_users = {place: file.name for file in files for place in self._members_of(file)}
 
     def write(self, file: TargetFile, path: str, writing: ThreadPoolExecutor) -> FinishedFile:
         """Write one file, durably."""
+        self._source.watch(self._members_of(file))
         self._compare_copies(file)
         content = TargetBytes(self._source, self._tensors, file, self._extent_bytes)
         writer = self._target.create(path, file.bytes)
@@ -130,16 +150,18 @@ class _Streaming:
             self._windows_of(content, writer, writing, pending)
             for literal in content.sealed():
                 writer.write(literal.start, [literal.data])
+            self._source.check_members([place for place in self._members_of(file) if self._last_users[place] == file.name])
             self._source.check_unchanged(_used(self._tensors, [file]))
             writer.finish()
         finally:
             for job in pending:
                 job.exception()  # nobody writes any more when the file is closed
             writer.discard()
-        literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
-        placed = zip(file.tensors, content.extents, strict=True)
-        tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
-        return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
+        return _finished(content)
+
+    def _members_of(self, file: TargetFile) -> list[MemberPlace]:
+        keys = {move.source for one in file.tensors for move in one.mapped.moves}
+        return list(dict.fromkeys(place for key in sorted(keys) for place in members(self._tensors[key])))
 
     def _windows_of(
         self, content: TargetBytes, writer: FileWriter, writing: ThreadPoolExecutor, pending: list[Future[None]]
@@ -177,6 +199,19 @@ class _Streaming:
             for copy in self._tensors[key].copies:
                 comparing.check_copy(self._source, self._tensors[key], copy, self._going)
             self._compared.add(key)
+
+
+def _extent_bytes(files: Sequence[TargetFile]) -> int:
+    return extent_bytes(sum(one.mapped.spec.nbytes for file in files for one in file.tensors))
+
+
+def _finished(content: TargetBytes) -> FinishedFile:
+    """What is noted of a file, all of whose windows have been filled."""
+    file = content.file
+    literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
+    placed = zip(file.tensors, content.extents, strict=True)
+    tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
+    return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
 
 
 def _put(writer: FileWriter, start: int, data: Bytes, held: ExitStack) -> None:
@@ -218,5 +253,9 @@ def _extents(literal: LiteralBytes) -> Iterator[Extent]:
         yield Extent(literal.start + at, len(part), digest(part))
 
 
-def _moved(extent: Extent, by: int) -> Extent:
-    return Extent(extent.offset + by, extent.length, extent.digest)
+def _pieces(file: FinishedFile) -> Iterator[Piece]:
+    for extent in file.literals:
+        yield Piece(file.name, extent.offset, extent.length, extent.digest)
+    for one in file.tensors:
+        for extent in one.extents:
+            yield Piece(file.name, one.start + extent.offset, extent.length, extent.digest)

@@ -8,6 +8,7 @@ import numpy as np
 
 from holdfast_formats.digest import digest, running
 from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_service.daemon.copying.member_sums import MemberPlace, MemberSums
 from holdfast_service.storage import Buffer, Readable
 from holdfast_service.storage.tier import octets
 
@@ -26,6 +27,7 @@ class WatchedSource:
         self._stamps: dict[str, str] = {}
         self._names: dict[str, list[str]] = {}
         self._streams: dict[str, _FileDigest] = {}
+        self._members = MemberSums()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         self.stamp(path)
@@ -36,7 +38,19 @@ class WatchedSource:
         read = self._source.read_into(path, offset, buffer)
         if self._digested:
             self._stream(path).passed(offset, octets(buffer)[:read])
+        self._members.passed(path, offset, octets(buffer)[:read])
         return read
+
+    def watch(self, stored: Iterable[MemberPlace]) -> None:
+        """Sum up the CRC-32 of these members from the bytes that pass from now on."""
+        self._members.watch(stored)
+
+    def check_members(self, stored: Iterable[MemberPlace]) -> None:
+        """`CorruptExtent`, by file and member, where the bytes of a watched member have not the CRC-32 that is stated.
+
+        What has not passed in order is read for it. Afterwards these members are watched no more.
+        """
+        self._members.check(stored, self.read_into)
 
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
         self.stamp(path)

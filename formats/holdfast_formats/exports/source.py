@@ -1,0 +1,153 @@
+"""What is exported: a committed checkpoint, or one of another program that was only listed, as if it were one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast_formats import dtypes, naming
+from holdfast_formats.disk import state_json
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.packing import pack
+from holdfast_formats.foreign.committed import CommittedFiles, same_bytes
+from holdfast_formats.foreign.filling import elements
+from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.moves import same
+from holdfast_formats.layout.parts import strides
+from holdfast_formats.region import whole
+from holdfast_formats.tensors import TensorSpec
+
+KIND = "holdfast"
+COMPARED_BYTES = 2**23  # at once, of tensors without digests
+
+
+class ExportSource(NamedTuple):
+    """A checkpoint to be exported: its files, and the listing of what they hold.
+
+    `aliases` (by group: a tied tensor's other name, and its first one) are in the listing as tensors like others. `ranked`
+    names the values (group/key) that differ between ranks and so are not in the listing's documents. `equal` says whether
+    two tensors hold the same bytes.
+    """
+
+    files: ForeignFiles
+    listing: ForeignListing
+    equal: Callable[[TensorKey, TensorKey], bool]
+    aliases: Mapping[str, Mapping[str, str]] = {}
+    ranked: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups that have tensors."""
+        return tuple(dict.fromkeys(key.group for key in self.listing.tensors))
+
+    def group(self, group: str) -> dict[str, ForeignTensor]:
+        """The stored tensors of a group, by name, without aliases."""
+        aliases = self.aliases.get(group, {})
+        held = self.listing.tensors.items()
+        return {key.name: tensor for key, tensor in held if key.group == group and key.name not in aliases}
+
+    def ties(self, group: str) -> Mapping[str, str]:
+        """The other names of a group's tied tensors, with the name that each is stored under."""
+        return self.aliases.get(group, {})
+
+    @property
+    def assets(self) -> tuple[str, ...]:
+        """The small files that are copied: the source's own, and those that were translated from its own."""
+        return (*self.listing.assets, *self.listing.made_assets)
+
+    def read_asset(self, name: str) -> bytes:
+        """A small file of the checkpoint."""
+        made = self.listing.made_assets.get(name)
+        return self.files.read(name) if made is None else made
+
+
+def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
+    """The checkpoint that this manifest describes; of its files only state.json is read."""
+    documents: dict[str, dict[str, Any]] = {}
+    ranked: tuple[str, ...] = ()
+    if made.file(naming.STATE) is not None:
+        values = state_json.for_rank(verified.read(naming.STATE), 0)
+        ranked = values.ranked
+        documents = {
+            group: {key: json.loads(text) for key, text in held.items() if f"{group}/{key}" not in ranked}
+            for group, held in values.values.items()
+        }
+    uses = tuple(FileUse(file.name, _use(made, file.name)) for file in made.files)
+    tensors = {tensor.key: tensor for tensor in _tensors(made)}
+    assets = tuple(use.file for use in uses if use.use == "asset")
+    listing = ForeignListing(KIND, tensors, uses, documents, assets, step=made.step)
+
+    def equal(one: TensorKey, other: TensorKey) -> bool:
+        return same_bytes(_entry(made, one), _entry(made, other))
+
+    return ExportSource(verified, listing, equal, made.aliases, ranked)
+
+
+def of_listing(files: ForeignFiles, listing: ForeignListing) -> ExportSource:
+    """Another program's checkpoint, with its tensors in the order that an import would store them in.
+
+    Nothing is read for it; what has to be compared later is read then. `StateMismatch` for names that no checkpoint can
+    have, and `InvalidRequest` for such names of files.
+    """
+    packed = pack(tensor.spec for tensor in listing.tensors.values())
+    keys = [TensorKey(spec.group, spec.name) for plan in packed for spec, _ in plan.tensors]
+    tensors = {key: listing.tensors[key] for key in keys}
+    for name in (*listing.assets, *listing.made_assets):
+        naming.check_asset(name)
+    listed = listing._replace(tensors=tensors, documents=_as_stored(listing))
+
+    def equal(one: TensorKey, other: TensorKey) -> bool:
+        return _equal(files, tensors, one, other)
+
+    return ExportSource(files, listed, equal)
+
+
+def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
+    """The documents as they would come out of an import's state.json, the order of keys included."""
+    groups = tuple(sorted({key.group for key in listing.tensors} | listing.documents.keys()))
+    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in listing.documents.items()}
+    stored = state_json.for_rank(state_json.merge(listing.step or 0, {}, groups, {0: values}), 0)
+    return {group: {key: json.loads(text) for key, text in held.items()} for group, held in stored.values.items()}
+
+
+def _equal(files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], one: TensorKey, other: TensorKey) -> bool:
+    """Whether two tensors hold the same bytes, by reading both: bit by bit, so that NaN equals itself."""
+    spec, theirs = tensors[one].spec, tensors[other].spec
+    if (spec.dtype, spec.shape) != (theirs.dtype, theirs.shape):
+        return False
+    volume, step = prod(spec.shape), COMPARED_BYTES // dtypes.to_numpy(spec.dtype).itemsize
+    for start in range(0, volume, step):
+        stop = min(start + step, volume)
+        ours, others = (elements(files, tensors, same(tensors[key]), start, stop).view(np.uint8) for key in (one, other))
+        if not np.array_equal(ours, others):
+            return False
+    return True
+
+
+def _entry(made: Manifest, key: TensorKey) -> TensorEntry:
+    held = made.tensors[key.group]
+    return held[made.aliases.get(key.group, {}).get(key.name, key.name)]
+
+
+def _use(made: Manifest, file: str) -> Any:
+    entry = made.file(file)
+    if entry is not None and entry.header_bytes:
+        return "tensors"
+    ours = {naming.STATE} | {naming.index_file_name(group) for group in made.groups}
+    return "state" if file in ours else "asset"
+
+
+def _tensors(made: Manifest) -> list[ForeignTensor]:
+    found = [_tensor(group, name, entry) for group, named in made.tensors.items() for name, entry in named.items()]
+    for group, aliases in made.aliases.items():
+        found += [_tensor(group, alias, made.tensors[group][target]) for alias, target in aliases.items()]
+    return found
+
+
+def _tensor(group: str, name: str, entry: TensorEntry) -> ForeignTensor:
+    piece = ForeignPiece(entry.file, entry.start, whole(entry.shape), strides(entry.shape))
+    return ForeignTensor(TensorSpec(group, name, entry.dtype, entry.shape), (piece,))

@@ -1,0 +1,63 @@
+"""Converts another program's checkpoint for a third one: its listing is exported, with no checkpoint of ours in between."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.exports.source import of_listing
+from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
+from holdfast_formats.foreign.known_kinds import KINDS
+from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_service.daemon.copying import foreign_export, import_report, importing
+from holdfast_service.daemon.copying.copies import read_pair
+from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
+from holdfast_service.daemon.copying.watched_source import WatchedSource
+from holdfast_service.storage import Readable
+
+OURS = "holdfast"
+
+
+class Conversion(NamedTuple):
+    """A conversion before its first byte is written. A Holdfast checkpoint is read by its manifest, without a listing."""
+
+    export: PlannedExport
+    watched: WatchedSource
+    listing: ForeignListing | None
+
+    def check_unchanged(self) -> None:
+        """`StateMismatch` by name where a file of the source has changed since it was first touched, has come or is gone."""
+        if self.listing is not None:
+            self.watched.check_unchanged([use.file for use in self.listing.files if use.use != "unused"])
+            self.watched.check_names()
+
+
+def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, terms: ExportTerms) -> Conversion:
+    """What a conversion would write. Of tensors only those are read that a program takes for equal or for zeros.
+
+    Raises what reading a kind raises for what is not understood, and what planning an export raises.
+    """
+    watched = WatchedSource(source)
+    if kind == OURS or (kind is None and importing.is_checkpoint(source)):
+        if options != ReadOptions():
+            raise InvalidRequest("a Holdfast checkpoint is read as it is", hint="leave --as-is and --assemble-flat out")
+        return Conversion(foreign_export.plan_export(source, "", read_pair(source, "").made, terms), watched, None)
+    if kind is None:
+        importing.refuse_uncommitted(source)
+    found: ForeignKind = choose(watched, kind, KINDS)
+    listing = found.read(watched, options)
+    if not listing.tensors:
+        raise StateMismatch(f"{found.title} without a tensor cannot be converted", hint="check the directory's path")
+    return Conversion(foreign_export.planned_of(of_listing(watched, listing), watched, terms), watched, listing)
+
+
+def report(conversion: Conversion) -> dict[str, Any]:
+    """What was made of what: the report of an export, and every file of the source with its use."""
+    listing = conversion.listing
+    if listing is None:
+        source: dict[str, Any] = {"kind": OURS, "files": [], "notes": []}
+    else:
+        source = import_report.files_told(conversion.watched, listing)
+    written = [{"file": file.name, "bytes": file.bytes} for file in conversion.export.plan.files]
+    told = {"source": source, "written": written[: import_report.FILES_TOLD]}
+    return {**foreign_export.report(conversion.export), **told}

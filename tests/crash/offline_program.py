@@ -1,0 +1,15 @@
+"""`holdfast_service.offline` with small files, to which something happens at a chosen act: `… LOG export|convert …`."""
+
+from __future__ import annotations
+
+import sys
+
+from holdfast_service.offline.__main__ import main
+from tests.crash.acts import Acts, small_files
+
+if __name__ == "__main__":
+    acts = Acts(sys.argv[1], ("MainThread", "holdfast-stream_0"))
+    acts.install()
+    small_files()
+    acts.begin()
+    sys.exit(main(sys.argv[2:]))
