@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.export.copy import Copied, copy_checkpoint, translated
 from holdfast.read.reader import CheckpointReader
+from holdfast_formats.alone import alone
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.whereabouts import check_output_place
 
 
 def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
     """Copy the checkpoint, or some groups of it as a plain directory, to `target`; every byte is checked.
 
-    Raises `InvalidRequest` if `target` exists and is not an empty directory. On this and any other error, nothing is left. A
-    process that is killed leaves `.NAME.partial`, which the next export to the same name removes.
+    Raises `InvalidRequest` if `target` exists and is not an empty directory, or is inside a run or a checkpoint, `InUse` while
+    another export writes there. On this and any other error, nothing is left. A process that is killed leaves `.NAME.partial`, which the next export to the same name removes.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InvalidRequest(f"{target} already exists", hint="choose another name")
     if target.is_dir() and any(target.iterdir()):
         raise InvalidRequest(f"{target} is not empty", hint="export to a directory that is empty or does not exist yet")
+    check_output_place(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(target):
+            return _export(reader, target, groups, on_bytes)
+    except OSError as error:
+        raise translated(target, error) from error
+
+
+def _export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
     part = target.parent / f".{target.name}.partial"
     try:
         if part.is_dir() and not part.is_symlink():
@@ -30,10 +43,21 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
         _make_durable(part)
         part.rename(target)
         _sync(target.parent)
-    except OSError as error:
+    except OSError:
         shutil.rmtree(part, ignore_errors=True)
-        raise translated(target, error) from error
+        raise
     return copied
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Two exports would write into one directory, and one publish what the other has not finished."""
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with alone(directory, target.name):
+            yield
+    finally:
+        os.close(directory)
 
 
 def _make_durable(directory: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.whereabouts import check_output_place
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.exports import converted
@@ -33,8 +34,7 @@ def _exported(given: argparse.Namespace) -> dict[str, Any]:
     source, target = Path(given.checkpoint).resolve(), Path(given.target).absolute()
     if not source.is_dir():
         raise InvalidRequest(f"{given.checkpoint} is not a directory", hint="pass the directory of a checkpoint")
-    if target.resolve().is_relative_to(source):
-        raise InvalidRequest(f"{given.target} is inside of the checkpoint", hint="choose another directory")
+    check_output_place(target)
     terms = ExportTerms(given.kind, given.weights, given.dtype, given.layout, given.program)
     terms.check()
     try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from holdfast_formats.alone import alone
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
 from . import libc
@@ -256,6 +257,18 @@ class PosixTier:
         with translated("stat", str(self.root)):
             status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize
+
+    @contextmanager
+    def alone(self, path: str) -> Iterator[None]:
+        """For whoever writes in several steps what will be at `path`: `InUse` while another one does, in any process.
+
+        Parents are made.
+        """
+        parent, leaf = split_leaf(path)
+        with ExitStack() as held:
+            with translated("lock", path):
+                held.enter_context(alone(held.enter_context(self._directory(parent, make=True)), leaf))
+            yield
 
     @contextmanager
     def _directory(self, names: Sequence[str], make: bool = False) -> Iterator[int]:

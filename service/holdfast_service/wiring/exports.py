@@ -13,7 +13,7 @@ from holdfast_service.daemon.copying import exporting, foreign_export, streaming
 from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import PosixTier, Readable, Tier
 from holdfast_service.wiring.progress import Progress, going
 
 
@@ -32,15 +32,16 @@ class Exporter:
     def __init__(self, tier: Tier, decisions: Decisions) -> None:
         self._tier, self._decisions = tier, decisions
 
-    def copy(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
+    def copy(self, place: PosixTier, wanted: Export, progress: Progress) -> dict[str, Any]:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
-            staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
-        _publish(place, staging, wanted.target)
+            with place.alone(wanted.target):
+                staging, made = exporting.stage(self._tier, place, wanted, going(progress, 2 * size))
+                _publish(place, staging, wanted.target)
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
-    def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
+    def convert(self, place: PosixTier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
         """Export for another program. A job that is interrupted goes on from the files that it had finished."""
         with self._decisions.reading(wanted.run, wanted.step):
             directory = naming.checkpoint_path(wanted.run, wanted.step)
@@ -48,24 +49,25 @@ class Exporter:
 
 
 def converted(
-    tier: Readable, directory: str, place: Tier, target: str, terms: ExportTerms, progress: Progress
+    tier: Readable, directory: str, place: PosixTier, target: str, terms: ExportTerms, progress: Progress
 ) -> dict[str, Any]:
     """Export the checkpoint in a directory of `tier` as the directory `target` of `place`; the report."""
     staging = exporting.place_for(place, target)
     planned = foreign_export.plan_export(tier, directory, read_pair(tier, directory).made, terms)
-    try:
-        foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
-    except Interrupted:
-        raise  # the job goes on from what is staged
-    except BaseException:
-        streaming.discard(place, staging)
-        raise
-    _publish(place, staging, target)
-    streaming.forget(place, staging)
+    with place.alone(target):  # two would write into one staging directory, and one publish what the other has not finished
+        try:
+            foreign_export.write(planned, place, staging, going(progress, 2 * planned.bytes))
+        except Interrupted:
+            raise  # the job goes on from what is staged
+        except BaseException:
+            streaming.discard(place, staging)
+            raise
+        _publish(place, staging, target)
+        streaming.forget(place, staging)
     return {"to": target, **foreign_export.report(planned)}
 
 
-def _publish(place: Tier, staging: str, target: str) -> None:
+def _publish(place: PosixTier, staging: str, target: str) -> None:
     try:
         commit.publish_export(place, staging, target)
     except AlreadyCommitted:
