@@ -18,8 +18,9 @@ from holdfast_formats.whereabouts import check_output_place
 def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
     """Copy the checkpoint, or some groups of it as a plain directory, to `target`; every byte is checked.
 
-    Raises `InvalidRequest` if `target` exists and is not an empty directory, or is inside a run or a checkpoint, `InUse` while
-    another export writes there. On this and any other error, nothing is left. A process that is killed leaves `.NAME.partial`, which the next export to the same name removes.
+    Raises `InvalidRequest` if `target` exists and is not an empty directory, or is inside a run or a checkpoint; `InUse`
+    while another export writes there. On this and any other error, nothing is left. A process that is killed leaves
+    `.NAME.partial`, which the next export to the same name removes.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InvalidRequest(f"{target} already exists", hint="choose another name")

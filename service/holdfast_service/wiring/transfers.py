@@ -146,6 +146,11 @@ def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
         alone = next((name for name in texts[1:] if given.get(name) is not None), None)
         if alone is not None:
             raise InvalidRequest(f"the argument {alone!r} of an export needs `as`", hint="say for which program")
+        other = next((name for name in given if name not in ("to", "model_only", *texts)), None)
+        if other is not None:
+            raise InvalidRequest(f"an export has no argument {other!r}", hint=f"to, model_only, {', '.join(texts)}")
+        if not isinstance(given.get("model_only", False), bool):
+            raise InvalidRequest("the argument 'model_only' of an export is not true or false")
         return Export(*_named(job), target, bool(given.get("model_only", False)))
     for name, value in given.items():
         if name not in (*texts, "to"):
