@@ -78,8 +78,7 @@ def check_root_place(path: Path) -> None:
         return
     path = path.resolve()
     for above in (path, *path.parents):
-        committed = (above / naming.COMMIT).is_file() and (above / naming.MANIFEST).is_file()
-        within = "a checkpoint" if committed else "the directory of a run" if _is_run(above) else ""
+        within = _inside(above)
         if within:
             raise InvalidRequest(
                 f"{path} cannot be a root: {'it' if above == path else above} is {within}",
@@ -87,5 +86,34 @@ def check_root_place(path: Path) -> None:
             )
 
 
+def check_output_place(path: Path) -> None:
+    """`InvalidRequest` for a file or directory to be written inside a run or a checkpoint.
+
+    It would be taken for a checkpoint of the run, be swept, or keep the checkpoint from being removed. Links are followed.
+    """
+    path = path.resolve()
+    for above in path.parents:
+        within = _inside(above)
+        if within or (above.name in _OF_RUNS and _is_root(above.parents[min(1, len(above.parents) - 1)])):
+            where = f"{above} is {within}" if within else f"{above.parent} would become a run"
+            raise InvalidRequest(
+                f"{path} cannot be written: {where}", hint="choose a directory outside of the root of checkpoints"
+            )
+
+
+_OF_RUNS = (naming.CHECKPOINTS, naming.STAGING, naming.TRASH)
+
+
+def _inside(path: Path) -> str:
+    """What Holdfast keeps in this directory; empty if nothing."""
+    committed = (path / naming.COMMIT).is_file() and (path / naming.MANIFEST).is_file()
+    return "a checkpoint" if committed else "the directory of a run" if _is_run(path) else ""
+
+
 def _is_run(path: Path) -> bool:
-    return (path / naming.CHECKPOINTS).is_dir() and (path.parent / naming.ROOT_FILE).is_file()
+    return (path / naming.CHECKPOINTS).is_dir() and _is_root(path.parent)
+
+
+def _is_root(path: Path) -> bool:
+    """Whether a daemon, or an import without one, has worked there."""
+    return any((path / name).is_file() for name in (naming.ROOT_FILE, naming.LOCK))

@@ -14,7 +14,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, CorruptExtent, InvalidRequest, NoSpace, StateMismatch
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    CorruptExtent,
+    InUse,
+    InvalidRequest,
+    NoSpace,
+    StateMismatch,
+)
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.jobs.runner import Interrupted
@@ -223,6 +231,34 @@ statements = '''
 * -> *
 '''
 """
+
+
+def test_two_exports_to_one_name(transfers: Transfers, place: Path) -> None:
+    """The second one is refused while the first writes: both used to write into one directory, and one published it."""
+    refused = []
+
+    class Meanwhile(Told):
+        def report(self, done_bytes: int, total_bytes: int) -> None:
+            for other in ("dcp", None):
+                with pytest.raises(InUse) as raised:
+                    transfers.export_job(job(to="out", **({"as": other} if other else {})), Told())
+                refused.append(raised.value)
+
+    transfers.export_job(job(to="out", **{"as": "hf"}), Meanwhile())
+    assert refused and os.listdir(place) == ["out"]
+    assert not any(name.endswith(".distcp") or name == naming.COMMIT for name in os.listdir(place / "out"))
+
+
+def test_not_into_a_run(world: CopiesWorld) -> None:
+    """Where the directory for exports is above the root, a job could make a directory that looks like a checkpoint."""
+    (world.root / naming.LOCK).touch()
+    transfers = Transfers(world.tier, world.decisions, world.repairer, world.root.parent)
+    for arguments in ({}, {"as": "hf"}):
+        wanted = {"to": f"{world.root.name}/{naming.checkpoint_path(RUN, 9)}", **arguments}
+        with pytest.raises(InvalidRequest, match="outside of the root"):
+            transfers.check(JobRequest(kind="export", run=RUN, step=STEP, arguments=wanted))
+        with pytest.raises(InvalidRequest, match="outside of the root"):
+            transfers.export_job(job(**wanted), Told())
 
 
 def test_a_program_renames_what_belongs_together(transfers: Transfers, place: Path) -> None:

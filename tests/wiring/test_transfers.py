@@ -136,6 +136,30 @@ def test_a_checkpoint_goes_out_and_comes_back(world: CopiesWorld, transfers: Tra
     assert contents(out) == contents(world.path())
 
 
+def test_a_copy_is_read_back_before_it_is_one(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+    """Bytes that the disk did not keep are found before anybody sees a checkpoint, and two nodes never share a directory."""
+    transfers.export_job(job("export", to="five"), Quiet())
+    size = world.built[RUN, 5].manifest.bytes
+    places: set[str] = set()
+
+    class Flipping(Told):
+        def report(self, done_bytes: int, total_bytes: int) -> None:
+            super().report(done_bytes, total_bytes)
+            if done_bytes == size:  # all is copied
+                (staged,) = (world.root / "other" / naming.STAGING).iterdir()
+                places.add(staged.name)
+                file = next(staged.glob("model*.safetensors"))
+                flip(file, file.stat().st_size - 1)
+
+    for node in ("one", "two"):
+        world.decisions._node, world.decisions._cluster = node, object()  # type: ignore[assignment]
+        with pytest.raises(CorruptExtent):
+            transfers.import_job(job("import", 8, "other", **{"from": "five"}), Flipping())
+        world.decisions._cluster = None
+    assert len(places) == 2
+    assert not world.tier.list(naming.checkpoint_path("other", 8)) and not world.tier.list(f"other/{naming.STAGING}")
+
+
 def test_an_import_is_on_the_line_that_lives(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
     """In a run that has gone back, what is brought in is not taken for what training left behind; nor at a restart."""
     for attempt in (1, 2):  # the second one takes the place of the first, by a rewind

@@ -13,6 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk.manifest import FileEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+from holdfast_formats.whereabouts import check_output_place
 
 _NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT
 
@@ -71,6 +72,7 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
 
 def _prepare(out: Path) -> bool:
     """Make the directory, or check that it is empty; return whether it was made."""
+    check_output_place(out)
     try:
         if out.is_dir():
             if any(out.iterdir()):

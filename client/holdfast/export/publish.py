@@ -13,19 +13,21 @@ from holdfast.export.copy import Copied, copy_checkpoint, translated
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest
+from holdfast_formats.whereabouts import check_output_place
 
 
 def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
     """Copy the checkpoint, or some groups of it as a plain directory, to `target`; every byte is checked.
 
-    Raises `InvalidRequest` if `target` exists and is not an empty directory, `InUse` while another export writes there. On
-    this and any other error, nothing is left. A process that is killed leaves `.NAME.partial`, which the next export to the
-    same name removes.
+    Raises `InvalidRequest` if `target` exists and is not an empty directory, or is inside a run or a checkpoint; `InUse`
+    while another export writes there. On this and any other error, nothing is left. A process that is killed leaves
+    `.NAME.partial`, which the next export to the same name removes.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InvalidRequest(f"{target} already exists", hint="choose another name")
     if target.is_dir() and any(target.iterdir()):
         raise InvalidRequest(f"{target} is not empty", hint="export to a directory that is empty or does not exist yet")
+    check_output_place(target)
     part = target.parent / naming.export_staging(target.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from holdfast_formats.layout import language, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.shard_file import PlacedTensor, ShardFile
+from holdfast_formats.whereabouts import check_output_place
 
 BUFFER_BYTES = 64 * 2**20
 
@@ -95,6 +96,7 @@ def _batches(tensors: Sequence[PlacedTensor], bytes_max: int) -> Iterator[list[_
 @contextmanager
 def _created(path: Path, size: int) -> Iterator[int]:
     """Create a file of zeros; remove it again if the block fails."""
+    check_output_place(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o644)

@@ -16,6 +16,7 @@ from holdfast_formats.exports.plan import (
 from holdfast_formats.exports.safetensors_files import shard_set
 from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.exports.ties import said, tied
+from holdfast_formats.exports.weights import roundings
 from holdfast_formats.foreign.committed import refuse_sub_byte
 from holdfast_formats.foreign.listing import TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import same
@@ -57,9 +58,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     ]
     made = tied({one.spec.name: one for one in mapped}, ties)
     files = shard_set(STEM, made.values(), "pt", file_bytes_max=_FILE_BYTES_MAX)
-    rounded = sum(one.spec.dtype != tensor.spec.dtype for one, tensor in zip(mapped, tensors.values(), strict=True))
-    notes = [f"{rounded} tensors were converted to {FLOATS[options.dtype]}"] if options.dtype and rounded else []
-    notes += said(ties)
+    notes = [*roundings(source, mapped), *said(ties)]
     left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
     left_out += values_of_weights(source, frozenset({group}))
     left_out += [LeftOut(name, "it belongs to the base model") for name in source.assets if name in _OF_THE_BASE]

@@ -85,11 +85,14 @@ def check_shards(files: Sequence[str]) -> None:
     for file in files:
         if _ADAPTER.match(file):
             raise StateMismatch(f"{file} is an adapter, not a model", hint="merge it into its base model first", file=file)
-    if len(files) < 2:
-        return
     first = _SHARD.fullmatch(files[0])
+    if len(files) == 1 and first is None:
+        return
     stem = first[1] if first else ""
     if sorted(files) != [f"{stem}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]:
+        if len(files) == 1:
+            what = f"{files[0]} is one of several files of a model, and the others are not there"
+            raise StateMismatch(what, hint="copy all files of the model, with its index", file=files[0])
         what = f"{files[0]} and {files[1]} are in one directory, but no index says that they are one model"
         raise StateMismatch(what, hint=_ALONE, file=files[1])
 

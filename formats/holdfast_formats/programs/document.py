@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast_formats import toml_text
 from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
@@ -74,7 +75,7 @@ def read_program(text: bytes | str) -> Program:
     if len(data) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the program has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
     try:
-        values = msgspec.toml.decode(data, type=dict[str, Any])
+        values = toml_text.decode(data)
         written = _convert(values)
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
         raise InvalidRequest(f"the program is not valid: {problem}", hint="docs/programs.md has an example") from None

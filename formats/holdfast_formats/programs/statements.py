@@ -18,6 +18,7 @@ TEXT_BYTES_MAX = 2**24  # Paddle writes a statement for each expert
 STATEMENTS_MAX = 100_000
 OPERANDS_MAX = 4096
 RANGE_MAX = 4096
+INDEX_DIGITS_MAX = 3  # of a dimension's number
 
 WORDS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same", "optional", "zeros")
 NUMBERS = ("axis", "num_heads", "num_key_value_groups", "ranks", "src_ranks", "dst_ranks", "count", "size", "pad_to")
@@ -214,7 +215,7 @@ class _Reader:
             return made._replace(numbers={**made.numbers, token.text: self._number(value)})
         items = self._items(value)
         if token.text == "permute":
-            if not all(item.isdigit() for item in items):
+            if not all(item.isascii() and item.isdigit() and len(item) <= INDEX_DIGITS_MAX for item in items):
                 raise self._error(value.column, f"{value.text} is no order of dimensions", hint='as in permute="[1,0]"')
             return made._replace(permute=tuple(map(int, items)))
         if token.text == "slice":
@@ -248,7 +249,7 @@ class _Reader:
     def _value(self, token: _Token, text: str) -> Number:
         """A number, or an expression in braces."""
         inside = text[1:-1] if text.startswith("{") and text.endswith("}") else text
-        if inside == text and not text.isdigit():
+        if inside == text and not (text.isascii() and text.isdigit()):
             raise self._error(token.column, f"{text!r} is no number", hint="sizes stand in braces, as in {heads}")
         expression = self._in_place(token, lambda: parse(inside))
         unknown = sorted(names_in(expression) - self._sizes)

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.foreign.kinds import ReadOptions
+from holdfast_formats.whereabouts import check_output_place
 from holdfast_service.daemon.copying import converting, exporting
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
@@ -64,6 +65,7 @@ def _ends(given: argparse.Namespace) -> tuple[Path, Path]:
     if target.resolve().is_relative_to(source):
         raise InvalidRequest(f"{given.target} is inside of the checkpoint", hint="choose another directory")
     exporting.check_name(target.name)
+    check_output_place(target)
     return source, target
 
 

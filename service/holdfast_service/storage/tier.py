@@ -6,6 +6,7 @@ below the root is followed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import InvalidRequest
+
+NAME_BYTES_MAX = 255  # of every file system
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
 
@@ -144,6 +147,8 @@ def split_path(path: str) -> list[str]:
     names = path.split("/")
     if "\0" in path or any(name in ("", ".", "..") for name in names):
         raise InvalidRequest(f"{path!r} is not a path below the root", hint="use names separated by single slashes")
+    if len(path) > NAME_BYTES_MAX and any(len(os.fsencode(name)) > NAME_BYTES_MAX for name in names):
+        raise InvalidRequest(f"{path[:80]!r}… has a name of more than {NAME_BYTES_MAX} bytes", hint="choose a shorter name")
     return names
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
+from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
-from holdfast_formats.naming import Place
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
@@ -103,19 +103,21 @@ class Importer:
     def _copy(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
         imports, run, step = self._decisions.imports(), wanted.run, wanted.step
-        place = Place(run, step, naming.NO_ATTEMPT)
         pair = read_pair(source, "")
+        # A node that has lost its lease may still write, and must not meet the one that has taken its job.
+        place = naming.job_place(run, step, digest(f"{self._decisions.node_of_many} ".encode() + pair.commit))
         goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt), place.path, imports.way(run))
         plan = importing.counted(pair.made)
         imports.admit(plan._replace(run=run, step=step))
         self._tier.remove_tree(place.path)
         try:
-            copied = importing.copy_in(source, self._tier, goal, going(progress, 2 * plan.bytes))
-            imports.publish(place, copied.encoded, copied.commit)
+            ahead = going(progress, 2 * plan.bytes)
+            copied = importing.copy_in(source, self._tier, goal, ahead)
+            read_back(self._tier, place.path, copied.made, ahead)
+            made = imports.publish(place, copied.encoded, copied.commit)
         except BaseException:
             self._tier.remove_tree(place.path)
             raise
-        made = self._verified(run, step)
         self._decisions.findings.sound(run, step, made=made)
         return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(made)}
 

@@ -10,6 +10,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.whereabouts import check_output_place
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
@@ -47,15 +48,14 @@ class Transfers:
             _wanted_import(request)
             self._decisions.imports().attempt(run, step)
             return
-        self._reach()
-        split_leaf(_wanted_export(request).target)
+        self._place_for(_wanted_export(request))
         if not self._tier.list(naming.checkpoint_path(run, step)):
             raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
 
     def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's export, below `place`."""
         wanted = _wanted_export(job, again=job.tries > 1)
-        return self.export(self._reach(), wanted, progress)
+        return self.export(self._place_for(wanted), wanted, progress)
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's import from below `place`, as its run and step."""
@@ -69,7 +69,7 @@ class Transfers:
         """Repair a job's checkpoint; raises the damage that is left."""
         return self.repair(*_named(job))
 
-    def export(self, place: Tier, wanted: Export | ForeignExport, progress: Progress) -> dict[str, Any]:
+    def export(self, place: PosixTier, wanted: Export | ForeignExport, progress: Progress) -> dict[str, Any]:
         """Copy a checkpoint out, or export it for another program; it gets its name only when it is complete."""
         if isinstance(wanted, Export):
             return self._exporter.copy(place, wanted, progress)
@@ -86,7 +86,14 @@ class Transfers:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
 
-    def _reach(self, below: str = "") -> Tier:
+    def _place_for(self, wanted: Export | ForeignExport) -> PosixTier:
+        """`place`, if an export's target may be there."""
+        place = self._reach()
+        split_leaf(wanted.target)
+        check_output_place(place.root / wanted.target)
+        return place
+
+    def _reach(self, below: str = "") -> PosixTier:
         """The directory `place`, or one below it, opened without following a link."""
         if self._place is None:
             raise InvalidRequest(
@@ -139,6 +146,11 @@ def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | Forei
         alone = next((name for name in texts[1:] if given.get(name) is not None), None)
         if alone is not None:
             raise InvalidRequest(f"the argument {alone!r} of an export needs `as`", hint="say for which program")
+        other = next((name for name in given if name not in ("to", "model_only", *texts)), None)
+        if other is not None:
+            raise InvalidRequest(f"an export has no argument {other!r}", hint=f"to, model_only, {', '.join(texts)}")
+        if not isinstance(given.get("model_only", False), bool):
+            raise InvalidRequest("the argument 'model_only' of an export is not true or false")
         return Export(*_named(job), target, bool(given.get("model_only", False)))
     for name, value in given.items():
         if name not in (*texts, "to"):

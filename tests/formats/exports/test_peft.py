@@ -62,6 +62,13 @@ def test_what_is_refused(
         peft.plan(source, options)
 
 
+def test_a_conversion_that_loses_is_said(tmp_path: Path) -> None:
+    """As by the other exports: what is rounded, and that float16 ends early."""
+    source = made(tmp_path / "step", {"adapter": ADAPTER}, assets=ASSETS).source
+    (note,) = peft.plan(source, ExportOptions(dtype="F16")).notes
+    assert "rounded from bfloat16 to float16" in note and "infinite" in note
+
+
 def test_names_of_others_are_refused(tmp_path: Path) -> None:
     """PEFT would load such a file without a word and use nothing of it."""
     source = made(tmp_path / "step", {"adapter": {**ADAPTER, "q.lora_A": np.zeros(2)}}, assets=ASSETS).source

@@ -145,6 +145,10 @@ def _a_shard_is_gone(directory: Path) -> None:
     save_file({"extra": np.ones(2, np.float32)}, directory / "model-00002-of-00003.safetensors")
 
 
+def _one_shard_is_left(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00003.safetensors")
+
+
 def _odd_config(directory: Path) -> None:
     (directory / "config.json").write_text("[]")
 
@@ -160,6 +164,7 @@ def _odd_config(directory: Path) -> None:
         (_an_entry_without_a_tensor, "nowhere", StateMismatch),
         (_an_adapter, "adapter", StateMismatch),
         (_a_shard_is_gone, "no index", StateMismatch),
+        (_one_shard_is_left, "one of several files", StateMismatch),
         (_odd_config, "config.json", CorruptManifest),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast_formats import toml_text
 from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
 
@@ -104,8 +105,8 @@ def decode(text: bytes | str) -> dict[str, Any]:
     if len(data) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the rules file has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
     try:
-        return msgspec.toml.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+        return toml_text.decode(data)
+    except (ValueError, RecursionError) as problem:
         raise InvalidRequest(
             f"the rules are not valid TOML: {problem}", hint="see docs/rules.md for a full example"
         ) from None
