@@ -285,15 +285,15 @@ class Rotation:
             self._fresh -= Counter({(run, step): 1})
 
     def _refuse(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
-        with self._freshness:
-            fresh = (found.run, found.step) in self._fresh
-        if fresh:
-            raise InUse(f"{found.run}@{found.step} is being replaced", hint="try again in a moment")
         self._refuse_the_newest(found, newest, healthy)
-        self._refuse_held(found.run, found.step)
+        self.refuse_held(found.run, found.step)
 
-    def _refuse_held(self, run: str, step: int) -> None:
-        """Refuse to remove a checkpoint that nothing may remove at present."""
+    def refuse_held(self, run: str, step: int) -> None:
+        """Refuse what takes from a checkpoint that nothing may take from at present."""
+        with self._freshness:
+            fresh = (run, step) in self._fresh
+        if fresh:
+            raise InUse(f"{run}@{step} is being replaced", hint="try again in a moment")
         self._refuse_pinned(run, step)
         if held := links.standing(self._files.read(run), run).holds(step):
             raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
+
+from sqlalchemy import select
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
@@ -20,6 +23,7 @@ from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.retention.policy import decide
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
@@ -49,13 +53,9 @@ class Thinning:
         """
         run, step = place.run, place.step
         with self._rotation.deciding(run):
-            found = self._decided(run).get(step)
-            if found is None or not found.thin or not self.is_mine():
-                why = "it is not listed" if found is None else found.why or "it goes, or is thinned already"
-                raise InUse(f"{run}@{step} is not thinned: {why}", hint="nothing was changed")
+            self._refuse(run, step)
             if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") != whole:
                 raise InUse(f"{run}@{step} was saved anew meanwhile", hint="nothing was changed")
-            self._rotation.refuse_foreign(run, step)
             with self._rotation.readers.removing(run, step) as free:
                 if not free:
                     raise InUse(f"{run}@{step} is being read", hint="it is thinned later")
@@ -76,6 +76,30 @@ class Thinning:
             self._store.discard(place)
         except CheckpointError as failure:
             log.warning("%s stays until it is swept: %s", place.path, failure.detail)
+
+    def _refuse(self, run: str, step: int) -> None:
+        """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.
+
+        What may have changed since: marks, readers, findings about it, and that enough newer ones are whole.
+        """
+        found = self._catalog.checkpoint(run, step)
+        self._rotation.refuse_held(run, step)
+        keep_full = self._files.read(run).in_force.keep_full
+        if found.abandoned:
+            enough = step in self.due(run)
+        else:
+            enough = keep_full is not None and self._whole_after(found, keep_full) >= keep_full
+        if not enough or not found.verified or found.thinned is not None or not self.is_mine():
+            raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
+
+    def _whole_after(self, found: bodies.CheckpointInfo, enough: int) -> int:
+        """How many newer whole checkpoints count, as in `decide_thinning`; no more than are needed are looked for."""
+        row = CheckpointRow
+        counts = (row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None))
+        wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
+        with self._catalog.database.read() as session:
+            groups = session.scalars(wanted.execution_options(yield_per=64))
+            return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
         if self._files.read(run).in_force.keep_full is None:
