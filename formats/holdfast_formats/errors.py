@@ -314,6 +314,7 @@ class ArenaFull(Unavailable):
 LEAVES: tuple[type[CheckpointError], ...] = (
     InvalidRequest,
     StateMismatch,
+    CheckpointThinned,
     ReplicasDiffer,
     LimitExceeded,
     PreconditionRequired,
