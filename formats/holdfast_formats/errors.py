@@ -4,6 +4,7 @@
     ├── Refused                      the request is wrong: change it, do not retry
     │   ├── InvalidRequest           invalid-request 400
     │   ├── StateMismatch            state-mismatch 422
+    │   │   └── CheckpointThinned    checkpoint-thinned 422
     │   ├── ReplicasDiffer           replicas-differ 422
     │   ├── LimitExceeded            limit-exceeded 413
     │   └── PreconditionRequired     precondition-required 428
@@ -99,6 +100,12 @@ class StateMismatch(Refused):
     """Names, shapes, dtypes or coverage of the request and of the existing data do not fit."""
 
     code, status = "state-mismatch", 422
+
+
+class CheckpointThinned(StateMismatch):
+    """What is asked for was taken out of the checkpoint; `groups` names it, and `nearest` the nearest step that has it."""
+
+    code = "checkpoint-thinned"
 
 
 class ReplicasDiffer(Refused):
@@ -309,6 +316,7 @@ class ArenaFull(Unavailable):
 LEAVES: tuple[type[CheckpointError], ...] = (
     InvalidRequest,
     StateMismatch,
+    CheckpointThinned,
     ReplicasDiffer,
     LimitExceeded,
     PreconditionRequired,

@@ -33,6 +33,7 @@ _BOUND = {  # calls that posix.py and writeback.py hold under names of their own
     (posix, "_preadv"): "preadv",
     (posix, "_rename"): "renameat2",
     (posix, "_exchange"): "exchange",
+    (posix, "_link"): "link",
     (posix, "_reserve"): "fallocate",
     (writeback, "_start_writeback"): "sync_file_range",
     (writeback, "_await_writeback"): "sync_file_range",

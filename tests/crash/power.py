@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK_BYTES = 512
-RECORDED = frozenset(
-    {"fsync", "mkdir", "open", "rename", "renameat2", "exchange", "unlink", "rmdir", "fallocate", "ftruncate", "pwritev"}
-)
+_NAMES = frozenset({"mkdir", "open", "rename", "renameat2", "exchange", "link", "unlink", "rmdir"})
+RECORDED = _NAMES | {"fsync", "fallocate", "ftruncate", "pwritev"}
 
 
 class Made(NamedTuple):
-    """A new file or directory, `node`, and its name."""
+    """A new file or directory, `node`, and its name; or a further name of a file."""
 
     directory: int
     name: str
@@ -131,10 +131,16 @@ class Recorder:
         call(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         self.operations.append(Renamed(self._node(src_dir_fd), old, self._node(dst_dir_fd), new, node))
 
+    def _link(self, call: Any, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+        call(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
+        node = self._nodes[os.stat(new, dir_fd=dst_dir_fd).st_ino]
+        self.operations.append(Made(self._node(dst_dir_fd), new, node, False))
+
     def _unlink(self, call: Any, name: str, *, dir_fd: int) -> None:
-        inode = os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_ino
+        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         call(name, dir_fd=dir_fd)
-        self._nodes.pop(inode)
+        if found.st_nlink == 1 or not stat.S_ISREG(found.st_mode):
+            self._nodes.pop(found.st_ino)
         self.operations.append(Removed(self._node(dir_fd), name))
 
     _rmdir = _unlink

@@ -337,6 +337,19 @@ class StoreSuite:
         assert standing(store) is SECOND
         assert storage.used() == kept - sum(map(len, FIRST.all().values())) + sum(map(len, SECOND.all().values()))
 
+    def test_a_file_is_taken_from_a_committed_checkpoint(self, store: Store) -> None:
+        """It takes no room twice, if that is possible, and stays when that checkpoint is removed."""
+        assert save(store, JOINT, FIRST).outcome == "published"
+        place, name = Place(RUN, STEP + 1, 1), "model-0.safetensors"
+        staged = store.begin(place)
+        if staged.take(name, STEP):
+            store.free(store.remove(RUN, STEP))
+            contents = FIRST.contents()._replace(staged={name: len(FIRST.files[name])})
+            assert store.commit(place, contents).outcome == "published"
+            assert store.files.read(path(name, STEP + 1)) == FIRST.files[name]
+        with pytest.raises(InvalidRequest):
+            staged.take("../file", STEP)
+
     def test_a_late_committer_of_a_replacement(self, storage: Storage) -> None:
         """It finds its own bytes there, and replaces nothing by anything."""
         a, b = storage.open(), storage.open()

@@ -233,6 +233,30 @@ class TierSuite:
         assert raw.read("run/checkpoints/a/file") == b"sound 0"
         assert tier.list("run/staging") == []
 
+    def test_a_link_is_the_same_file_under_another_name(self, tier: Tier, raw: Raw) -> None:
+        """It outlives the first name. Where the storage knows none, nothing is there."""
+        tier.put("run/checkpoints/a/file", b"content")
+        if not tier.link("run/checkpoints/a/file", "run/staging/b/file"):
+            assert tier.list("run/staging/b") == []
+            return
+        assert raw.read("run/staging/b/file") == b"content"
+        tier.remove_tree("run/checkpoints/a")
+        assert tier.read("run/staging/b/file") == b"content"
+
+    def test_a_link_takes_no_other_place(self, tier: Tier, raw: Raw) -> None:
+        """What stands there stays; what is no file has no other name."""
+        tier.put("a/file", b"one")
+        tier.put("b/file", b"two")
+        with pytest.raises(StorageFailed):
+            tier.link("a/file", "b/file")
+        for source in ("a/none", "none/file", "a"):
+            with pytest.raises(NoSuchResource):
+                tier.link(source, "c/file")
+        for path in ESCAPES:
+            with pytest.raises(InvalidRequest):
+                tier.link("a/file", path)
+        assert raw.read("b/file") == b"two"
+
     def test_supplant_refuses_what_is_no_file(self, tier: Tier, raw: Raw) -> None:
         """A missing source is named, a directory is neither moved nor replaced."""
         raw.write("a/file", b"1")

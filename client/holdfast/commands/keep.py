@@ -15,7 +15,7 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
+from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy, Verdict
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -36,6 +36,10 @@ BestBy = Annotated[
     typer.Option("--best", metavar="METRIC:N[:max]", help="Keep the N with the lowest (or highest) metric; repeatable."),
 ]
 Steps = Annotated[list[int] | None, typer.Option("--step", metavar="STEP", help="Keep this step; repeatable.")]
+Full = Annotated[
+    int | None,
+    typer.Option("--full", metavar="N", help="Of checkpoints older than the newest N whole ones keep the weights only."),
+]
 Quota = Annotated[
     str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this size of the run, such as 2TB.")
 ]
@@ -53,6 +57,7 @@ def keep(  # noqa: PLR0913 — one option a rule
     within: Within = None,
     best: BestBy = None,
     step: Steps = None,
+    full: Full = None,
     quota: Quota = None,
     keep_all: KeepAll = False,
     dry_run: DryRun = False,
@@ -63,7 +68,8 @@ def keep(  # noqa: PLR0913 — one option a rule
     """Set the retention policy of a run, or show it. A checkpoint stays if any rule, a pin or a label keeps it.
 
     The given rules replace the existing ones. Without any, the current rules and their verdicts are shown. A
-    checkpoint replaces older ones only after it is verified, and the newest verified checkpoint always stays.
+    checkpoint replaces older ones only after it is verified, and the newest verified checkpoint always stays. With
+    --full, older checkpoints that stay lose their optimizer state and masters: they can be loaded, but not resumed.
     """
     with console.reporting(as_json):
         rules = {
@@ -74,10 +80,11 @@ def keep(  # noqa: PLR0913 — one option a rule
             "within_seconds": parse_duration(within),
             "best": [parse_best(text) for text in best or []] or None,
             "steps": step,
+            "keep_full": full,
             "quota_bytes": parse_bytes(quota),
         }
         given = {name: value for name, value in rules.items() if value is not None}
-        if keep_all and given.keys() - {"quota_bytes"}:
+        if keep_all and given.keys() - {"quota_bytes", "keep_full"}:
             raise InvalidRequest("--all keeps everything, so it cannot be combined with other rules")
         with Api(url or default_url()) as api:
             changes = bool(given or keep_all) and not dry_run
@@ -98,11 +105,15 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
     yes, as_json = how
     before = retention.policy(api, run)
     foreseen = retention.preview(api, run, wanted)
-    if not yes and any(not verdict.keep for verdict in foreseen.verdicts):
+    goes = ["remove"] if any(not verdict.keep for verdict in foreseen.verdicts) else []
+    thins = ["thin"] if any(verdict.thin for verdict in foreseen.verdicts) else []
+    if not yes and (goes or thins):
+        acts = " and ".join([*goes, *thins])
         if as_json:
-            raise InvalidRequest("nothing was changed: checkpoints would be removed, and --json needs --yes for that")
+            raise InvalidRequest(f"nothing was changed: this would {acts} checkpoints, and --json needs --yes for that")
         show(foreseen)
-        typer.confirm(f"Remove these checkpoints from {api.url}, and later ones as the rules say?", abort=True, err=True)
+        question = f"{acts.capitalize()} these checkpoints in {api.url}, and later ones as the rules say?"
+        typer.confirm(question, abort=True, err=True)
     return retention.set_policy(api, run, wanted, before.tag)
 
 
@@ -111,9 +122,9 @@ def show(preview: Preview) -> None:
     out = console.out()
     table = console.table("STEP", "VERDICT", "AGE", "BYTES", "WHY", right=("STEP", "BYTES"))
     for verdict in preview.verdicts:
-        kept = Text("keep", "green") if verdict.keep else Text("remove", "red")
-        size = console.human_bytes(verdict.bytes)
-        table.add_row(str(verdict.step), kept, console.human_age(verdict.created), size, Text("; ".join(verdict.reasons)))
+        why = [*verdict.reasons, *([verdict.thin_reason] if verdict.thin_reason else [])]
+        row = (str(verdict.step), _act(verdict), console.human_age(verdict.created), _size(verdict))
+        table.add_row(*row, Text("; ".join(why)))
     out.print(table)
     out.print(_said(preview), markup=False)
 
@@ -123,7 +134,24 @@ def _said(preview: Preview) -> str:
     removed = len(preview.verdicts) - kept
     rules = ", ".join(f"{k} {v}" for k, v in preview.policy.model_dump(exclude_defaults=True).items()) or "everything"
     sizes = console.human_bytes(preview.bytes_kept), console.human_bytes(preview.bytes_removed)
-    return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}); the rules: {rules}"
+    thin = sum(verdict.thin for verdict in preview.verdicts)
+    saved = f", thinned: {thin} (saves {console.human_bytes(preview.bytes_thinned)})" if thin else ""
+    if preview.bytes_saved:
+        saved += f", thinned before: {sum(v.thinned for v in preview.verdicts)}"
+        saved += f" (saved {console.human_bytes(preview.bytes_saved)})"
+    return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}){saved}; the rules: {rules}"
+
+
+def _act(verdict: Verdict) -> Text:
+    if not verdict.keep:
+        return Text("remove", "red")
+    return Text("thin", "yellow") if verdict.thin else Text("keep", "green")
+
+
+def _size(verdict: Verdict) -> str:
+    """Its bytes, and those that stay if it is thinned."""
+    after = "" if verdict.bytes_after is None else f" → {console.human_bytes(verdict.bytes_after)}"
+    return console.human_bytes(verdict.bytes) + after
 
 
 def _policy(rules: dict[str, Any]) -> RetentionPolicy:

@@ -100,7 +100,8 @@ def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> object:
             console.human_bytes(made.bytes),
             str(made.tensors),
         )
-        marks = " ".join((["pinned"] if made.pinned else []) + made.labels)
+        weights = ["weights only"] if made.thinned is not None else []
+        marks = " ".join([*weights, *(["pinned"] if made.pinned else []), *made.labels])
         table.add_row(str(made.step), *facts, " ".join(made.groups), metrics, marks)
     return table
 

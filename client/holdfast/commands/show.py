@@ -11,6 +11,7 @@ from holdfast.rest import replicas
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.thinning import USABLE_FOR
 from holdfast_formats.rest import bodies
 
 
@@ -35,6 +36,10 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
         "size": f"{console.human_bytes(made.bytes)} in {len(made.files)} files",
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in made.metrics.items()) or "none",
     }
+    if made.thinned is not None:
+        lost = f"without {', '.join(made.thinned.groups)}; it had {console.human_bytes(made.thinned.bytes)}"
+        facts["thinned"] = f"{console.human_age(made.thinned.at)}: {lost}"
+        facts["usable for"] = USABLE_FOR
     facts["checked"] = _checked(known)
     if copies:
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)

@@ -16,6 +16,7 @@ from holdfast.link.session import Choice, Judgement, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.root_directory import open_checkpoint
+from holdfast.restore import thinned
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
 from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
 
@@ -101,6 +102,8 @@ def _load(
         error: Damaged | None = None
         try:
             with gc_pause.paused(), open_checkpoint(choice.root, choice.url, rank.run, choice.step) as reader:
+                if asked.part.strict:
+                    thinned.refuse(reader.manifest, choice, asked.groups)
                 made = load(reader, rank, asked.part)
         except Damaged as damage:
             error = damage

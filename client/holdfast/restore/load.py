@@ -107,7 +107,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest)),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -125,6 +125,12 @@ def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> N
 
 
 def _nothing() -> None: ...
+
+
+def _thinned(manifest: Manifest) -> list[str]:
+    if manifest.thinned is None:
+        return []
+    return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:

@@ -21,6 +21,8 @@ from holdfast.state.modules import wrapped
 from holdfast.state.named import Named
 from holdfast.state.optimizer_shards import ShardedOptimizer
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_dtensor, parts_of
+from holdfast.tensors.wrapped import inner as inner_tensors
+from holdfast.tensors.wrapped import is_wrapped
 
 _PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "_state_dict_hooks")
@@ -56,6 +58,7 @@ class ChangeWatch:
         self._hooked: list[tuple[nn.Module, str]] = []
         self._sharded: list[tuple[Any, torch.Tensor, object]] = []
         self._fragments: list[tuple[Fragment, tuple[Any, ...]]] = []
+        self._wrappers: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
         self._forms = _Forms(())
 
     def unchanged(self) -> bool:
@@ -80,6 +83,7 @@ class ChangeWatch:
             and all(module._non_persistent_buffers_set == names for module, names in self._transient)
             and all(tensor._local_tensor is local and tensor._spec is spec for tensor, local, spec in self._sharded)
             and all(all(map(is_, _place(fragment), before)) for fragment, before in self._fragments)
+            and all(all(map(is_, _inside(wrapper), before)) for wrapper, before in self._wrappers)
             and self._forms.unchanged
         )
 
@@ -119,6 +123,7 @@ class ChangeWatch:
             self.see(optimizer.state)
             for kept in optimizer.state.values():
                 self.see(kept)
+                self._wrappers += [(value, _inside(value)) for value in kept.values() if is_wrapped(value)]
             self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
             for group in optimizer.param_groups:
                 self._held.append((group, "params", group["params"]))
@@ -156,6 +161,11 @@ class ChangeWatch:
             else:
                 memory.append(part)
         self._forms = _Forms(memory)
+
+
+def _inside(wrapper: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in a wrapper tensor, which its class may replace."""
+    return tuple(inner_tensors(wrapper, "the optimizer").values())
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -18,17 +18,20 @@ from holdfast.state.optimizers import (
     MASTER_GROUP,
     MESH,
     PLAIN,
+    WRAPPED,
     OptimizerState,
     Parameter,
     is_elsewhere,
     placed,
 )
-from holdfast.tensors import casting, trees
+from holdfast.tensors import casting, trees, wrapped
 from holdfast.tensors.fragments import Fragment, FragmentList, global_shape, is_dtensor
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_dtype
-from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.region import Shape
+
+OTHER_OPTIMIZER = "use the optimizer that was saved; or leave its state out: restore(groups=…)"
 
 
 def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, keeper: ContainerKeeper) -> PartPlan:
@@ -74,12 +77,14 @@ class _Resumption:
         self.shards = state.shard_keys()
         self.done: set[Key] = set()
         self.created: list[tuple[Parameter, str, torch.Tensor]] = []
+        self.wrapping: dict[tuple[str, str], tuple[type[torch.Tensor], wrapped.Description]] = {}  # to be put together
 
     def prepare(self, text: str) -> PartPlan:
         document = read_document(text, self.state.key, self.stored, self.plan)
         if document is None:
             return self.plan
         parameters = {parameter.name: parameter for parameter in self.state.parameters()}
+        self._wrappers(parameters, document.get(WRAPPED, {}))
         self._tensors(parameters, document["kinds"])
         self._masters(parameters, document["masters"], document["kinds"])
         self._values(parameters, document["state"])
@@ -96,6 +101,28 @@ class _Resumption:
             owner, _, key = name.rpartition("/")
             if owner in parameters and (GROUP, name) not in self.plan.claimed and self.selection.takes(GROUP, name):
                 self._claim(parameters[owner], key, (GROUP, name), kinds.get(key, ""))
+
+    def _wrappers(self, parameters: Mapping[str, Parameter], stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """Wrapper tensors are filled in place if they are what was stored, or put together; else `StateMismatch`."""
+        for name, kept in stored.items():
+            for key, found in kept.items():
+                path = f"{self.state.key}: {name}/{key}"
+                said = wrapped.check_description(found, path)
+                inner = [(GROUP, f"{name}/{key}.{attribute}") for attribute in said["inner"]]
+                if name not in parameters or not any(self.selection.takes(*one) for one in inner):
+                    continue
+                live = parameters[name].optimizer.state.get(parameters[name].tensor, {}).get(key)
+                if live is not None:
+                    wrapped.check_alike(live, said, path)
+                elif lacking := [one for one in inner if not self.selection.takes(*one) or self.stored.spec(*one) is None]:
+                    raise StateMismatch(f"{path} is not restored as a whole: {lacking[0][1]} is left out, or not there")
+                else:
+                    self.wrapping[name, key] = wrapped.find_class(said, path), said
+        for parameter, key, value in self.state.wrappers():
+            plain = (GROUP, f"{parameter.name}/{key}")
+            if self.stored.spec(*plain) is not None and self.selection.takes(*plain):
+                other = f"a plain tensor was stored, but the live one is a {type(value).__name__}"
+                raise StateMismatch(f"{self.state.key}: {parameter.name}/{key}: {other}", hint=OTHER_OPTIMIZER)
 
     def _values(self, parameters: Mapping[str, Parameter], stored: Mapping[str, Mapping[str, Any]]) -> None:
         for name, parameter in parameters.items():
@@ -139,7 +166,11 @@ class _Resumption:
         spec = self.stored.spec(*target)
         assert spec is not None
         made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None
-        if made is None:
+        if made is None and (parameter.name, key.rpartition(".")[0]) in self.wrapping:
+            dtype = torch_dtype(spec[0], target[1])
+            made = Made(torch.empty(local_shape(dtype, spec[1]), dtype=dtype, device=parameter.tensor.device), False)
+            self.created.append((parameter, key, made.tensor))
+        elif made is None:
             made = _fresh(parameter, key, self._dtype_to_make(parameter, *spec, target), spec[1], kind)
             self.created.append((parameter, key, made.tensor))
         self.plan.want(*target, *placed(parameter, *made))
@@ -161,8 +192,16 @@ class _Resumption:
         self, parameters: Mapping[str, Parameter], values: Mapping[str, Mapping[str, Any]], hyper: list[dict[str, Any]]
     ) -> None:
         # Not with load_state_dict: it would cast every state tensor to its parameter's dtype.
+        inside: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
         for parameter, key, value in self.created:
-            parameter.optimizer.state[parameter.tensor][key] = value
+            outer, _, attribute = key.rpartition(".")
+            if (parameter.name, outer) in self.wrapping:
+                inside.setdefault((parameter.name, outer), {})[attribute] = value
+            else:
+                parameter.optimizer.state[parameter.tensor][key] = value
+        for (name, key), tensors in inside.items():
+            owner, path = parameters[name], f"{self.state.key}: {name}/{key}"
+            owner.optimizer.state[owner.tensor][key] = wrapped.build(*self.wrapping[name, key], tensors, path)
         for name, kept in values.items():
             if name in parameters:
                 tensor = parameters[name].tensor

@@ -3,11 +3,12 @@
 Per optimizer the group `optim` holds one JSON document under the optimizer's key in the state:
 
     {"groups": {first name: {"params": [names], "lr": …}}, "state": {name: {key: value}},
-     "masters": {key: [names]}, "kinds": {key: kind}}
+     "masters": {key: [names]}, "kinds": {key: kind}, "wrapped": {name: {key: description}}}
 
 `groups` are the hyper-parameters, by the group's first parameter; `state` is what is kept per parameter besides tensors;
 `masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
-key's tensors what a restore cannot see from their shape.
+key's tensors what a restore cannot see from their shape. `wrapped`, if there is any, says what the wrapper tensors are whose
+inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from holdfast.state import masters
-from holdfast.tensors import trees
+from holdfast.tensors import trees, wrapped
 from holdfast.tensors.fragments import (
     Fragment,
     FragmentList,
@@ -46,6 +47,10 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them a
 NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
 
 LOCAL, PLAIN, MESH = "local", "plain", "mesh"
+WRAPPED = "wrapped"  # what wrapper tensors are, in the document
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_SHARDED = "blocks of quantised values cross the edges of shards, so no other layout could be restored"
+_WHOLE = "keep it in an optimizer of whole parameters, or save without it: save(groups=…)"
 
 
 class Parameter(NamedTuple):
@@ -131,7 +136,16 @@ class OptimizerState(NamedTuple):
         """The live tensors of its state."""
         for optimizer in self.optimizers:
             for kept in optimizer.state.values():
-                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+                values = (value for value in kept.values() if isinstance(value, torch.Tensor))
+                for value in values:
+                    yield from wrapped.inner(value, self.key).values() if wrapped.is_wrapped(value) else (value,)
+
+    def wrappers(self) -> Iterator[tuple[Parameter, str, torch.Tensor]]:
+        """The wrapper tensors that it keeps, such as quantised state: parameter, key and tensor."""
+        for parameter in self.parameters():
+            for key, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
+                if wrapped.is_wrapped(value):
+                    yield parameter, key, value
 
     def collect(self, content: Content) -> None:
         """Add every state tensor under its parameter's name, and the document with everything that is not a tensor."""
@@ -157,6 +171,9 @@ class OptimizerState(NamedTuple):
                     continue  # a count from before: other ranks have the one that goes on
                 if not holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
                     content.add(group, name, *placed(parameter, value, key in shards))
+        for parameter, key, value in self.wrappers():
+            said = wrapped.describe(value, f"{self.key}: {parameter.name}/{key}")
+            document.setdefault(WRAPPED, {}).setdefault(parameter.name, {})[key] = said
         return OptimizerDocument(self, document)
 
     def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
@@ -184,13 +201,35 @@ class OptimizerState(NamedTuple):
         return frozenset(key for key, every in alike.items() if every)
 
     def state_of(self, parameter: Parameter) -> dict[str, Any]:
+        """What is kept of a parameter by key. For a wrapper tensor these are the tensors inside, as `key.attribute`."""
         state: dict[str, Any] = parameter.optimizer.state.get(parameter.tensor, {})
         for key in state:
             if not isinstance(key, str) or not key or "/" in key:
                 raise InvalidRequest(
                     f"{self.key}: the state of {parameter.name} has the key {key!r}, which is not a valid name"
                 )
+        if any(type(value) not in _TENSORS and isinstance(value, torch.Tensor) for value in state.values()):
+            return self._unwrapped(parameter, state)
         return state
+
+    def _unwrapped(self, parameter: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            path = f"{self.key}: {parameter.name}/{key}"
+            if is_dtensor(value) and wrapped.is_wrapped(local_tensor(value)):
+                raise InvalidRequest(f"{path} is a DTensor of {type(local_tensor(value)).__name__}: {_SHARDED}", hint=_WHOLE)
+            if not wrapped.is_wrapped(value):
+                parts = {key: value}
+            elif is_sharded(parameter.value):
+                raise InvalidRequest(
+                    f"{path} is a {type(value).__name__}, and its parameter is sharded: {_SHARDED}", hint=_WHOLE
+                )
+            else:
+                parts = {f"{key}.{name}": tensor for name, tensor in wrapped.inner(value, path).items()}
+            if taken := parts.keys() & (found.keys() | (state.keys() - {key})):
+                raise InvalidRequest(f"{path}: the name {min(taken)} is taken", hint="rename one of the optimizer's keys")
+            found |= parts
+        return found
 
     def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
         """Refuse state that belongs to anything but the parameters: it would have no name in the checkpoint."""

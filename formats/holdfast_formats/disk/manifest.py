@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import isfinite, prod
@@ -20,6 +21,7 @@ FORMAT = 1
 EXTENT_BYTES_MAX = 16 * 2**20
 COMMIT_BYTES_MAX = 2**16
 MANIFEST_BYTES_MAX = 2**29  # a million tensors with five hundred bytes each
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _REPAIR = "this checkpoint can no longer be verified; restore another step"
 _Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
 
@@ -56,11 +58,22 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
         return dtypes.nbytes(self.dtype, prod(self.shape))
 
 
+class Thinned(msgspec.Struct, frozen=True):
+    """That groups were taken out of a checkpoint after its commit: when, which, how many bytes the manifest's files had
+    before, and the SHA-256 of the manifest that it had then.
+    """
+
+    at: str
+    groups: tuple[str, ...]
+    bytes: int
+    manifest_sha256: str
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Everything that is needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
     name.
 
-    `restored`, `turn` and `rewinds` are its lineage; older manifests have none.
+    `restored`, `turn` and `rewinds` are its lineage; older manifests have none. `thinned` is missing while it is whole.
     """
 
     format: int
@@ -77,6 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     restored: int | None = None
     turn: int = 0
     rewinds: tuple[Rewind, ...] = ()
+    thinned: Thinned | None = None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -242,6 +256,8 @@ def _validate(manifest: Manifest) -> None:
     if manifest.attempt < 0 or manifest.world < 1:
         raise _broken(f"attempt {manifest.attempt} and world size {manifest.world} are not valid")
     lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
+    if manifest.thinned is not None:
+        _check_thinned(manifest.thinned, manifest)
     files = _checked_files(manifest.files)
     inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for group, tensors in manifest.tensors.items():
@@ -260,6 +276,15 @@ def _validate(manifest: Manifest) -> None:
             held = manifest.tensors.get(group, {})
             if alias in held or target not in held:
                 raise _broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
+
+
+def _check_thinned(thinned: Thinned, manifest: Manifest) -> None:
+    for group in thinned.groups:
+        naming.check_group(group)
+        if group in manifest.tensors:
+            raise _broken(f"group {group!r} is listed, and was taken out")
+    if not thinned.groups or thinned.bytes < manifest.bytes or not _SHA256.fullmatch(thinned.manifest_sha256):
+        raise _broken("it does not say what was taken out")
 
 
 def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:

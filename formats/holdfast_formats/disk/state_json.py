@@ -10,7 +10,7 @@ imported checkpoint was made of, for people; a restore asks whether it is there,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -57,6 +57,13 @@ def with_source(encoded: bytes, source: Mapping[str, Any]) -> bytes:
     """The same state, of a checkpoint that was made of what `source` describes: a JSON object."""
     document = {**json.loads(encoded), SOURCE: source}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def without_groups(encoded: bytes, groups: Collection[str]) -> bytes:
+    """The same state without these groups; `CorruptManifest` for an invalid document."""
+    with _read(encoded) as held:
+        document = {**json.loads(encoded), "groups": {name: held[name] for name in held if name not in groups}}
+        return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def source_of(encoded: bytes) -> Mapping[str, Any] | None:

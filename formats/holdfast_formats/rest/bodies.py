@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, Field
 
 from holdfast_formats.lineage import Rewind
@@ -37,8 +38,18 @@ NodeState = Literal["live", "returned", "stopped", "lost"]
 CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
 # Members of a checkpoint that are not kept with it: those of the run's file, and how far its check is.
 MARKS = {"pinned", "labels", "checking"}
-# Members of a checkpoint that are in no manifest.
-KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as", "abandoned"} | MARKS
+# Members of a checkpoint that are in no manifest, or follow from one and are not known of all that was listed earlier.
+KNOWN_SINCE = {
+    "verified",
+    "checked",
+    "check",
+    "damage",
+    "nonfinite",
+    "healthy",
+    "same_as",
+    "abandoned",
+    "thin_bytes",
+} | MARKS
 
 
 class Checking(BaseModel):
@@ -46,6 +57,14 @@ class Checking(BaseModel):
 
     done_bytes: int
     total_bytes: int
+
+
+class ThinnedFrom(BaseModel):
+    """What a checkpoint has lost since its commit. Its weights are as they were saved."""
+
+    at: str = Field(description="RFC 3339, UTC")
+    groups: list[str] = Field(description="the groups that were taken out")
+    bytes: int = Field(description="its size before")
 
 
 class CheckpointInfo(BaseModel):
@@ -78,6 +97,14 @@ class CheckpointInfo(BaseModel):
         description="rewinds on its line of training: each [attempt, turn, step] at which training continued from an older "
         "step",
     )
+    thinned: ThinnedFrom | None = Field(
+        default=None,
+        description="thinned to its weights: for inference, exports and starting another training, not for resuming this "
+        "one; null while it is whole",
+    )
+    thin_bytes: int | None = Field(
+        default=None, description="about how many bytes would stay of it if it were thinned; null if it cannot be, or is"
+    )
     abandoned: bool = Field(
         default=False, description="training continued from an older step and left this checkpoint behind"
     )
@@ -109,6 +136,8 @@ def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
 
 def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
     """What a manifest says about its checkpoint. Whether it was verified later is not in it."""
+    from holdfast_formats.disk import thinning  # as above
+
     return CheckpointInfo(
         run=manifest.run,
         step=manifest.step,
@@ -124,6 +153,8 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         restored=manifest.restored,
         turn=manifest.turn,
         rewinds=list(manifest.rewinds),
+        thinned=None if manifest.thinned is None else ThinnedFrom(**msgspec.structs.asdict(manifest.thinned)),
+        thin_bytes=thinning.thin_bytes(manifest),
     )
 
 

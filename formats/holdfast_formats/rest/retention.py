@@ -40,7 +40,7 @@ class Best(BaseModel):
 
 
 class RetentionPolicy(BaseModel):
-    """What is kept of a run. Everything is kept if no rule limits; `steps` and `quota_bytes` are not such rules."""
+    """What is kept of a run. Everything is kept if no rule limits; `steps`, `keep_full`, `quota_bytes` are no such rules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,6 +54,11 @@ class RetentionPolicy(BaseModel):
     )
     within_seconds: Seconds | None = Field(default=None, description="keep those committed within this many seconds")
     best: tuple[Best, ...] = Field(default=(), max_length=BEST_RULES_MAX, description="keep the best ones by a metric")
+    keep_full: Count | None = Field(
+        default=None,
+        description="of checkpoints older than this many whole ones keep the weights only: without optimizer, masters and "
+        "state of ranks",
+    )
     steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="keep these steps in any case")
     quota_bytes: Annotated[int, Field(strict=True, ge=1, le=BYTES_MAX)] | None = Field(
         default=None, description="refuse saves that would bring the run above this many bytes"
@@ -84,6 +89,10 @@ class Verdict(BaseModel):
     labels: list[str]
     created: str
     bytes: int
+    thin: bool = Field(default=False, description="it stays, and is thinned to its weights next")
+    thinned: bool = Field(default=False, description="it was thinned: only its weights are left")
+    thin_reason: str | None = Field(default=None, description="why it is thinned, or why it stays whole")
+    bytes_after: int | None = Field(default=None, description="its size once thinned, if it is thinned next")
 
 
 class Preview(BaseModel):
@@ -91,8 +100,10 @@ class Preview(BaseModel):
 
     policy: RetentionPolicy
     verdicts: list[Verdict]
-    bytes_kept: int
+    bytes_kept: int = Field(description="of the checkpoints that stay, as they are now")
     bytes_removed: int
+    bytes_thinned: int = Field(default=0, description="how much less those take that are thinned next")
+    bytes_saved: int = Field(default=0, description="how much less those take that were thinned before")
 
 
 def check_label(label: str) -> str:

@@ -45,6 +45,7 @@ from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
+from holdfast_service.control.cluster.duties import THINNING
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.findings.shared_checks import SharedChecks
@@ -59,6 +60,7 @@ from holdfast_service.control.publishing import Publishing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
 from holdfast_service.control.root_care import RootCare
 from holdfast_service.control.save_records import SaveRecords
@@ -101,6 +103,8 @@ class Decisions:
         self._choices.absences = self._absences
         self._wishes = RetentionWishes(self._files, catalog, self.book, keep_last)
         self._lives = KnownLives(self.attempts, catalog, self.book, self._tell, shared=cluster is not None)
+        self.thinning = Thinning(self.store, catalog, self.book, self.rotation, self._files)
+        self.thinning.made = self.standing.made
         self._permits = SavePermits(self.attempts, self.standing, catalog, self.book)
         self._publishing = Publishing(self.store, catalog, self.attempts, self.book, self.standing, self.rotation)
         self._publishing.let_go = self._let_go
@@ -121,6 +125,7 @@ class Decisions:
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
         cluster.holds.here = self.readers.places
+        self.thinning.is_mine = lambda: cluster.duties.has(THINNING)
         self._publishing.absences = self._absences
         self._publishing.settle = cluster.rendezvous.settle
 

@@ -106,7 +106,7 @@ class Publishing:
             known = bodies.as_committed(self._catalog.checkpoint(run, step))
         except NotFound:
             known = None
-        if known != made:
+        if known != bodies.as_committed(made):
             self._catalog.record_checkpoint(made, roots.stamp(self._store, run, step))
             replicas.removed(self._catalog.database, run, step)
         self._rotation.listed(run, step)

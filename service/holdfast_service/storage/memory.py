@@ -113,6 +113,18 @@ class MemoryTier:
             self._files[(*there, leaf)] = held
         self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(split_path(source)[:-1]))]
 
+    def link(self, source: str, target: str) -> bool:
+        held = self._file(source)
+        if target == source:
+            raise StorageFailed(f"{target} exists already", path=target)
+        parent, leaf = split_leaf(target)
+        with self._lock:
+            if (*parent, leaf) in self._files or (*parent, leaf) in self._directories:
+                raise StorageFailed(f"{target} exists already", path=target)
+            self._make_directories(tuple(parent))
+            self._files[(*parent, leaf)] = held
+        return True
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if offset < 0 or (length or 0) < 0:
             raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

@@ -33,12 +33,14 @@ _JOINED_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_C
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block its reader
 FILE_MODE = 0o666  # minus the umask
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_NO_SUCH_LINK = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 
 _fsync = os.fsync
 _pwritev = os.pwritev
 _preadv = os.preadv
 _rename = libc.renameat2
 _exchange = libc.exchange
+_link = os.link
 _reserve = libc.fallocate
 
 
@@ -173,6 +175,23 @@ class PosixTier:
             os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there)
         self.sync_directory("/".join(there_parent))
         self.sync_directory("/".join(here_parent))
+
+    def link(self, source: str, target: str) -> bool:
+        (here_parent, leaf), (there_parent, new_leaf) = split_leaf(source), split_leaf(target)
+        if self.size(source) is None:
+            raise NoSuchResource(f"there is no file {source}", path=source)
+        with (
+            translated("link", target),
+            self._directory(here_parent) as here,
+            self._directory(there_parent, make=True) as there,
+        ):
+            try:
+                _link(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_LINK:
+                    raise
+                return False
+        return True
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_position(path, offset, length or 0)

@@ -297,6 +297,9 @@ class PosixStaged:
         else:
             self._tier.put(path, data)
 
+    def take(self, file: str, step: int) -> bool:
+        return self._tier.link(f"{naming.checkpoint_path(self.place.run, step)}/{file}", self._path_of(file))
+
     def put_receipt(self, node: str, data: bytes) -> None:
         name = f"{node}.json"
         if not naming.is_file_name(name):

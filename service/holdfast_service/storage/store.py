@@ -66,6 +66,9 @@ class StagedCheckpoint(Protocol):
     def put(self, file: str, data: bytes) -> None:
         """A small file, as a whole. In a round of several nodes it may be there from an earlier boot of this node."""
 
+    def take(self, file: str, step: int) -> bool:
+        """Have a file of a committed checkpoint of this run stand here too, uncopied; False if that is not possible."""
+
     def put_receipt(self, node: str, data: bytes) -> None:
         """What a node has made durable, for whoever commits; no part of the checkpoint."""
 

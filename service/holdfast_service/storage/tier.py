@@ -105,6 +105,12 @@ class Tier(Readable, Protocol):
         Readers that have the old one open keep reading that.
         """
 
+    def link(self, source: str, target: str) -> bool:
+        """A second name for a file, which is never written to again; parents are made. False if the storage has none.
+
+        The name is durable after `sync_directory`. `StorageFailed` if something exists at `target`.
+        """
+
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         """For this directory, as `""`, and each subdirectory that holds files of all these names: a text, computed without
         reading them, that changes when one of the files is written, replaced or made anew.

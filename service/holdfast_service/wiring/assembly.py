@@ -24,7 +24,7 @@ from holdfast_service import __version__
 from holdfast_service.config import Config, command_environment, command_words, fd_store, is_shared
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.checkpoints import ownership
+from holdfast_service.control.checkpoints import ownership, roots
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.held_elsewhere import HOLDS, held_name
 from holdfast_service.control.cluster.membership import ONE_ALONE
@@ -41,6 +41,7 @@ from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import Command, CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
+from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
@@ -169,6 +170,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
+    stack.callback(_thinner(config, control, saver).close)
     checks = CheckJobs(checker, scrub, tier)
     workers = Workers(tier, catalog, decisions, checks, transfers)
     runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
@@ -275,6 +277,24 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver,
     except CatalogUnavailable as away:
         log.warning("only the scrub will find checkpoints that were never verified: %s", away.detail)
     return scrub
+
+
+def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
+    """The worker that thins checkpoints, which is told of each run whose policy was applied. It reads as fast as a scrub."""
+    decisions, rate = control.decisions, config.scrub_bytes_per_second
+    pace = Pace(rate) if rate else None
+    thinner = Thinner(
+        control.tier,
+        decisions.store,
+        decisions.thinning,
+        node=decisions.node_of_many,
+        pace=pace,
+        suspect=saver.checks.suspect,
+    )
+    decisions.rotation.applied = thinner.due
+    for run in roots.runs(control.tier):  # an earlier daemon may have been in the middle of it
+        thinner.due(run)
+    return thinner
 
 
 def _keeper(root: Path, config: Config, cluster: Cluster | None) -> DescriptorKeeper:

@@ -205,7 +205,7 @@ def test_a_removal_that_has_looked_is_over_when_the_directory_is_watched(world: 
     (tmp_path / "out").mkdir()
     world.put(10, 20, 30)
     told = threading.Thread(target=world.rotation.watch_links, args=(RUN, str(tmp_path / "out")))
-    with world.rotation._deciding(RUN):  # a removal that has looked
+    with world.rotation.deciding(RUN):  # a removal that has looked
         told.start()
         told.join(0.3)
         assert told.is_alive()

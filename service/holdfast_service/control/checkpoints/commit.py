@@ -97,14 +97,15 @@ def vouch(plan: WritePlan, receipt: Receipt, created: str, lineage: Lineage) -> 
     return Vouched(made, encoded, manifest.encode_commit(made, encoded), small)
 
 
-def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes) -> Manifest:
-    """Publish a checkpoint whose files stand, durable and proven, at `place`: a replica, or one brought from elsewhere.
+def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> Manifest:
+    """Publish a checkpoint whose files stand, durable and proven, at `place`: a replica, one brought from elsewhere, or what
+    stays of one that is thinned, `over` that.
 
     The order is that of `publish` (I3). Raises `CorruptManifest` or `NotCommitted` before anything is written when the two
     do not belong together, and what `publish` raises.
     """
     made = manifest.decode(encoded, commit_bytes)
-    _settle(store, place, CommitContents(_sizes(made, {}), {}, encoded, commit_bytes))
+    _settle(store, place, CommitContents(_sizes(made, {}), {}, encoded, commit_bytes), over)
     return made
 
 

@@ -109,7 +109,7 @@ def _look_at_run(
         items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
     for step in look.unread:
         try:
-            manifest = bodies.describe(roots.load_manifest(store.files, run, step))
+            manifest = bodies.as_committed(bodies.describe(roots.load_manifest(store.files, run, step)))
         except NoSuchCheckpoint:  # an empty directory, or removed meanwhile
             if step in listed:
                 items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))

@@ -132,4 +132,4 @@ def _is_listed_so(store: Store, catalog: Catalog, run: str, step: int) -> bool:
         there = bodies.describe(roots.load_manifest(store.files, run, step))
     except CheckpointError:
         return False
-    return bodies.as_committed(catalog.checkpoint(run, step)) == there
+    return bodies.as_committed(catalog.checkpoint(run, step)) == bodies.as_committed(there)

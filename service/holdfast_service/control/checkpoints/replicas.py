@@ -82,9 +82,12 @@ class ReplicaBook:
             found = session.execute(wanted.limit(1)).first()
         return None if found is None else (found[0], found[1])
 
-    def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
-        """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served."""
-        made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes)
+    def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> None:
+        """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served.
+
+        `over` the copy that stands there, of the checkpoint before it was thinned.
+        """
+        made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
         path = f"{made.run}/{naming.RUN_FILE}"
         try:
             data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
@@ -228,5 +231,10 @@ def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
 def _not_settled(name: str) -> ColumnElement[bool]:
     same = (ReplicaRow.tier == name, ReplicaRow.run == CheckpointRow.run, ReplicaRow.step == CheckpointRow.step)
     # A copy from before the commit is of another checkpoint, one of the same step that was lost with its disk.
-    settled = (ReplicaRow.state == "gone") | (ReplicaRow.state.in_(_SETTLED) & (ReplicaRow.since >= CheckpointRow.created))
+    # One of another size is of the checkpoint before it was thinned.
+    settled = (ReplicaRow.state == "gone") | (
+        ReplicaRow.state.in_(_SETTLED)
+        & (ReplicaRow.since >= CheckpointRow.created)
+        & (ReplicaRow.bytes == CheckpointRow.bytes)
+    )
     return ~select(ReplicaRow.run).where(*same, settled).exists()

@@ -183,7 +183,11 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorou
             if known is not None and isinstance(error, Damaged):
                 damaged.append((known, error))
             continue
-        if step in listed and bodies.as_committed(listed[step]) == there and not was_unreadable(listed[step]):
+        if (
+            step in listed
+            and bodies.as_committed(listed[step]) == bodies.as_committed(there)
+            and not was_unreadable(listed[step])
+        ):
             again[step] = stamps.get(step)
         else:
             found.append((there, stamps.get(step)))

@@ -82,7 +82,10 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     """Replace run.json, atomically and durably; `LimitExceeded` for more marks than it may hold."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
-    unused = None if file.link_directories else {"link_directories"}  # versions before it read the file of who has none
+    # Versions before these members read the file of who has none.
+    unused: dict[str, bool | set[str]] = {} if file.link_directories else {"link_directories": True}
+    if file.policy is not None and file.policy.keep_full is None:
+        unused["policy"] = {"keep_full"}
     encoded = file.model_dump_json(indent=1, exclude=unused).encode() + b"\n"
     if marks > STEPS_MAX or len(file.labels) > LABELS_MAX or len(encoded) > RUN_FILE_BYTES_MAX:
         raise LimitExceeded(

@@ -19,6 +19,7 @@ from holdfast_service.control.database.schema import DutyRow, NodeRow
 log = logging.getLogger(__name__)
 
 UPKEEP = "upkeep"  # the care of the root
+THINNING = "thinning"  # takes optimizer and masters out of old checkpoints
 _HELD_S = 600  # a removal on slow storage keeps its lock for so long without a statement
 
 

@@ -179,6 +179,8 @@ class CheckpointRow(CatalogTable):
     turn: Mapped[int] = mapped_column(default=0, server_default=text("0"))
     rewinds: Mapped[list[Any]] = mapped_column(JsonText, default=list, server_default=text("'[]'"))
     abandoned: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
+    thinned: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    thin_bytes: Mapped[int | None]
 
 
 class StatisticsRow(CatalogTable):

@@ -5,8 +5,10 @@ newer (I10); so does the newest verified one that is not known to be unhealthy. 
 nothing, and stays if it would stay as a verified one.
 
 All of that holds for each set of groups: a checkpoint is superseded only by one with at least the same groups, so a full one
-stays, however many newer ones of the model alone there are. An abandoned checkpoint, which training left behind when it went
-on from an older step, supersedes nothing either. It goes when the new line of training has a verified checkpoint.
+stays, however many newer ones of the model alone there are. Rules count a thinned one as if it still were whole.
+
+An abandoned checkpoint, which training left behind when it went on from an older step, supersedes nothing either. It goes
+when the new line of training has a verified checkpoint.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ class Candidate(NamedTuple):
     groups: frozenset[str] = frozenset()
     line: Key = ROOT  # of training; a greater one was begun later
     abandoned: bool = False
+    gone: frozenset[str] = frozenset()  # groups that were taken out of it
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The groups with which it was saved. Rules compare these: what is thinned is kept as if it were whole."""
+        return self.groups | self.gone
 
 
 class JudgedCheckpoint(Protocol):
@@ -116,7 +124,7 @@ def _decide(
     marks = {groups: Newest(newest_of(candidates, groups).verified, newest_of(healthy, groups).healthy) for groups in held}
     verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)
     kept = {c.step for c in verified if c.step in marks[c.groups]}
-    rules = [_Judge(make, verified, kept, held) for make in _rules(policy, now)]
+    rules = [_Judge(make, verified, kept, {c.saved for c in candidates}) for make in _rules(policy, now)]
     age = _age(policy, now)
     decisions = []
     for c in sorted(candidates, key=_step, reverse=True):
@@ -170,7 +178,7 @@ def _decide_abandoned(
 
 
 class _Judge:
-    """Applies one rule to checkpoints of all groups.
+    """Applies one rule to checkpoints of all groups, those with which they were saved.
 
     Each is compared with the checkpoints that may supersede it: others of exactly its groups, and those of more groups that
     stay by this rule or in any case.
@@ -183,12 +191,12 @@ class _Judge:
         stays = set(kept)
         self._rules: dict[frozenset[str], Rule] = {}
         for groups in sorted(held, key=lambda g: (-len(g), sorted(g))):
-            rule = make([v for v in verified if v.groups == groups or (v.groups > groups and v.step in stays)])
-            stays.update(v.step for v in verified if v.groups == groups and rule(v).keeps)
+            rule = make([v for v in verified if v.saved == groups or (v.saved > groups and v.step in stays)])
+            stays.update(v.step for v in verified if v.saved == groups and rule(v).keeps)
             self._rules[groups] = rule
 
     def __call__(self, c: Candidate) -> RetentionAnswer:
-        return self._rules[c.groups](c)
+        return self._rules[c.saved](c)
 
 
 def _rules(policy: RetentionPolicy, now: float) -> Iterator[_Make]:

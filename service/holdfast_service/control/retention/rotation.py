@@ -36,6 +36,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
+from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
@@ -69,10 +70,11 @@ class Rotation:
         self._fresh: Counter[tuple[str, int]] = Counter()
         self._freshness = threading.Lock()
         self.events: Events | None = None  # records events, if given
+        self.applied: Callable[[str], None] = lambda run: None  # hears each run whose policy was applied; must not wait
         self.readers.freed = self.look_again
 
     @contextmanager
-    def _deciding(self, run: str, without: bool = False) -> Iterator[None]:
+    def deciding(self, run: str, without: bool = False) -> Iterator[None]:
         """One decision at a time, also of all nodes that serve this root. `without` the others if they cannot be asked: then
         none of them decides either.
         """
@@ -124,13 +126,14 @@ class Rotation:
     def apply(self, run: str) -> list[int]:
         """Apply the run's policy now, and return the removed steps; their bytes are free. For one caller at a time."""
         with self._turn:
-            with self._deciding(run):
-                file, candidates = self._looked_at(run)
+            with self.deciding(run):
+                file, candidates = self.looked_at(run)
                 decisions = decide(candidates, file.in_force, self._clock())
                 gone = [d for d in reversed(decisions) if not d.keep]
                 trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
                 self._wait_for_readers(run, candidates, file)
             self._free(trashed)
+        self.applied(run)
         for decision in gone:
             if decision.step in trashed:
                 log.info("removed %s@%s: %s", run, decision.step, "; ".join(decision.reasons))
@@ -143,7 +146,7 @@ class Rotation:
         `links.watch` raises.
         """
         links.watch(self._files, run, directory)
-        with self._deciding(run, without=True):
+        with self.deciding(run, without=True):
             pass
 
     def make_room(self, run: str, incoming: Candidate) -> int | None:
@@ -151,8 +154,8 @@ class Rotation:
         None.
         """
         with self._turn:
-            with self._deciding(run):
-                file, candidates = self._looked_at(run)
+            with self.deciding(run):
+                file, candidates = self.looked_at(run)
                 steps = foresee(candidates, incoming, file.in_force, self._clock())
                 trashed: dict[int, str] = {}
                 for step in steps:
@@ -167,13 +170,21 @@ class Rotation:
     def preview(self, run: str, policy: RetentionPolicy | None = None) -> Preview:
         """What the policy in force, or this one, would do now; nothing is changed. Raises `NoSuchRun`."""
         listed = {c.step: c for c in self._listed(run)}
-        file, candidates = self._looked_at(run)
+        file, candidates = self.looked_at(run)
         chosen = policy or file.in_force
         decisions = decide([c for c in candidates if c.step in listed], chosen, self._clock())
-        verdicts = [_verdict(decision, listed[decision.step], file) for decision in decisions]
+        thinning = decide_thinning([c for c in candidates if c.step in listed], decisions, chosen)
+        verdicts = [_verdict(decision, listed[decision.step], file, thinning[decision.step]) for decision in decisions]
         kept = sum(verdict.bytes for verdict in verdicts if verdict.keep)
         removed = sum(verdict.bytes for verdict in verdicts if not verdict.keep)
-        return Preview(policy=chosen, verdicts=verdicts, bytes_kept=kept, bytes_removed=removed)
+        return Preview(
+            policy=chosen,
+            verdicts=verdicts,
+            bytes_kept=kept,
+            bytes_removed=removed,
+            bytes_thinned=sum(v.bytes - (v.bytes if v.bytes_after is None else v.bytes_after) for v in verdicts),
+            bytes_saved=sum(c.thinned.bytes - c.bytes for c in listed.values() if c.thinned is not None),
+        )
 
     def file(self, run: str) -> RunFile:
         """The present contents of the run's file. Raises `NoSuchRun`."""
@@ -191,14 +202,14 @@ class Rotation:
 
     def mark(self, run: str, step: int, act: Callable[[RunFile], RunFile]) -> None:
         """Pin or label a checkpoint: when this returns, nothing removes it any more. `NoSuchCheckpoint`."""
-        with self._deciding(run):
+        with self.deciding(run):
             self._catalog.checkpoint(run, step)
             self._change_marks(run, act)
 
     def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
         """Remove a pin or label, also from a checkpoint that is gone."""
         self._catalog.run(run)
-        with self._deciding(run):
+        with self.deciding(run):
             self._change_marks(run, act)
         self.due(run)
 
@@ -217,7 +228,7 @@ class Rotation:
         Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and if
         that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
         """
-        with self._deciding(run):
+        with self.deciding(run):
             found = self._catalog.checkpoint(run, step)
             self._refuse(found, newest, healthy)
             trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
@@ -236,15 +247,13 @@ class Rotation:
         self._refuse_pinned(run, step)
         with self.readers.awaited(run, step):
             self._await_readers(run, step)
-            with self._deciding(run, without=True):
+            with self.deciding(run, without=True):
                 self._refuse_pinned(run, step)
-                if names := self._foreign(run, step):
-                    raise _holds_foreign(run, step, names)
+                self.refuse_foreign(run, step)
                 with self.readers.removing(run, step, opened=False) as free:
                     if not free:
                         raise InUse(f"{run}@{step} is being read", hint="save it again after the reader has finished")
-                    with self._freshness:
-                        self._fresh[run, step] += 1
+                    self.is_replaced(run, step)
                     yield
         self.removed["replaced"] += 1
 
@@ -256,21 +265,35 @@ class Rotation:
                 return
             time.sleep(READERS_POLL_S)
 
+    def is_replaced(self, run: str, step: int) -> None:
+        """Note that another checkpoint takes the place of this one: until it is `listed`, nobody judges it."""
+        with self._freshness:
+            self._fresh[run, step] += 1
+
+    def still_deciding(self) -> None:
+        """Raise if this process has stood still for so long that another node may decide by now. Ask it in `deciding`."""
+        self._still_deciding()
+
+    def refuse_foreign(self, run: str, step: int) -> None:
+        """`InUse` for a checkpoint in whose directory somebody else has put files."""
+        if names := self._foreign(run, step):
+            raise _holds_foreign(run, step, names)
+
     def listed(self, run: str, step: int) -> None:
         """Note that the catalog knows the new checkpoint; from now on it may be judged."""
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
     def _refuse(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
-        with self._freshness:
-            fresh = (found.run, found.step) in self._fresh
-        if fresh:
-            raise InUse(f"{found.run}@{found.step} is being replaced by a new save", hint="try again in a moment")
         self._refuse_the_newest(found, newest, healthy)
-        self._refuse_held(found.run, found.step)
+        self.refuse_held(found.run, found.step)
 
-    def _refuse_held(self, run: str, step: int) -> None:
-        """Refuse to remove a checkpoint that nothing may remove at present."""
+    def refuse_held(self, run: str, step: int) -> None:
+        """Refuse what takes from a checkpoint that nothing may take from at present."""
+        with self._freshness:
+            fresh = (run, step) in self._fresh
+        if fresh:
+            raise InUse(f"{run}@{step} is being replaced", hint="try again in a moment")
         self._refuse_pinned(run, step)
         if held := links.standing(self._files.read(run), run).holds(step):
             raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")
@@ -278,8 +301,7 @@ class Rotation:
             raise InUse(
                 f"{run}@{step} is being read", hint="try again after the reader has finished", seconds=round(left_s, 1)
             )
-        if names := self._foreign(run, step):
-            raise _holds_foreign(run, step, names)
+        self.refuse_foreign(run, step)
 
     def _refuse_pinned(self, run: str, step: int) -> None:
         file = self._files.read(run)
@@ -307,7 +329,7 @@ class Rotation:
             hint = "newer checkpoints have new NaN or infinities; to remove it anyway, pass --force newest-healthy"
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
-    def _looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
+    def looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
         file, read = self._files.read(run), self.readers.held(run)
         with self._freshness:  # before the catalog is asked
             fresh = {step: _FRESH for of, step in self._fresh if of == run}
@@ -331,8 +353,7 @@ class Rotation:
                 try:
                     if not free:
                         raise InUse(f"{run}@{step} is being read")
-                    if names := self._foreign(run, step):
-                        raise _holds_foreign(run, step, names)
+                    self.refuse_foreign(run, step)
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
                     replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
                     trashed[step] = removal.discard(self._store, run, step)
@@ -368,7 +389,9 @@ class Rotation:
         if not any(_READ in c.holds for c in candidates):
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
-        gone = {d.step for d in decide(free, file.in_force, self._clock()) if not d.keep}
+        decisions = decide(free, file.in_force, self._clock())
+        thinned = {d.step for d in decide_thinning(free, decisions, file.in_force).values() if d.thin}
+        gone = {d.step for d in decisions if not d.keep} | thinned
         waits = [left for step, left in self.readers.held(run).items() if step in gone]
         if waits:
             self.due(run, max(min(waits), 0.1))
@@ -405,7 +428,7 @@ def _nothing() -> None:
 
 
 _READ = "it is being read"
-_FRESH = "it is being replaced by a new save"
+_FRESH = "it is being replaced"
 
 
 def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked: Sequence[str]) -> Candidate:
@@ -415,10 +438,11 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked
     kept = [f"it was saved before the launch that first asked for keep_last={file.keep_last}"] if before else []
     holds = (*pin, *labels, *linked, *kept, *([busy] if busy else []))
     created, groups = seconds_of(c.created), frozenset(c.groups)
-    return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned)
+    gone = frozenset(c.thinned.groups) if c.thinned is not None else frozenset[str]()
+    return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
 
 
-def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -> Verdict:
+def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, thinning: ThinDecision) -> Verdict:
     return Verdict(
         step=decision.step,
         keep=decision.keep,
@@ -428,6 +452,10 @@ def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -
         labels=list(file.labels_of(decision.step)),
         created=listed.created,
         bytes=listed.bytes,
+        thin=thinning.thin,
+        thinned=listed.thinned is not None,
+        thin_reason=thinning.why,
+        bytes_after=listed.thin_bytes if thinning.thin else None,
     )
 
 

@@ -46,7 +46,7 @@ def trusted_pair(
     for label, pair in _pairs(others, which):
         if commit == pair.commit or encoded == pair.encoded:
             return pair, label
-        described = known is not None and bodies.as_committed(known) == bodies.describe(pair.made)
+        described = known is not None and bodies.as_committed(known) == bodies.as_committed(bodies.describe(pair.made))
         if described and _proves_some(tier, directory, pair):
             return pair, label
     raise damage

@@ -12,14 +12,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from holdfast_formats import moments, naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import manifest, thinning
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch, Unavailable
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
+from holdfast_service.daemon.copying.thinner import stage
 from holdfast_service.daemon.ports import ReplicaBook
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
+from holdfast_service.storage import PosixStore, Tier
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -147,7 +150,8 @@ class Replicator:
         try:
             pair = read_pair(self._source, directory)
             if tier.list(directory):
-                self._refuse_another(tier, pair)
+                if self._refuse_another(tier, pair):
+                    self._thin(tier, pair)
                 self.check(run, step)
                 return
             self._carry(tier, pair)
@@ -184,18 +188,39 @@ class Replicator:
                     tier.remove_tree(staging)
             raise
 
-    def _refuse_another(self, tier: Tier, pair: ManifestPair) -> None:
-        """`AlreadyCommitted` when what stands there is sound, and not this checkpoint."""
+    def _thin(self, tier: Tier, pair: ManifestPair) -> None:
+        """Do to the copy what was done to its checkpoint: what stays of it takes its place."""
+        made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
+        whole = read_pair(tier, directory)
+        assert made.thinned is not None
+        thin = thinning.thin(whole.made, whole.encoded, tier.read(f"{directory}/{naming.STATE}"), made.thinned.at)
+        if manifest.encode(thin.made) != pair.encoded:
+            raise StateMismatch(f"what stays of {directory} differs in replica {self.name}", hint="remove the copy there")
+        place, store = naming.job_place(made.run, made.step, digest(f"thin {self.name}".encode())), PosixStore(tier)
+        try:
+            stage(tier, store, place, thin, self._going())
+            self._book.publish(tier, place, pair.encoded, pair.commit, over=True)
+        finally:
+            with suppress(CheckpointError):  # the next start sweeps what stays
+                store.discard(place)
+
+    def _refuse_another(self, tier: Tier, pair: ManifestPair) -> bool:
+        """`AlreadyCommitted` when what stands there is sound, and not this checkpoint; whether it is this one before it was
+        thinned.
+        """
         made = pair.made
         try:
             other = read_pair(tier, naming.checkpoint_path(made.run, made.step))
         except Damaged:
-            return  # whose it is shows when it is mended
+            return False  # whose it is shows when it is mended
+        if made.thinned is not None and manifest.stated_sha256(other.commit) == made.thinned.manifest_sha256:
+            return True
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(
                 f"replica {self.name} has another checkpoint of {made.run}@{made.step}, which no longer exists in this root",
                 hint="it is kept: move it away if you do not need it, or train under another run name",
             )
+        return False
 
     def _check_oldest(self) -> bool:
         """Read back the copy that nobody has read for longest, if that is long ago."""

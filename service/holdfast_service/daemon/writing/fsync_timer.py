@@ -28,6 +28,9 @@ class FsyncTimed:
     def put(self, file: str, data: bytes) -> None:
         self._staged.put(file, data)
 
+    def take(self, file: str, step: int) -> bool:
+        return self._staged.take(file, step)
+
     def put_receipt(self, node: str, data: bytes) -> None:
         self._staged.put_receipt(node, data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.retention import Preview, RetentionPolicy
+from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
@@ -57,7 +58,7 @@ def as_policy(form: Form) -> RetentionPolicy:
         )
         if metric
     ]
-    said: dict[str, Any] = {name: form.number(name) for name in ("last", "every_steps", "steps_apart")}
+    said: dict[str, Any] = {name: form.number(name) for name in ("last", "every_steps", "steps_apart", "keep_full")}
     said["every_seconds"] = _hours(form, "every_hours")
     said["within_seconds"] = _hours(form, "within_hours")
     gigabytes = _real(form, "quota_gigabytes")
@@ -101,7 +102,7 @@ async def _tag(api: ViewerApi, run: str) -> str:
 async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
     """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
-    before = {verdict.step: verdict.keep for verdict in in_force.verdicts}
+    before = {verdict.step: (verdict.keep, verdict.thin) for verdict in in_force.verdicts}
     return page(
         request,
         "policy.html",
@@ -111,10 +112,16 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
         preview=preview,
         proposed=preview is not in_force,
         # Changes come first: a person has to agree to these.
-        verdicts=sorted(preview.verdicts, key=lambda v: (v.keep == before.get(v.step, v.keep), v.keep, -v.step))[
+        verdicts=sorted(preview.verdicts, key=lambda v: (not _is_new(v, before), v.keep, not v.thin, -v.step))[
             :VERDICTS_SHOWN
         ],
-        before=before,
+        new={verdict.step for verdict in preview.verdicts if _is_new(verdict, before)},
         best=[*preview.policy.best, *[None] * BEST_ROWS_SPARE],
         metrics=sorted(newest.items[0].metrics) if newest.items else [],
     )
+
+
+def _is_new(verdict: Verdict, before: Mapping[int, tuple[bool, bool]]) -> bool:
+    """Whether the policy in force would have another end for the checkpoint."""
+    now = (verdict.keep, verdict.thin)
+    return before.get(verdict.step, now) != now

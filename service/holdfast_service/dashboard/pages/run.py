@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
-from holdfast_formats.rest.retention import Preview, Verdict
+from holdfast_formats.rest.retention import Preview
 from holdfast_service.dashboard import history
 from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown
 from holdfast_service.dashboard.rendering import page
@@ -36,14 +36,14 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
     """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
     found = await api.get(bodies.Run, at(run))
-    listed, drawn, rounds, summary, verdicts = await asyncio.gather(
+    listed, drawn, rounds, summary, preview = await asyncio.gather(
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
         api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
         shown(api.get(RunSummary, at(run) + "/summary")),
-        _verdicts(api, found),
+        _preview(api, found),
     )
-    by_step = verdicts.value or {}
+    by_step = {verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {}
     kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
     failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
     return page(
@@ -58,6 +58,8 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         filters=filters,
         states=STATES,
         verdicts=by_step,
+        saved=preview.value.bytes_saved if preview.value else 0,
+        next_saved=preview.value.bytes_thinned if preview.value else 0,
         failed=failed[:20],
         under_way=[made for made in rounds.items if made.state in ("open", "sealed")],
         saves=history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None),
@@ -66,9 +68,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     )
 
 
-async def _verdicts(api: ViewerApi, run: bodies.Run) -> Shown[dict[int, Verdict]]:
+async def _preview(api: ViewerApi, run: bodies.Run) -> Shown[Preview]:
     if run.checkpoints > VERDICTS_UP_TO:
         return Shown(None)
-    preview = await shown(api.get(Preview, at(run.name) + "/retention"))
-    made = None if preview.value is None else {verdict.step: verdict for verdict in preview.value.verdicts}
-    return Shown(made, preview.error)
+    return await shown(api.get(Preview, at(run.name) + "/retention"))

@@ -1,0 +1,151 @@
+"""Wrapper tensors, such as torchao's 8-bit optimizer state: one tensor to look at, several plain ones inside.
+
+They are taken apart and put together by what their class offers for that (`__tensor_flatten__`, `__tensor_unflatten__`).
+Class and context are described as data. Nothing is imported to put one together: its class has to be loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.tensors.fragments import is_dtensor
+from holdfast.tensors.torch_dtypes import has_memory
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, StateMismatch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SCALARS = (bool, int, float, str, type(None))
+Description = dict[str, Any]  # "class", "context", "shape", "stride", "inner": JSON values
+
+
+def is_wrapped(value: object) -> bool:
+    """Whether this tensor's values are in other tensors that it holds. DTensors are not meant: their parts have places."""
+    if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value):
+        return False
+    return is_traceable_wrapper_subclass(value)
+
+
+def inner(value: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
+    """The plain tensors inside, by attribute; `InvalidRequest`, with the path, for one that is no plain memory."""
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = {str(name): getattr(value, name) for name in names}
+    for name, tensor in found.items():
+        if not name.isidentifier() or not isinstance(tensor, torch.Tensor) or not has_memory(tensor):
+            raise InvalidRequest(
+                f"{path}: a {type(value).__name__} whose {name} is a {type(tensor).__name__} cannot be stored",
+                hint="only wrappers of plain tensors can; save without this optimizer: save(groups=…)",
+            )
+    return found
+
+
+def describe(value: torch.Tensor, path: str) -> Description:
+    """Class, context, shape and stride as JSON values; `InvalidRequest` for a context that these cannot express."""
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {
+        "class": class_name(type(value)),
+        "context": _encoded(context, path),
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+        "inner": [str(name) for name in names],
+    }
+
+
+def class_name(kind: type) -> str:
+    """`module:qualified.name`, by which a class is found again among those that are loaded."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def check_alike(live: object, said: Description, path: str) -> None:
+    """`StateMismatch` unless the live tensor is of the class and context of what was stored."""
+    stored = f"{_words(said)} was stored"
+    if not is_wrapped(live):
+        raise StateMismatch(f"{path}: {stored}, but the live one is a {type(live).__name__}", hint=_SAME)
+    assert isinstance(live, torch.Tensor)
+    now = describe(live, path)
+    if {**now, "stride": None} != {**said, "stride": None}:
+        raise StateMismatch(f"{path}: {stored}, but the live one is {_words(now)}", hint=_SAME)
+
+
+_SAME = "use the optimizer that was saved, with the same options; or leave its state out: restore(groups=…)"
+
+
+def find_class(said: Description, path: str) -> type[torch.Tensor]:
+    """The class of what was stored, among the classes that are loaded; `StateMismatch` if it is not, or is no such class."""
+    module, _, name = str(said.get("class")).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    offers = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
+    if not offers or class_name(found) != said.get("class"):
+        raise StateMismatch(
+            f"{path} was stored as a {said.get('class')}, which is not loaded in this process",
+            hint="create the optimizer that was saved, which imports it, before restore()",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def build(kind: type[torch.Tensor], said: Description, tensors: Mapping[str, torch.Tensor], path: str) -> torch.Tensor:
+    """Put a tensor together of the plain ones inside; `StateMismatch` if its class makes another one of them."""
+    shape, stride = torch.Size(said["shape"]), tuple(said["stride"])
+    try:
+        made = kind.__tensor_unflatten__(dict(tensors), _decoded(said["context"], path), shape, stride)  # type: ignore[attr-defined]
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
+        raise StateMismatch(f"{path}: {kind.__name__} refuses what was stored: {error}", hint=_SAME) from error
+    check_alike(made, said, path)
+    return made  # type: ignore[no-any-return]
+
+
+def check_description(said: object, path: str) -> Description:
+    """What a checkpoint says of a wrapper, if it can be one; else `CorruptManifest`."""
+    sound = (
+        isinstance(said, dict)
+        and said.keys() >= {"class", "context", "shape", "stride", "inner"}
+        and all(isinstance(said[one], list) and all(type(n) is int for n in said[one]) for one in ("shape", "stride"))
+        and isinstance(said["inner"], list)
+        and all(isinstance(name, str) and name.isidentifier() for name in said["inner"])
+    )
+    if not sound:
+        raise CorruptManifest(f"{path}: the stored description of a wrapper tensor is not valid", file="state.json")
+    return said  # type: ignore[return-value]
+
+
+def _words(said: Description) -> str:
+    return f"a {str(said['class']).rpartition(':')[2]} of shape {said['shape']} with context {said['context']}"
+
+
+def _encoded(value: Any, path: str) -> Any:
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.Size):
+        return ["size", [_encoded(item, path) for item in value]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_encoded(item, path) for item in value]]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return ["dict", {key: _encoded(item, path) for key, item in value.items()}]
+    raise InvalidRequest(
+        f"{path}: the context of this wrapper tensor has a {type(value).__name__}, which cannot be recorded as data",
+        hint="save without this optimizer: save(groups=…)",
+    )
+
+
+def _decoded(value: Any, path: str) -> Any:
+    if type(value) in _SCALARS:
+        return value
+    match value:
+        case ["dtype", str(name)] if isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        case ["size", [*items]]:
+            return torch.Size(_decoded(item, path) for item in items)
+        case ["list", [*items]]:
+            return [_decoded(item, path) for item in items]
+        case ["tuple", [*items]]:
+            return tuple(_decoded(item, path) for item in items)
+        case ["dict", dict(items)]:
+            return {key: _decoded(item, path) for key, item in items.items()}
+    raise CorruptManifest(f"{path}: the stored context of a wrapper tensor is not valid", file="state.json")

@@ -1,0 +1,82 @@
+"""Thin checkpoints: weights that stay when optimizer, masters and the ranks' own state are taken out of a checkpoint.
+
+Files hold whole tensors of one group, so what stays keeps its files, extents and digests as they are; only state.json and
+the manifest are written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import state_json
+from holdfast_formats.disk.manifest import FileEntry, Manifest, Thinned
+from holdfast_formats.errors import StateMismatch
+
+GONE = frozenset({"optim", "master", "extra"})  # all others stay: weights of any kind, and groups that we do not know
+USABLE_FOR = "inference, exports and starting another training from its weights, not for resuming this one"
+
+
+class ThinCheckpoint(NamedTuple):
+    """A checkpoint as it is once thinned: its manifest, its state.json, and the files that stay as they are.
+
+    `proof` is the manifest of what stays as it is, with which its bytes are verified before the rest goes.
+    """
+
+    made: Manifest
+    state: bytes
+    stays: tuple[FileEntry, ...]
+    proof: Manifest
+
+
+def can_be_thinned(groups: Collection[str]) -> bool:
+    """Whether a checkpoint with these groups has something to lose, and something to keep."""
+    return bool(GONE & set(groups)) and bool(set(groups) - GONE)
+
+
+def thin_bytes(made: Manifest) -> int | None:
+    """The bytes that would stay, but for a shorter state.json; None where nothing can be taken out."""
+    if made.thinned is not None or not can_be_thinned(made.groups):
+        return None
+    gone = _files_of(made, GONE & made.tensors.keys())
+    return sum(file.bytes for file in made.files if file.name not in gone)
+
+
+def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoint:
+    """What becomes of a checkpoint, whose manifest is `encoded` so; `state` is its state.json.
+
+    Raises `StateMismatch` if nothing can be taken out, no weights would stay, or one file holds tensors of both.
+    """
+    what = f"{full.run}@{full.step}"
+    gone = GONE & full.tensors.keys()
+    kept = {group: tensors for group, tensors in full.tensors.items() if group not in gone}
+    if full.thinned is not None or not gone:
+        raise StateMismatch(f"{what} has nothing that could be taken out", hint="it stays as it is")
+    if not any(kept.values()):
+        raise StateMismatch(f"{what} has no weights that would stay", hint="it stays as it is")
+    files = _files_of(full, gone)
+    both = sorted({tensor.file for tensors in kept.values() for tensor in tensors.values()} & files)
+    if both:
+        hint = "it stays as it is; pin it, so that it is not tried again"
+        raise StateMismatch(f"{both[0]} of {what} holds tensors that stay and tensors that go", hint=hint)
+    stays = tuple(file for file in full.files if file.name not in files and file.name != naming.STATE)
+    left = state_json.without_groups(state, gone)
+    aliases = {group: names for group, names in full.aliases.items() if group not in gone}
+    proof = msgspec.structs.replace(full, files=stays, tensors=kept, aliases=aliases)
+    thinned = Thinned(at, tuple(sorted(gone)), full.bytes, hashlib.sha256(encoded).hexdigest())
+    entries = (*stays, FileEntry(naming.STATE, len(left), 0, digest(left)))
+    made = msgspec.structs.replace(proof, files=entries, thinned=thinned)
+    return ThinCheckpoint(made, left, stays, proof)
+
+
+def _files_of(made: Manifest, groups: Collection[str]) -> set[str]:
+    """The shard files and indexes of these groups."""
+    tensors: Mapping[str, Mapping[str, object]] = made.tensors
+    assert tensors.keys() >= set(groups)
+    shards = {tensor.file for group in groups for tensor in made.tensors[group].values()}
+    return shards | {naming.index_file_name(group) for group in groups}

@@ -1,0 +1,136 @@
+"""Thinning: which checkpoints are thinned to their weights, and how what stays of one takes its place.
+
+All is decided under the lock of removals, and again at the moment of publishing, so a mark that was set holds (I4), and what
+is read is not thinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from sqlalchemy import select
+
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CheckpointError, InUse, NotFound
+from holdfast_formats.naming import Place
+from holdfast_formats.rest import bodies
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import commit, roots
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.retention.policy import decide
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
+from holdfast_service.storage import Store
+
+log = logging.getLogger(__name__)
+
+
+class Thinning:
+    """The decisions about thinning in one root. Thread-safe."""
+
+    def __init__(self, store: Store, catalog: Catalog, book: Book, rotation: Rotation, files: RunFiles) -> None:
+        self._store, self._catalog, self._book = store, catalog, book
+        self._rotation, self._files = rotation, files
+        self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that thins
+        self.made: Callable[[Manifest], None] = lambda made: None  # hears what stands there now
+
+    def due(self, run: str) -> list[int]:
+        """The steps of a run that are thinned next, oldest first; none where another node does it."""
+        found = sorted(step for step, one in self._decided(run).items() if one.thin)
+        return found if found and self.is_mine() else []
+
+    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes) -> Manifest:
+        """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke.
+
+        Raises `InUse` where it is not to be thinned any more, and what `commit.publish_copy` raises.
+        """
+        run, step = place.run, place.step
+        with self._rotation.deciding(run):
+            self._refuse(run, step)
+            if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") != whole:
+                raise InUse(f"{run}@{step} was saved anew meanwhile", hint="nothing was changed")
+            with self._rotation.readers.removing(run, step) as free:
+                if not free:
+                    raise InUse(f"{run}@{step} is being read", hint="it is thinned later")
+                self._rotation.still_deciding()
+                self._rotation.is_replaced(run, step)
+                try:
+                    made = commit.publish_copy(self._store, place, encoded, commit_bytes, over=True)
+                finally:  # whatever has come of it, the catalog is told what stands there
+                    self._book.tell(f"what is left of {run}@{step}", lambda: self._record(run, step))
+        self.made(made)
+        self.clear(place)
+        self.clear(naming.replaced_place(run, step))
+        return made
+
+    def clear(self, place: Place) -> None:
+        """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""
+        try:
+            self._store.discard(place)
+        except CheckpointError as failure:
+            log.warning("%s stays until it is swept: %s", place.path, failure.detail)
+
+    def _refuse(self, run: str, step: int) -> None:
+        """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.
+
+        What may have changed since: marks, readers, findings about it, and that enough newer ones are whole.
+        """
+        found = self._catalog.checkpoint(run, step)
+        self._rotation.refuse_held(run, step)
+        keep_full = self._files.read(run).in_force.keep_full
+        if found.abandoned:
+            enough = step in self.due(run)
+        else:
+            enough = keep_full is not None and self._whole_after(found, keep_full) >= keep_full
+        if not enough or not found.verified or found.thinned is not None or not self.is_mine():
+            raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
+
+    def _whole_after(self, found: bodies.CheckpointInfo, enough: int) -> int:
+        """How many newer whole checkpoints count, as in `decide_thinning`; no more than are needed are looked for."""
+        row = CheckpointRow
+        counts = (row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None))
+        wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
+        with self._catalog.database.read() as session:
+            groups = session.scalars(wanted.execution_options(yield_per=64))
+            return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
+
+    def _decided(self, run: str) -> dict[int, ThinDecision]:
+        if self._files.read(run).in_force.keep_full is None:
+            return {}
+        file, candidates = self._rotation.looked_at(run)
+        return decide_thinning(candidates, decide(candidates, file.in_force, time.time()), file.in_force)
+
+    def _record(self, run: str, step: int) -> None:
+        """What is known of the checkpoint holds for what is left of it: its bytes are those that were checked."""
+        try:
+            made = roots.load_manifest(self._store.files, run, step)
+            there = bodies.describe(made)
+            known = self._catalog.checkpoint(run, step)
+        except NotFound:
+            self._rotation.listed(run, step)
+            return
+        if (
+            made.thinned is not None
+            and known.thinned is None
+            and (known.attempt, known.created) == (there.attempt, there.created)
+        ):
+            now = {name: getattr(there, name) for name in ("groups", "tensors", "files", "bytes", "thinned", "thin_bytes")}
+            self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step))
+            self._tell(made)
+        self._rotation.listed(run, step)
+
+    def _tell(self, made: Manifest) -> None:
+        assert made.thinned is not None
+        if self._rotation.events is None:
+            return
+        freed, gone = made.thinned.bytes - made.bytes, ", ".join(made.thinned.groups)
+        text = f"step {made.step} was thinned to its weights: {freed} of {made.thinned.bytes} bytes are free ({gone})"
+        detail: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "groups": list(made.thinned.groups)}
+        self._rotation.events.add("checkpoint-thinned", text, made.run, made.step, **detail)

@@ -1,0 +1,148 @@
+"""A checkpoint is thinned: after any cut or fault the whole one or the thin one is restored, with the same weights."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest, thinning
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.region import Box
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.control import root_care
+from holdfast_service.control.checkpoints import commit, planner
+from holdfast_service.daemon.copying.copies import Going, read_pair
+from holdfast_service.daemon.copying.thinner import stage
+from holdfast_service.daemon.writing import writer
+from holdfast_service.storage import PosixStore, PosixTier, posix
+from tests.crash import power
+from tests.crash.calls import Fault, steered
+from tests.daemon.writing.test_path import Shards
+from tests.in_memory import in_memory
+
+RUN, STEP, NBYTES = "r", 7, 1700
+DIRECTORY = naming.checkpoint_path(RUN, STEP)
+PLACE = naming.job_place(RUN, STEP, "1")
+
+
+def expected(group: str) -> np.ndarray:
+    return np.random.default_rng(sum(group.encode())).integers(0, 256, NBYTES, np.uint8)
+
+
+def save(tier: PosixTier) -> None:
+    shards = Shards(1, STEP)
+    for group in ("model", "optim"):
+        spec = TensorSpec(group, "w", "U8", (NBYTES,))
+        shards.add(spec, expected(group).tobytes(), [(0, [Box((0,), (NBYTES,))])])
+    plan = planner.plan([msgspec.structs.replace(one, groups=("model", "optim")) for one in shards.tables()])
+    store, place = PosixStore(tier), naming.Place(RUN, STEP, shards.attempt)
+    writer.write(store.begin(place), plan, {0: memoryview(bytes(shards.data[0]))}, "node")
+    commit.publish(store, plan, "2026-01-01T00:00:00Z")
+
+
+def thin(tier: PosixTier) -> None:
+    """What the worker and control do with the files, in their order."""
+    store, pair = PosixStore(tier), read_pair(tier, DIRECTORY)
+    made = thinning.thin(pair.made, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
+    stage(tier, store, PLACE, made, Going())
+    encoded = manifest.encode(made.made)
+    commit.publish_copy(store, PLACE, encoded, manifest.encode_commit(made.made, encoded), over=True)
+
+
+def clear(tier: PosixTier) -> None:
+    for place in (PLACE, naming.replaced_place(RUN, STEP)):
+        PosixStore(tier).discard(place)
+
+
+def is_thin(root: Path) -> bool:
+    """Whether what stands there is the thin one; every byte of it is proven."""
+    with open_checkpoint(root, None, RUN, STEP) as reader:
+        assert reader.verify() == []
+        assert np.array_equal(reader.read("model", "w"), expected("model"))
+        if reader.manifest.thinned is None:
+            assert np.array_equal(reader.read("optim", "w"), expected("optim"))
+        return reader.manifest.thinned is not None
+
+
+@pytest.fixture(params=["exchange", "two renames", "copies"])
+def exchanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """File systems that exchange names, that do not, and that know no second names of files."""
+
+    def lacking(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    if request.param == "copies":
+        monkeypatch.setattr(posix, "_link", lacking)
+    if request.param == "two renames":
+        monkeypatch.setattr(posix, "_exchange", lacking)
+    return request.param != "two renames"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with in_memory() as made:
+        yield made
+
+
+def test_a_cut_after_every_operation(directory: Path, exchanging: bool) -> None:
+    """One of the two is there, whole, at any moment; the thin one once it was published."""
+    root = directory / "recorded"
+    tier = PosixTier(root)
+    recorder = power.Recorder(root)
+    with steered(recorder):
+        save(tier)
+        begun = len(recorder.operations)
+        thin(tier)
+        told = len(recorder.operations)
+        clear(tier)
+    seen, known = set(), set()
+    for number, (length, tree) in enumerate(power.cuts(recorder.operations, random.Random(0), 2)):
+        key = (tuple(tree.items()), length >= told)
+        if length < begun or key in known:
+            continue
+        known.add(key)
+        made = directory / f"cut-{number}"
+        power.build(tree, made)
+        if exchanging:
+            assert committed_steps(made, RUN) == [STEP], length
+        root_care.sweep(PosixStore(PosixTier(made)))
+        found = is_thin(made)
+        assert found or length < told
+        assert not list((made / RUN / naming.STAGING).iterdir())
+        seen.add(found)
+        shutil.rmtree(made)
+    assert seen == {True, False}
+
+
+def test_a_fault_of_every_call(directory: Path, exchanging: bool) -> None:
+    """Whichever call fails, one of the two stands there, also once the next daemon has started."""
+    for at in range(1, 1000):
+        root = directory / f"fault-{at}"
+        tier = PosixTier(root)
+        save(tier)
+        fault = Fault(at, errno.EIO)
+        with steered(fault):
+            try:
+                thin(tier)
+                clear(tier)
+                failed = False
+            except CheckpointError:
+                failed = True
+        root_care.sweep(PosixStore(PosixTier(root)))
+        assert is_thin(root) or failed
+        shutil.rmtree(root)
+        if not fault.failed:
+            assert not failed and at > 20
+            return
+    raise AssertionError("the calls of a thinning did not end")

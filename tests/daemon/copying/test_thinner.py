@@ -1,0 +1,221 @@
+"""Old checkpoints are thinned to their weights: proven, at one stroke, without a copy; their replicas follow."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.read.root_directory import open_checkpoint
+from holdfast_formats import naming
+from holdfast_formats.errors import InUse, StorageFailed
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.retention.thinning import Thinning
+from holdfast_service.daemon.copying.thinner import Thinner
+from holdfast_service.storage import PosixTier, posix
+from tests.checkpoints import flip
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+
+STEPS = (5, 10, 15)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[CopiesWorld]:
+    with copies_world(tmp_path, STEPS) as made:
+        yield made
+
+
+def keep(world: CopiesWorld, **rules: Any) -> None:
+    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+    assert world.decisions.rotation.settle()
+
+
+def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
+    return Thinner(world.tier, world.decisions.store, world.decisions.thinning, **parts)
+
+
+def groups(world: CopiesWorld, step: int) -> set[str]:
+    """The groups of what stands there, every byte of it proven; the catalog says the same."""
+    assert world.decisions.recorded(30)
+    with open_checkpoint(world.root, None, RUN, step) as reader:
+        assert reader.verify() == []
+        made = reader.manifest
+    listed = world.catalog.checkpoint(RUN, step)
+    assert set(listed.groups) == set(made.groups) and listed.bytes == made.bytes
+    assert (listed.thinned is None) == (made.thinned is None)
+    return set(made.groups)
+
+
+def leftovers(world: CopiesWorld) -> list[str]:
+    return [name for room in (naming.STAGING, naming.TRASH) for name in world.tier.list(f"{RUN}/{room}")]
+
+
+def test_older_ones_are_thinned(world: CopiesWorld) -> None:
+    """Their weights are the same files; what was found out about them still holds; it is told what is free."""
+    inode = os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_ino
+    before = world.catalog.checkpoint(RUN, 5)
+    keep(world, keep_full=1)
+    shown = world.decisions.rotation.preview(RUN)
+    assert [(v.step, v.keep, v.thin) for v in shown.verdicts] == [(15, True, False), (10, True, True), (5, True, True)]
+    assert thinner(world).look(RUN) == [5, 10]
+    assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
+    assert os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_ino == inode
+    assert os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_nlink == 1
+    after = world.catalog.checkpoint(RUN, 5)
+    assert after.verified and after.checked == before.checked and after.created == before.created
+    assert after.thinned is not None and after.thinned.bytes == before.bytes
+    told = world.events("checkpoint-thinned")
+    assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
+    assert shown.bytes_thinned <= sum(one["freed"] for one in told) <= shown.bytes_thinned + 400
+    assert world.decisions.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert leftovers(world) == [] and thinner(world).look(RUN) == []
+
+
+def test_a_restart_lists_what_was_thinned_as_it_is(world: CopiesWorld) -> None:
+    """The directory says it; nothing of what is known is lost, and the catalog agrees."""
+    keep(world, keep_full=1)
+    thinner(world).look(RUN)
+    assert world.decisions.recorded(30)
+    before = [world.catalog.checkpoint(RUN, step) for step in STEPS]
+    world.decisions.recover()
+    assert [world.catalog.checkpoint(RUN, step) for step in STEPS] == before
+    world.catalog.forget_checkpoint(RUN, 5)
+    world.decisions.recover()
+    assert world.catalog.checkpoint(RUN, 5).thinned == before[0].thinned
+
+
+def test_marks_and_readers_hold(world: CopiesWorld) -> None:
+    """What is pinned, labelled or read stays whole, also if that begins at the last moment."""
+    keep(world, keep_full=1)
+    rotation = world.decisions.rotation
+    rotation.mark(RUN, 5, lambda file: run_files.labelled(file, 5, "good"))
+    with world.decisions.reading(RUN, 10):
+        assert thinner(world).look(RUN) == []
+    publish = world.decisions.thinning.publish
+
+    class Late:
+        """Somebody pins it when all is staged."""
+
+        due, clear = world.decisions.thinning.due, world.decisions.thinning.clear
+
+        def publish(self, *parts: Any) -> Any:
+            rotation.mark(RUN, 10, lambda file: run_files.pinned(file, 10))
+            return publish(*parts)
+
+    assert Thinner(world.tier, world.decisions.store, Late()).look(RUN) == []
+    assert [groups(world, step) for step in STEPS] == [{"model", "optim", "extra"}] * 3
+    assert leftovers(world) == []
+
+
+def test_what_somebody_else_put_there_stays(world: CopiesWorld) -> None:
+    """A directory with files of others is left alone."""
+    keep(world, keep_full=1)
+    (world.path(10) / "notes.txt").write_text("mine")
+    assert thinner(world).look(RUN) == [5]
+    assert (world.path(10) / "notes.txt").read_text() == "mine"
+
+
+def test_damaged_weights_stay_whole_and_are_reported(world: CopiesWorld) -> None:
+    """What would stay is proven first; damage of what would go does not matter."""
+    keep(world, keep_full=1)
+    flip(world.path(5) / "model-00001-of-00002.safetensors", 4500)
+    flip(world.path(10) / "optim-00001-of-00002.safetensors", 4500)
+    reported: list[int] = []
+    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
+    assert reported == [5]
+    assert world.catalog.checkpoint(RUN, 5).thinned is None
+
+
+def test_one_that_was_saved_anew_is_not_touched(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands there is not what was staged."""
+    keep(world, keep_full=1)
+    thinning = world.decisions.thinning
+    with pytest.raises(InUse, match="saved anew"):
+        thinning.publish(naming.job_place(RUN, 5, "1"), b"", b"", b"another COMMIT")
+
+
+def test_without_second_names_it_is_copied(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without hard links; proven on both sides."""
+
+    def lacking(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(posix, "_link", lacking)
+    keep(world, keep_full=1)
+    assert thinner(world).look(RUN) == [5, 10]
+    assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
+
+
+def test_another_node_does_it(world: CopiesWorld) -> None:
+    """It is one node's duty; one that lost it publishes nothing more."""
+    keep(world, keep_full=1)
+    thinning: Thinning = world.decisions.thinning
+    thinning.is_mine = lambda: False
+    assert thinner(world).look(RUN) == []
+    answers = iter([True, False])
+    thinning.is_mine = lambda: next(answers)
+    with pytest.raises(StopIteration):
+        thinner(world).look(RUN)
+    assert groups(world, 5) == {"model", "optim", "extra"}
+
+
+def test_a_failing_disk_leaves_it_whole(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stays in staging, and the next look succeeds."""
+    keep(world, keep_full=2)
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "_link", failing)
+        with pytest.raises(StorageFailed):
+            thinner(world).look(RUN)
+    assert groups(world, 5) == {"model", "optim", "extra"} and leftovers(world) == []
+    assert thinner(world).look(RUN) == [5]
+
+
+def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
+    """A replica's copy is thinned in its place, with its own files; one that is made later is thin at once."""
+    world.copy()
+    there = tmp_path / "far" / naming.checkpoint_path(RUN, 5)
+    inode = os.stat(there / "model-00001-of-00002.safetensors").st_ino
+    keep(world, keep_full=1)
+    thinner(world).look(RUN)
+    assert world.decisions.recorded(30)
+    world.copy()
+    assert contents(there) == contents(world.path(5))
+    assert os.stat(there / "model-00001-of-00002.safetensors").st_ino == inode
+    assert world.states(5) == {"far": "present"} and world.book.due("far") == []
+    assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+    world.add("late", PosixTier(tmp_path / "late"))
+    world.copy("late")
+    assert contents(tmp_path / "late" / naming.checkpoint_path(RUN, 5)) == contents(world.path(5))
+
+
+def test_the_thread_does_what_is_due(world: CopiesWorld) -> None:
+    """It is told of a run when the run's policy was applied."""
+    worker = thinner(world)
+    world.decisions.rotation.applied = worker.due
+    keep(world, keep_full=1)
+    assert worker.settle()
+    worker.close()
+    worker.due(RUN)
+    assert groups(world, 5) == {"model"}
+    state = json.loads((world.path(5) / naming.STATE).read_bytes())
+    assert state["groups"] == {"model": {}}
+
+
+def test_weights_read_while_it_is_thinned(world: CopiesWorld) -> None:
+    """A reader that has opened the directory before goes on reading the weights."""
+    keep(world, keep_full=1)
+    with open_checkpoint(world.root, None, RUN, 5) as reader:
+        thinner(world).look(RUN)
+        expected = world.built[RUN, 5].arrays["model"]["layers.0.q.weight"]
+        assert np.array_equal(reader.read("model", "layers.0.q.weight"), expected)

@@ -1,0 +1,1 @@
+"""torchao, where it is installed."""
