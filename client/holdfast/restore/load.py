@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.programs import remade
+from holdfast_formats.staging.average import GROUP as EMA
 
 Origin = Literal["slot", "peers", "directory", "http"]
 
@@ -64,6 +65,7 @@ class RestoringRank(NamedTuple):
     launch: Launch
     session: Session
     state: TrainState
+    average: Callable[[CheckpointReader], tuple[str, ...]] | None = None  # restores what the daemon keeps for this rank
 
 
 def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> RestoreReport:
@@ -72,7 +74,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     Raises `StateMismatch` before it changes anything, and `CorruptExtent` with file, tensor and range. Live
     tensors that were partly overwritten by then are recorded in `state.wholeness`, and the error says so.
     """
-    _, launch, session, state = rank
+    _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
@@ -102,12 +104,13 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
             error.hint = OVERWRITTEN
         raise
     state.wholeness.mend(names)
+    said = () if average is None or (wanted.groups is not None and EMA not in wanted.groups) else average(reader)
     origins = _origins(filled, cold)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),

@@ -149,7 +149,7 @@ class Claims:
         kinds: list[int] = []
         told: list[bool] = []
         ends = self._ends[:kept]
-        buffers = _buffers(self._state) if kept < len(layout.leaves) else frozenset()
+        buffers = buffers_of(self._state) if kept < len(layout.leaves) else frozenset()
         for leaf, fragment in zip(layout.leaves[kept:], layout.fragments[kept:], strict=True):
             kind, at = _kind(leaf, buffers), fragment.slot_offset
             for piece in leaf.pieces:
@@ -170,7 +170,7 @@ def _kind(leaf: Leaf, buffers: frozenset[int]) -> Kind:
     return Kind.CLAIM
 
 
-def _buffers(state: Mapping[str, Any]) -> frozenset[int]:
+def buffers_of(state: Mapping[str, Any]) -> frozenset[int]:
     """The memory of all buffers of the state's modules."""
     modules = [module for value in state.values() for module in modules_of(value)]
     found = (local_tensor(buffer) for module in modules for buffer in module.buffers())

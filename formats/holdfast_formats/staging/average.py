@@ -209,7 +209,9 @@ def geometry(data_bytes: int, table_bytes: int, chunk_bytes: int = CHUNK_BYTES) 
 def write_superblock(memory: memoryview, made: AverageGeometry, owner: SegmentOwner) -> None:
     run = owner.run.encode()
     sizes = made.data_bytes, made.table_bytes_max
-    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, 0, *sizes, owner.rank, owner.world, owner.attempt, run, made.chunk_bytes)
+    _SUPERBLOCK.pack_into(
+        memory, 0, MAGIC, VERSION, 0, *sizes, owner.rank, owner.world, owner.attempt, run, made.chunk_bytes
+    )
 
 
 def is_average(page: memoryview) -> bool:

@@ -102,7 +102,9 @@ class Averages:
         if self._thread.is_alive():
             self._thread.join()
 
-    def reserve(self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object) -> AverageSegment:
+    def reserve(
+        self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object
+    ) -> AverageSegment:
         """Memory for a rank's average, which the rank may have already. `LimitExceeded`, with the numbers, if there is none."""
         known = self._known(owner)
         if known is not None and known.geometry == room:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _EVERY_RANK = "every rank must save the same steps, and close its Checkpointer after the last one"
 _AVERAGE_HERE = "ema= is not possible where the ranks of a save are on several nodes"
-_AVERAGE_HINT = "train without ema=, or keep the average in the state, under the key \"ema\""
+_AVERAGE_HINT = 'train without ema=, or keep the average in the state, under the key "ema"'
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
