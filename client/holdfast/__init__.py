@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from holdfast.read.reader import CheckpointReader
     from holdfast.rest.api import Api
     from holdfast.restore.load import RestoreReport
-    from holdfast.state.named import Named
     from holdfast.stage.averaging import Ema
+    from holdfast.state.named import Named
     from holdfast.state.optimizer_shards import OptimizerShards
     from holdfast.tensors.fragments import Fragment
 

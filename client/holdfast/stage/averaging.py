@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple, get_args
 
 from holdfast.link.session import Session
@@ -325,9 +326,9 @@ class Averaging:
         of = self._of
         held = of.state.held(self._ema.of)
         known = self._layout
-        if known is not None and len(known.leaves) == len(held.leaves):
-            if all(a is b for a, b in zip(known.leaves, held.leaves, strict=True)):
-                return known
+        same = known is not None and len(known.leaves) == len(held.leaves)
+        if known is not None and same and all(map(is_, known.leaves, held.leaves)):
+            return known
         if not held.leaves:
             other = "model" if self._ema.of == MASTER else ", ".join(of.state.groups())
             raise InvalidRequest(

@@ -163,7 +163,7 @@ def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
     return min(len(before), len(now))
 
 
-def encode_table(
+def encode_table(  # noqa: PLR0913 - each is one thing that a table says
     who: SaveIdentity,
     snapshot: Snapshot,
     layout: SlotLayout,

@@ -100,7 +100,7 @@ class AverageState(msgspec.Struct, frozen=True):
 
 
 class Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """`count` elements at `offset`, of an update and of the accumulator alike. Those of `WIDENED` dtypes are averaged as F32;
+    """`count` elements at `offset` of an update and of the accumulator. Those of `WIDENED` dtypes are averaged as F32;
     `U8` says bytes that are taken over as they are: buffers, and what is no float.
     """
 

@@ -139,7 +139,7 @@ class Arena:
             return list(self._averages)
 
     def admit(self, label: str, size: int, holder: ShareHolder, make: Callable[[], AverageSegment]) -> AverageSegment:
-        """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room for it."""
+        """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room."""
         with self._lock:
             short = self._room(holder).bytes < size
         if short:

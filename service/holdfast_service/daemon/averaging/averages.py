@@ -105,7 +105,7 @@ class Averages:
     def reserve(
         self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object
     ) -> AverageSegment:
-        """Memory for a rank's average, which the rank may have already. `LimitExceeded`, with the numbers, if there is none."""
+        """Memory for a rank's average, which it may have already. `LimitExceeded`, with the numbers, if there is none."""
         known = self._known(owner)
         if known is not None and known.geometry == room:
             self._use(known, user)

@@ -25,7 +25,7 @@ _HALF = np.uint64(2**28)
 
 
 class Chunk(NamedTuple):
-    """What is computed at once: `length` elements from `offset` on in the accumulator, and from `source` on in the update."""
+    """What is computed at once: `length` elements from `offset` on in the accumulator, `source` in the update."""
 
     offset: int
     source: int
