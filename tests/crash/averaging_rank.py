@@ -49,7 +49,7 @@ def main() -> None:
             held.copy_(values(step, size)[mine])
             checkpointer.ema.update()
             limit = time.monotonic() + LIMIT_S
-            while checkpointer.ema.n < step:
+            while checkpointer.ema.n < step or not checkpointer.ema.ready:
                 if time.monotonic() > limit:
                     raise SystemExit(f"update {step} was not folded: {checkpointer.ema.n}")
                 time.sleep(0.002)

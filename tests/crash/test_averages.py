@@ -99,8 +99,13 @@ def root(tmp_path: Path):
         raise AssertionError(f"the daemon {pid} is left")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("point", POINTS)
+def lane(point: str, world: int) -> object:
+    """A few in every run of the tests; in each of them a process starts three times."""
+    slow = world == 1 or point not in ("chunk copied, not noted", "recorded, not freed", "average in the slot")
+    return pytest.param(point, world, marks=pytest.mark.crash_slow if slow else ())
+
+
+@pytest.mark.parametrize(("point", "world"), [lane(point, world) for point in POINTS for world in (1, 2)])
 def test_killed_at_a_named_point(point: str, world: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next daemon goes on where this one was, with the very chunk, and nobody has noticed."""
     marks = root.parent / "marks"

@@ -80,7 +80,11 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
-    restoration = state.prepare(stored, *wanted[:3], wanted.masters, wanted.cast)
+    groups = wanted.groups
+    if average is not None:  # the group is the daemon's: nothing live has it
+        stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
+        groups = None if groups is None else set(groups) - {EMA}
+    restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast)
     _check_assumed(state, reader.manifest, {leaf.group for leaf in restoration.leaves})
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]

@@ -142,6 +142,11 @@ class Averaging:
         """The step of the last update that is in it, counted in optimizer steps from the restored one."""
         return 0 if self._memory is None else average.read_record(self._memory.words).step
 
+    @property
+    def ready(self) -> bool:
+        """Whether an update would be taken now: the last one has been folded. One that comes earlier is dropped."""
+        return self._memory is None or average.read_rank(self._memory.words).state is SlotState.FREE
+
     def update(self, *, loss: float | None = None) -> None:
         """Note that a step has been taken, with this loss: for `Ema(loss_above=…)`, and for states without optimizers.
 

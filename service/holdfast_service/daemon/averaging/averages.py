@@ -246,9 +246,13 @@ class Averages:
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
             fills = list(crew.fills)
+        records = {rank: segment.record for rank, segment in segments.items()}
+        for rank, segment in segments.items():
+            header = segment.header
+            if header.state is SlotState.SEALED and header.number <= records[rank].number:
+                segment.free()  # a daemon died between the record and this
         if len(segments) < key.world:
             return False
-        records = {rank: segment.record for rank, segment in segments.items()}
         number = min(record.number for record in records.values()) + 1
         behind = {rank: segment for rank, segment in segments.items() if records[rank].number < number}
         if any(segment.header.decided < number for segment in behind.values()):
