@@ -67,6 +67,9 @@ class Checkpointer:
     ./holdfast-data. `fenced` is the caller's promise to call `fence()` before changing any tensor of the state, except in
     the step of an optimizer that is part of it.
 
+    With `ema`, the daemon keeps a moving average of a group, from updates every few optimizer steps, and saves it as the
+    group `ema`; `restore()` gives it back to the daemon.
+
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
     local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
     and which config.json hold. DTensors and Fragments go on saying themselves where they lie. `old` are the names that
@@ -110,9 +113,9 @@ class Checkpointer:
         self._closed = False
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
+        self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
-        self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
         self.last_restore: RestoreReport | None = None
 
     @classmethod
