@@ -52,7 +52,10 @@ class Trainers:
         self.ranks = []
         for rank in range(world):
             environment = {
-                "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
                 "HOLDFAST_LAUNCH": launch,
             }
             words = ["-m", "tests.crash.averaging_rank", daemon.socket, RUN, rank, world, launch, steps, saves, size]

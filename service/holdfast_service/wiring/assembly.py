@@ -212,6 +212,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
                 bodies.InMemory(run=of.run, step=of.step, attempt=of.attempt, ranks=ranks, bytes=size)
                 for of, ranks, size in saver.holds.told()
             ],
+            averages=[] if saver.averages is None else saver.averages.told(),
             busy=saver.working,
             catalog=control.decisions.book.said,
             catalog_waiting=control.decisions.book.waiting,

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast import Checkpointer, Ema
+from holdfast import Api, Checkpointer, Ema
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.daemons import RunningDaemon, running, wait_until
@@ -78,10 +79,23 @@ def test_it_is_the_average_that_torch_keeps(daemon: RunningDaemon, run: str) -> 
         assert checkpointer.last_restore is not None and checkpointer.last_restore.notes == ()
         again.train(range(11, 15), checkpointer)
         checkpointer.save(14)
+        wait_until(lambda: checkpointer.ema.n == 14)
+        with Api(daemon.url) as api:
+            kept = [one for node in api.nodes() for one in node.averages if one.run == run]
+            page = httpx.get(f"{daemon.url}/runs/{run}", trust_env=False).text
+    assert [(one.attempt, one.of, one.n, one.left_out) for one in kept] == [(2, "model", 14, 0)]
+    assert "Average of model" in page and "14 updates" in page
     said, found = stored(daemon, run, 14)
     assert said == {
-        "of": "model", "decay": 0.9, "every": 1, "correction": "none", "n": 14, "step": 14,
-        "dropped": 0, "skipped": 0, "lost": 0,
+        "of": "model",
+        "decay": 0.9,
+        "every": 1,
+        "correction": "none",
+        "n": 14,
+        "step": 14,
+        "dropped": 0,
+        "skipped": 0,
+        "lost": 0,
     }
     expected = again.averaged.module.state_dict()
     assert found.keys() == expected.keys()
@@ -220,9 +234,9 @@ def test_other_tensors_than_before_are_refused_by_name(daemon: RunningDaemon, ru
         with pytest.raises(StateMismatch, match="model/new"):
             checkpointer.ema.update()
     trained = {"model": {"w": torch.ones(3), "new": torch.ones(2)}}
-    with Checkpointer(run, trained, at=daemon.socket, ema=WEIGHTS, fenced=True) as checkpointer:
-        with pytest.raises(StateMismatch, match="new"):
-            checkpointer.restore(strict=False)
+    checkpointer = Checkpointer(run, trained, at=daemon.socket, ema=WEIGHTS, fenced=True)
+    with checkpointer, pytest.raises(StateMismatch, match="new"):
+        checkpointer.restore(strict=False)
 
 
 def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: str) -> None:
@@ -237,12 +251,12 @@ def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: 
         with pytest.raises(InvalidRequest, match="counted already"):
             checkpointer.ema.update()
     doubles = {"model": {"w": torch.ones(3, dtype=torch.float64)}}
-    with Checkpointer(run, doubles, at=daemon.socket, ema=WEIGHTS) as checkpointer:
-        with pytest.raises(InvalidRequest, match="model/w"):
-            checkpointer.ema.update()
-    with Checkpointer(run, doubles, at=daemon.socket) as checkpointer:
-        with pytest.raises(InvalidRequest, match="keeps no average"):
-            _ = checkpointer.ema
+    checkpointer = Checkpointer(run, doubles, at=daemon.socket, ema=WEIGHTS)
+    with checkpointer, pytest.raises(InvalidRequest, match="model/w"):
+        checkpointer.ema.update()
+    without = Checkpointer(run, doubles, at=daemon.socket)
+    with without, pytest.raises(InvalidRequest, match="keeps no average"):
+        _ = without.ema
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.rest.bodies import KeptAverage
 from holdfast_formats.staging import average
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
-from holdfast_formats.staging.average import AverageRecord, AverageState
+from holdfast_formats.staging.average import AverageRecord, AverageRule, AverageState
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot, memfd
@@ -43,14 +44,6 @@ class CrewKey(NamedTuple):
     run: str
     attempt: int
     world: int
-
-
-class ToldAverage(NamedTuple):
-    """What is known of a run's average: its state by rank 0's record."""
-
-    run: str
-    attempt: int
-    record: AverageRecord
 
 
 class _Fill(NamedTuple):
@@ -169,11 +162,12 @@ class Averages:
             self._rung.add(key)
             self._lock.notify_all()
 
-    def told(self) -> list[ToldAverage]:
-        """What is known of every average here."""
+    def told(self) -> list[KeptAverage]:
+        """What is known of every average here that has begun, by rank 0's record."""
         with self._lock:
             found = [(key, crew.segments.get(0)) for key, crew in self._crews.items()]
-        return [ToldAverage(key.run, key.attempt, one.record) for key, one in found if one is not None]
+        records = [(key, one.record) for key, one in found if one is not None]
+        return [_told(key, record, record.rule) for key, record in records if record.rule is not None]
 
     def _known(self, owner: SegmentOwner) -> AverageSegment | None:
         with self._lock:
@@ -346,6 +340,20 @@ class Averages:
 
 def _crew_of(owner: SegmentOwner) -> CrewKey:
     return CrewKey(owner.run, owner.attempt, owner.world)
+
+
+def _told(key: CrewKey, record: AverageRecord, rule: AverageRule) -> KeptAverage:
+    left_out = record.dropped + record.skipped + record.lost + record.number - record.seeded - record.own
+    return KeptAverage(
+        run=key.run,
+        attempt=key.attempt,
+        of=rule.of,
+        decay=rule.decay,
+        every=rule.every,
+        n=record.n,
+        step=record.step,
+        left_out=left_out,
+    )
 
 
 def _after(fill: _Fill) -> int:
