@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from tests.crash.averaging_rank import DECAY, values
-from tests.crash.test_daemon_deaths import processes
 from tests.crash.test_kills import STOPS
 from tests.daemons import RunningDaemon, wait_until
 from tests.forked import Forked
@@ -25,6 +24,13 @@ POINTS = (
     *("folded, not recorded", "recorded, not freed", "freed", "before an average is saved", "average in the slot"),
 )
 _launches = itertools.count()
+_started: list[Forked | RunningDaemon] = []
+
+
+def serve(root: Path) -> RunningDaemon:
+    daemon = RunningDaemon(root)
+    _started.append(daemon)
+    return daemon
 
 
 class _Masters(nn.Module):
@@ -60,6 +66,7 @@ class Trainers:
             }
             words = ["-m", "tests.crash.averaging_rank", daemon.socket, RUN, rank, world, launch, steps, saves, size]
             self.ranks.append(Forked(words, environment, talks=True))
+            _started.append(self.ranks[-1])
 
     def hear(self, line: str) -> None:
         """Wait until every rank has said this line."""
@@ -96,10 +103,13 @@ def check(root: Path, step: int, size: int = SIZE) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path):
-    """A directory to serve; afterwards no daemon is left."""
+    """A directory to serve; afterwards nothing is left that a failed test started."""
     yield tmp_path / "root"
-    for pid in processes(tmp_path, b"\0holdfast_service\0"):
-        raise AssertionError(f"the daemon {pid} is left")
+    for one in _started:
+        process = one.process if isinstance(one, RunningDaemon) else one
+        process.kill()
+        process.wait()
+    _started.clear()
 
 
 def lane(point: str, world: int) -> object:
@@ -117,14 +127,14 @@ def test_killed_at_a_named_point(point: str, world: int, root: Path, monkeypatch
         patch.setenv("PYTHONPATH", str(STOPS))
         patch.setenv("CRASH_POINT", point)
         patch.setenv("CRASH_DIRECTORY", str(marks))
-        daemon = RunningDaemon(root)
+        daemon = serve(root)
     trainers = Trainers(daemon, world, 9, "6,9")
     trainers.hear("folded 4")
     (marks / "armed").touch()
     wait_until((marks / "hit").exists)
     daemon.kill()
     (marks / "go").touch()
-    daemon = RunningDaemon(root)
+    daemon = serve(root)
     trainers.end()
     check(root, 6)
     check(root, 9)
@@ -133,18 +143,18 @@ def test_killed_at_a_named_point(point: str, world: int, root: Path, monkeypatch
 
 def test_killed_twice_and_resumed_in_another_world(root: Path) -> None:
     """A run of a hundred steps: its daemon dies at two moments, its trainer goes on with other ranks."""
-    size, daemon = 70_001, RunningDaemon(root)
+    size, daemon = 70_001, serve(root)
     first = Trainers(daemon, 1, 40, "40", size)
     first.hear("folded 17")
     daemon.kill()
-    daemon = RunningDaemon(root)
+    daemon = serve(root)
     first.end()
     check(root, 40, size)
     second = Trainers(daemon, 3, 100, "60,100", size)
     second.hear("restored 40")
     second.hear("folded 71")
     daemon.kill()
-    daemon = RunningDaemon(root)
+    daemon = serve(root)
     second.end()
     for step in (60, 100):
         check(root, step, size)
@@ -153,7 +163,7 @@ def test_killed_twice_and_resumed_in_another_world(root: Path) -> None:
 
 def test_trainers_that_are_killed_go_on_from_the_last_average(root: Path) -> None:
     """What was folded after the last checkpoint is gone with the state that it was of."""
-    size, daemon = 5_003, RunningDaemon(root)
+    size, daemon = 5_003, serve(root)
     first = Trainers(daemon, 2, 1000, "10", size)
     first.hear("folded 13")
     first.kill()
@@ -167,12 +177,12 @@ def test_trainers_that_are_killed_go_on_from_the_last_average(root: Path) -> Non
 @pytest.mark.crash_slow
 def test_a_thousand_steps(root: Path) -> None:
     """As above, for as long as an average takes to be one."""
-    size, daemon = 10_007, RunningDaemon(root)
+    size, daemon = 10_007, serve(root)
     first = Trainers(daemon, 2, 500, "250,500", size)
     for step in (111, 333):
         first.hear(f"folded {step}")
         daemon.kill()
-        daemon = RunningDaemon(root)
+        daemon = serve(root)
     first.end()
     second = Trainers(daemon, 3, 1000, "1000", size)
     second.end()
