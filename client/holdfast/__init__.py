@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.read.reader import CheckpointReader
     from holdfast.rest.api import Api
     from holdfast.restore.load import RestoreReport
+    from holdfast.stage.averaging import Ema
     from holdfast.state.named import Named
     from holdfast.state.optimizer_shards import OptimizerShards
     from holdfast.tensors.fragments import Fragment
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "Checkpointer",
+    "Ema",
     "Fragment",
     "Named",
     "OptimizerShards",
@@ -55,6 +57,7 @@ _HOME = {
     "Checkpoint": "checkpoint",
     "CheckpointReader": "read.reader",
     "Checkpointer": "checkpointer",
+    "Ema": "stage.averaging",
     "Fragment": "tensors.fragments",
     "Named": "state.named",
     "OptimizerShards": "state.optimizer_shards",

@@ -18,6 +18,7 @@ from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
+from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.from_master import FromMasters, ModelSource
 from holdfast.stage.growth import Need
@@ -40,7 +41,9 @@ from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.lineage import Existing
+from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.messages import Policy
+from holdfast_formats.staging.slot_table import digests_bytes
 
 from . import checkpointer_options as options
 from . import launch as launches
@@ -65,6 +68,9 @@ class Checkpointer:
     ./holdfast-data. `fenced` is the caller's promise to call `fence()` before changing any tensor of the state, except in
     the step of an optimizer that is part of it.
 
+    With `ema`, the daemon keeps a moving average of a group, from updates every few optimizer steps, and saves it as the
+    group `ema`; `restore()` gives it back to the daemon.
+
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
     local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
     and which config.json hold. DTensors and Fragments go on saying themselves where they lie.
@@ -76,7 +82,7 @@ class Checkpointer:
     with a warning that says what to write.
     """
 
-    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, nine options, named
+    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, ten options, named
         self,
         run: str,
         state: Mapping[str, Any],
@@ -90,6 +96,7 @@ class Checkpointer:
         file_bytes_max: int = FILE_BYTES_MAX,
         layout: LayoutSource | ParallelLayout | None = None,
         model: ModelSource | None = None,
+        ema: Ema | None = None,
         **old: Unpack[options.OldOptions],
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
@@ -115,6 +122,7 @@ class Checkpointer:
         self._closed = False
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
+        self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
@@ -151,6 +159,16 @@ class Checkpointer:
     def world(self) -> int:
         """How many ranks save together."""
         return self._launch.world
+
+    @property
+    def ema(self) -> Averaging:
+        """The average that the daemon keeps: how far it is, and `update()` where steps are not counted by themselves.
+
+        Raises `InvalidRequest` without `ema=`.
+        """
+        if self._averaging is None:
+            raise InvalidRequest("this Checkpointer keeps no average", hint="construct it with ema=holdfast.Ema()")
+        return self._averaging
 
     def root(self) -> Path | None:
         """The directory that the daemon serves, if it is on this machine. Starts a daemon where `save()` would."""
@@ -201,7 +219,7 @@ class Checkpointer:
         left_out = exclusion.check(exclude, "exclude")
         ticket = SaveTicket(self.run, check_step(step), 0)
         if every is not None:
-            groups, note = self._rhythm.due(every, groups, self._state.groups())
+            groups, note = self._rhythm.due(every, groups, self._groups())
             ticket.notes = () if note is None else (note,)
         if existing == "same":
             under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups, left_out)
@@ -225,6 +243,8 @@ class Checkpointer:
             task.fence()
             task.held(time.monotonic() - began, last=True)
             fenced = task
+        if self._averaging is not None:
+            self._averaging.fence()
 
     def restore(  # noqa: PLR0913 - all named and optional
         self,
@@ -274,6 +294,8 @@ class Checkpointer:
         """Note, on all ranks, that the state is that of a step of this run, loaded by other means than `restore()`."""
         self._origin.restored(check_step(step), (), ())
         self._contents.restored()
+        if self._averaging is not None:
+            self._averaging.goes_on_from(check_step(step))
 
     def restore_random(self) -> None:
         """Install the random streams of the last restore once more.
@@ -367,18 +389,23 @@ class Checkpointer:
         self._tickets.warn()
         self._state.wholeness.check()
         self._hooks.renew()
-        snapshot = self._contents.snapshot(asked.groups, asked.exclude)
+        groups = asked.groups if asked.groups is None or self._averaging is None else set(asked.groups) - {EMA}
+        if self._averaging is not None:
+            self._averaging.refuse_own()
+        snapshot = self._contents.snapshot(groups, asked.exclude)
         layout = self._contents.lay_out(snapshot, asked.assets)
         ticket = asked.ticket
         self._note(ticket, snapshot.notes)
         try:
-            ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
+            ticket.attempt = self._session.connected(start=True).attempt
             task = self._task_of(asked, snapshot, layout)
         except CheckpointError as error:
             if not asked.ends_by(error, self._session.attempt, self._tickets):
                 raise
             return None
         self._task = task
+        if self._averaging is not None:
+            self._averaging.saving(task)
         task.begin(waited=asked.wait is not None)
         task.held(time.monotonic() - began)
         return task
@@ -409,13 +436,14 @@ class Checkpointer:
         self.fence()
         self._contents.restored()
         groups = part.groups
-        wanted = tuple(groups) if groups is not None else self._state.groups()
+        wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
         if groups is None and part.masters is not None:
             needed = tuple(group for group in needed if group != MASTER)  # where there are none, the weights make them
         needed = tuple(dict.fromkeys((*needed, *needs)))
         asked = fallback.RestoreRequest(step, needed, part, step is None and groups is None, healthy)
-        rank = RestoringRank(self.run, self._launch, self._session, self._state)
+        average = None if self._averaging is None else self._averaging.restored
+        rank = RestoringRank(self.run, self._launch, self._session, self._state, average)
         restored = fallback.restore(rank, asked)
         if restored is not None:
             self._origin.restored(restored.step, wanted, self._state.groups())
@@ -434,6 +462,8 @@ class Checkpointer:
 
     def _prepare(self) -> Preallocation:
         need = self._contents.expected(staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world))
+        if self._averaging is not None:
+            need = need._replace(data_bytes=need.data_bytes + self._averaging.expected_bytes())
         self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(need.leaves))
         return self._preparation
 
@@ -446,6 +476,8 @@ class Checkpointer:
         if self._task is not None:
             self.fence()
             self._task.join()
+        if self._averaging is not None:
+            self._averaging.close()
         if wait:
             for ticket in self._tickets.open():
                 settle(ticket)
@@ -485,22 +517,49 @@ class Checkpointer:
             self._prepare_unasked()
             self.fence()
 
-    def _after_step(self, *_: Any) -> None:
-        """The state is whole again: what signal handlers could not save in the middle of the step is saved now."""
+    def _groups(self) -> tuple[str, ...]:
+        """The groups that a save can have."""
+        groups = self._state.groups()
+        return groups if self._averaging is None else of_save(groups)
+
+    def _averaged(self, ema: Ema, fenced: bool, file_bytes_max: int) -> Averaging:
+        launch = self._launch
+        if launch.peers < launch.world:
+            raise InvalidRequest(
+                f"ema= is not possible where ranks are on several nodes, as {launch.world} ranks are here",
+                hint="train without ema=, or keep the average in the state, under the key 'ema'",
+            )
+        rank = AveragingRank(
+            *(self.run, launch.rank, launch.world, self._state, self._session), fenced=fenced, file_bytes_max=file_bytes_max
+        )
+        return Averaging(ema, rank, lambda: bool(self._hooks.optimizers))
+
+    def _after_step(self, *given: Any) -> None:
+        """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
+        if self._averaging is not None and given and not self._closed and not self._calls.forked:
+            self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
     def _task_of(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
+        average, after = None, None
+        if self._averaging is not None:
+            after = self._averaging.decided
+            average = self._averaging.part(layout.data_bytes) if asked.groups is None or EMA in asked.groups else None
+            snapshot = snapshot if average is None else snapshot._replace(groups=of_save(snapshot.groups))
+        ticket.groups = snapshot.groups
         intent = self._origin.intent(asked.existing, snapshot.groups)
-        table = self._contents.table(who, snapshot, asked.metrics, intent)
+        table = self._contents.table(who, snapshot, asked.metrics, intent, average)
         says = self._claims.of(layout, ticket)
         table_bytes = len(table) + (says.table_bytes if says is not None else 0)
-        need = Need(layout.data_bytes, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
+        table_bytes += digests_bytes(average.boxes) if average is not None and says is not None else 0
+        size = layout.data_bytes if average is None else average.handover.end
+        need = Need(size, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
         slots = self._reservation.room_for(need, self._task)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
             self._tickets.leaves_out(ticket.step, asked.exclude)
-        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters)
+        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average, after)
         return SaveTask(ticket, part, self._tickets, self._copy_plans)

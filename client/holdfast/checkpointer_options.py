@@ -12,6 +12,7 @@ from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSour
 from holdfast.link import address
 from holdfast.link.address import DaemonAddress
 from holdfast.save_warning import warn
+from holdfast.stage.averaging import Ema
 from holdfast.stage.from_master import ModelSource
 from holdfast.stage.save_request import Check, check_check
 from holdfast_formats.errors import InvalidRequest
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     file_bytes_max: int
     layout: LayoutSource | ParallelLayout | None
     model: ModelSource | None
+    ema: Ema | None
 
 
 class OldOptions(TypedDict, total=False):

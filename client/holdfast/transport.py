@@ -24,4 +24,5 @@ class Transport(Protocol):
     def tell(self, message: wire.Request) -> None: ...  # what has no reply; lost where there is no daemon just now
     def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it
     def take_fds(self, count: int) -> list[int]: ...  # after `Held` or `Load`; the caller closes them
+    def keep_average(self, fd: int) -> None: ...  # brought to the next daemon; the caller keeps it open
     def close(self, ended: bool = False) -> None: ...  # `ended`: as planned, so nothing need be held for a restart

@@ -6,6 +6,7 @@ import socket
 
 from holdfast_formats.whereabouts import RootMark
 from holdfast_service.daemon.arena.callers import Callers
+from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.conversation import Conversation, DataPlane
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.serving import Serving
@@ -17,7 +18,13 @@ SERVING = Serving("node", "/root", RootMark(id="an-id"), "0", None)
 def test_a_connection_that_is_closed_has_lost_its_rank() -> None:
     """The reaper and a rank that says hello may ask after the connection was closed; that failed, and ended the reaper."""
     with saver_world() as world:
-        plane = DataPlane(world.arena, world.saver, world.decisions, Adoption(world.arena, world.saver, world.decisions))
+        plane = DataPlane(
+            world.arena,
+            world.saver,
+            world.decisions,
+            Adoption(world.arena, world.saver, world.decisions),
+            Averages(world.arena),
+        )
         here, there = socket.socketpair()
         ended: list[Conversation] = []
         conversation = Conversation(here, plane, SERVING, Callers(), ended.append)

@@ -68,6 +68,7 @@ class SocketLink:
         self._hello: wire.Hello | None = None
         self._attempt: int | None = None
         self._segment = -1
+        self._average = -1
         self._spilled = False  # the segment is a file on disk
         self._late: dict[int, int] = {}  # requests whose replies nobody waits for, and the steps of those that are leases
         self._attaching = False  # the next daemon is being told what the segment holds
@@ -88,10 +89,10 @@ class SocketLink:
             "this process was forked from the rank; the connection belongs to the parent", hint=_FORKED
         )
         self._socket.close()
-        for fd in (*self._fds, self._segment):
+        for fd in (*self._fds, self._segment, self._average):
             if fd >= 0:
                 os.close(fd)
-        self._fds, self._segment = [], -1
+        self._fds, self._segment, self._average = [], -1, -1
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -144,6 +145,13 @@ class SocketLink:
             taken, self._fds = self._fds[:count], self._fds[count:]
             return taken
 
+    def keep_average(self, fd: int) -> None:
+        """Bring this segment of an average to the next daemon. The link keeps a copy of the descriptor."""
+        with self._condition:
+            if self._average >= 0:
+                os.close(self._average)
+            self._average = os.dup(fd)
+
     def close(self, ended: bool = False) -> None:
         """Disconnect; `ended` tells the daemon that no in-memory checkpoint is needed for a restart."""
         self._closing.set()
@@ -160,11 +168,11 @@ class SocketLink:
                 thread.join(timeout=5)
         with self._condition:
             self._socket.close()
-            for fd in (*self._fds, self._segment):
+            for fd in (*self._fds, self._segment, self._average):
                 if fd >= 0:
                     os.close(fd)
             self._fds.clear()
-            self._segment = -1
+            self._segment = self._average = -1
 
     def _begin(self, connection: socket.socket) -> None:
         """Replace the broken connection by a new one."""
@@ -347,6 +355,9 @@ class SocketLink:
                 awaited = dict(sorted(self._awaited.items()))
             attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
             expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
+        if self._average >= 0:  # after the slots: saves in these take the average before it goes on
+            brought = wire.AttachAverage(id=self.next_id())
+            expected(brought, self._ask(brought, limit, (self._average,)), wire.Done)
         while True:
             with self._condition:
                 if self._broken is not None:

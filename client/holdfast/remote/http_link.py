@@ -97,6 +97,9 @@ class RemoteLink:
     def take_fds(self, count: int) -> list[int]:
         raise DaemonGone("a rank without shared memory receives no descriptors")
 
+    def keep_average(self, fd: int) -> None:
+        raise DaemonGone("a rank without shared memory has no average")
+
     def close(self, ended: bool = False) -> None:
         """Disconnect: the daemon saves what has been uploaded, and gives up the rest."""
         self._closed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.programs import remade
+from holdfast_formats.staging.average import GROUP as EMA
 
 Origin = Literal["slot", "peers", "directory", "http"]
 
@@ -64,6 +65,7 @@ class RestoringRank(NamedTuple):
     launch: Launch
     session: Session
     state: TrainState
+    average: Callable[[CheckpointReader], tuple[str, ...]] | None = None  # restores what the daemon keeps for this rank
 
 
 def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> RestoreReport:
@@ -72,13 +74,17 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     Raises `StateMismatch` before it changes anything, and `CorruptExtent` with file, tensor and range. Live
     tensors that were partly overwritten by then are recorded in `state.wholeness`, and the error says so.
     """
-    _, launch, session, state = rank
+    _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
-    restoration = state.prepare(stored, *wanted[:3], wanted.masters, wanted.cast)
+    groups = wanted.groups
+    if average is not None:  # the group is the daemon's: nothing live has it
+        stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
+        groups = None if groups is None else set(groups) - {EMA}
+    restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast)
     _check_assumed(state, reader.manifest, {leaf.group for leaf in restoration.leaves})
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
@@ -102,12 +108,13 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
             error.hint = OVERWRITTEN
         raise
     state.wholeness.mend(names)
+    said = () if average is None or (wanted.groups is not None and EMA not in wanted.groups) else average(reader)
     origins = _origins(filled, cold)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest)),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest), *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),

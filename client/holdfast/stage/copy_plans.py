@@ -59,7 +59,7 @@ class CopyPlans:
     """The copy plans of all slots. They keep the memory of their source tensors alive until a later save finds others."""
 
     def __init__(self) -> None:
-        self._slots: Slots | None = None
+        self._slots: object = None
         self._laid: dict[int, tuple[Sequence[Copy], CopyPlan]] = {}
         self._sides: dict[torch.device, SideStream] = {}
 
@@ -67,12 +67,16 @@ class CopyPlans:
         """The plan of this layout for this slot."""
         return self._into(slot.slots, slot.index, slot.data, layout)
 
+    def onto(self, home: object, data: memoryview, copies: Sequence[Copy]) -> CopyPlan:
+        """The plan of these copies for memory that is no slot of `Slots`; `home` stands for it."""
+        return self._into(home, 0, data, staging.NOTHING._replace(copies=tuple(copies), steady=len(copies)))
+
     def lay_ahead(self, slots: Slots, layout: SlotLayout) -> None:
         """Make the plans for all slots now, so that the first saves find them ready."""
         for index in range(slots.geometry.slots):
             self._into(slots, index, slots.data(index), layout)
 
-    def _into(self, slots: Slots, index: int, data: memoryview, layout: SlotLayout) -> CopyPlan:
+    def _into(self, slots: object, index: int, data: memoryview, layout: SlotLayout) -> CopyPlan:
         if slots is not self._slots:
             self._slots = slots
             self._laid.clear()

@@ -11,11 +11,12 @@ from holdfast.stage.background_copy import BackgroundCopy
 from holdfast.stage.copy_plans import CopyPlan, CopyPlans
 from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
-from holdfast.stage.staging import SlotLayout
+from holdfast.stage.staging import AveragePart, SlotLayout
 from holdfast.threads import at_exit, background_requests
+from holdfast.threads.latch import Latch
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.staging import slot_table
+from holdfast_formats.staging import replica_claims, slot_table
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,19 @@ class Sealable(NamedTuple):
     says: Statement | None = None
     full: bool = False  # compare all of the live memory with the copy, not only samples
     check: Callable[[], None] = lambda: None
+    average: AveragePart | None = None
+    after: Latch | None = None  # set once the daemon can see every update of the average that came before the save
 
     def seal(self) -> None:
         """Complete the slot's table once all is copied, and hand both to the daemon."""
         digests = self.says.digests(self.slot.data) if self.says is not None else b""
-        self.slot.seal(slot_table.with_digests(self.table, digests), self.layout.data_bytes)
+        size = self.layout.data_bytes
+        if self.average is not None:
+            size = self.average.handover.end
+            digests += bytes(replica_claims.ROW_BYTES * self.average.boxes) if self.says is not None else b""
+        if self.after is not None:
+            self.after.wait()
+        self.slot.seal(slot_table.with_digests(self.table, digests), size)
 
 
 class SaveTask:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from holdfast.stage import background_safe, staging
 from holdfast.stage.from_master import FromMasters
 from holdfast.stage.growth import Need
-from holdfast.stage.staging import SaveIdentity, SlotLayout
+from holdfast.stage.staging import AveragePart, SaveIdentity, SlotLayout
 from holdfast.state.assets import NO_ASSETS, ROOM_BYTES_MIN
 from holdfast.state.given import Given
 from holdfast.state.train_state import Snapshot, TrainState
@@ -73,10 +73,15 @@ class SlotContents:
         return self.layout
 
     def table(
-        self, who: SaveIdentity, snapshot: Snapshot, metrics: Mapping[str, float], intent: Intent = NO_INTENT
+        self,
+        who: SaveIdentity,
+        snapshot: Snapshot,
+        metrics: Mapping[str, float],
+        intent: Intent = NO_INTENT,
+        average: AveragePart | None = None,
     ) -> bytes:
         """The table of a slot that has the layout of the last one."""
-        return staging.encode_table(who, snapshot, self.layout, metrics, self._file_bytes_max, intent)
+        return staging.encode_table(who, snapshot, self.layout, metrics, self._file_bytes_max, intent, average)
 
     def expected(self, who: SaveIdentity) -> Need:
         """The room that the next saves will need, including what an optimizer will add at its first step."""

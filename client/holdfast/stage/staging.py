@@ -18,6 +18,8 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES
+from holdfast_formats.staging.average import GROUP as EMA
+from holdfast_formats.staging.average import AverageHandover
 from holdfast_formats.staging.holdings import span_of
 from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
@@ -58,6 +60,15 @@ class SlotLayout(NamedTuple):
 NOTHING = SlotLayout((), (), (), (), (), (), 0, 0)
 
 
+class AveragePart(NamedTuple):
+    """The group `ema` of a save: its fragments as in the slot's table, its aliases, and what the daemon is told of it."""
+
+    encoded: tuple[bytes, ...]
+    aliases: dict[str, str]
+    boxes: int
+    handover: AverageHandover
+
+
 class SaveIdentity(NamedTuple):
     """The save and the rank that a slot belongs to."""
 
@@ -83,7 +94,7 @@ def lay_out(
     copying them.
     """
     kept = common(before.leaves, snapshot.leaves)
-    in_page = _places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
+    in_page = places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
     encoded = list(before.encoded[:kept])
@@ -123,7 +134,7 @@ def refuse_parts(leaves: Iterable[Leaf]) -> None:
             )
 
 
-def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
+def places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
     """The distance from the beginning of a page of each long fragment in its file, if the fragment is contiguous there.
 
     This assumes that all ranks hold the same tensors as this one. If they do not, it is only a guess, and the bytes are
@@ -152,13 +163,14 @@ def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
     return min(len(before), len(now))
 
 
-def encode_table(
+def encode_table(  # noqa: PLR0913 - each is one thing that a table says
     who: SaveIdentity,
     snapshot: Snapshot,
     layout: SlotLayout,
     metrics: Mapping[str, float],
     file_bytes_max: int,
     intent: Intent = NO_INTENT,
+    average: AveragePart | None = None,
 ) -> bytes:
     """The slot's table: everything the daemon needs to save this rank's part without this rank."""
     return slot_table.encode(
@@ -167,7 +179,7 @@ def encode_table(
             groups=snapshot.groups,
             fragments=(),
             values=snapshot.values,
-            aliases=snapshot.aliases,
+            aliases=snapshot.aliases if average is None else {**snapshot.aliases, EMA: average.aliases},
             blobs=tuple(blob for blob, _ in layout.blobs),
             metrics=dict(metrics),
             mesh=snapshot.mesh,
@@ -176,8 +188,9 @@ def encode_table(
             turn=intent.turn,
             existing=intent.existing,
             again=intent.again,
+            average=None if average is None else average.handover,
         ),
-        layout.encoded,
+        layout.encoded if average is None else layout.encoded + average.encoded,
     )
 
 

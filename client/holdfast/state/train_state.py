@@ -83,6 +83,13 @@ class Snapshot(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+class GroupLeaves(NamedTuple):
+    """The leaves of one group, and its aliases."""
+
+    leaves: tuple[Leaf, ...]
+    aliases: Mapping[str, str]
+
+
 class StatePart(Protocol):
     """An entry of the state, which can list its contents."""
 
@@ -171,6 +178,12 @@ class TrainState:
     def groups(self) -> tuple[str, ...]:
         """The groups that this state has now; an optimizer's first step may add `master`."""
         return self._parts().groups
+
+    def held(self, group: str) -> GroupLeaves:
+        """The tensors of one group, which the optimizers may hold, in memory of now; the same leaves as at the last save."""
+        walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
+        leaves = tuple(leaf for leaf in walk.content.leaves.values() if leaf.group == group)
+        return GroupLeaves(leaves, walk.content.aliases.get(group, {}))
 
     def snapshot(self, groups: Collection[str] | None = None, exclude: Sequence[str] = ()) -> Snapshot:
         """The live state of these groups (all, if None); `Refused` with the path of anything that cannot be stored.

@@ -46,6 +46,9 @@ class BackgroundRequests:
     def take_fds(self, count: int) -> list[int]:
         return done(lambda: self._transport.take_fds(count))
 
+    def keep_average(self, fd: int) -> None:
+        done(lambda: self._transport.keep_average(fd))
+
     def close(self, ended: bool = False) -> None:
         done(lambda: self._transport.close(ended))
 

@@ -281,6 +281,19 @@ class InMemory(BaseModel):
     bytes: int
 
 
+class KeptAverage(BaseModel):
+    """A moving average that a node keeps for the ranks of a launch: its state by now, by rank 0's."""
+
+    run: str
+    attempt: int
+    of: str = Field(description="the group that is averaged")
+    decay: float
+    every: int = Field(description="steps from update to update")
+    n: int = Field(description="updates in it, those of earlier launches included")
+    step: int = Field(description="the step of the last one")
+    left_out: int = Field(description="updates that were dropped, skipped by their loss, or lost")
+
+
 class Node(BaseModel):
     name: str
     pid: int | None = Field(default=None, description="only shown to tokens for all runs")
@@ -292,6 +305,9 @@ class Node(BaseModel):
     ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
     memory: list[InMemory] = Field(
         default_factory=list, description="the in-memory checkpoints of which it holds slots, for the runs that may be seen"
+    )
+    averages: list[KeptAverage] = Field(
+        default_factory=list, description="the moving averages that it keeps, for the runs that may be seen"
     )
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
     sealed: int = Field(default=0, description="saves of which all ranks of this node have sealed, and that have not ended")

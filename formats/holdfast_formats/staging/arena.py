@@ -27,6 +27,7 @@ _HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, state, step, attempt, d
 _LOCK = struct.Struct("@hhqqi4x")  # the kernel's struct flock: kind, whence, start, length, pid
 _STATE_OFFSET = 12
 _SEAL_OFFSET = 48
+_FILLED_OFFSET = 56  # the seal word once more, when the daemon has put into the slot what its table leaves to it
 
 
 class SlotState(IntEnum):
@@ -148,6 +149,7 @@ def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHead
         header.table_bytes,
         header.seal,
     )
+    struct.pack_into("<Q", memory, made.header_offset(slot) + _FILLED_OFFSET, 0)
 
 
 def read_header(memory: memoryview, made: Geometry, slot: int) -> SlotHeader:
@@ -167,6 +169,19 @@ def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, tabl
     at = made.header_offset(slot)
     struct.pack_into("<Q", memory, at + _SEAL_OFFSET, int(table_digest, 16))
     struct.pack_into("<I", memory, at + _STATE_OFFSET, SlotState.SEALED)
+
+
+def mark_filled(memory: memoryview, made: Geometry, slot: int) -> None:
+    """Note that what the table leaves to the daemon (`AverageHandover`) is in the slot."""
+    at = made.header_offset(slot)
+    memory[at + _FILLED_OFFSET : at + _FILLED_OFFSET + 8] = memory[at + _SEAL_OFFSET : at + _SEAL_OFFSET + 8]
+
+
+def is_filled(memory: memoryview, made: Geometry, slot: int) -> bool:
+    """Whether it was noted of the table that is sealed in the slot now."""
+    at = made.header_offset(slot)
+    seal, filled = struct.unpack_from("<QQ", memory, at + _SEAL_OFFSET)
+    return bool(seal) and seal == filled
 
 
 def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:

@@ -16,6 +16,7 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.lineage import Existing, Intent
 from holdfast_formats.staging import replica_claims
 from holdfast_formats.staging.arena import SegmentOwner
+from holdfast_formats.staging.average import AverageHandover
 from holdfast_formats.tensors import StagedFragment
 
 TABLE_BYTES_MAX = 512 * 2**20
@@ -34,7 +35,8 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part of one save.
 
     `values` holds JSON documents as text, by group and key. `groups` names what is saved, including groups without a tensor.
-    `digests` are this rank's claims about the bytes in its boxes (`claims`), empty in a world of one.
+    `digests` are this rank's claims about the bytes in its boxes (`claims`), empty in a world of one. `average` is the place
+    of the group `ema`, whose bytes the daemon puts there once the slot is sealed; its fragments are the last.
     """
 
     run: str
@@ -55,6 +57,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int = 0
     existing: Existing = "refuse"
     again: int = 0
+    average: AverageHandover | None = None
 
     @property
     def owner(self) -> SegmentOwner:

@@ -217,6 +217,26 @@ class Measured(Request):
     stall_s: float = Field(ge=0.0, le=WAIT_MAX_S)
 
 
+class ReserveAverage(Request):
+    """Ask for memory for this rank's average; the reply is `Segment` with its memfd (`staging/average`), one slot."""
+
+    type: Literal["reserve-average"] = "reserve-average"
+    data_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+
+
+class AttachAverage(Request):
+    """Go on with an average that another daemon made; its memfd is passed with it."""
+
+    type: Literal["attach-average"] = "attach-average"
+
+
+class RingAverage(Request):
+    """This rank has sealed an update of its average, or will not. There is no reply."""
+
+    type: Literal["ring-average"] = "ring-average"
+
+
 class Farewell(Request):
     """The last message of a rank that ends as planned: nothing need be kept for a restart. There is no reply."""
 
@@ -255,6 +275,9 @@ ToDaemon = Annotated[
     | HeldElsewhere
     | Fetch
     | WatchLinks
+    | ReserveAverage
+    | AttachAverage
+    | RingAverage
     | Measured
     | Farewell,
     Field(discriminator="type"),

@@ -15,7 +15,7 @@ from holdfast_formats.errors import (
     LimitExceeded,
     from_problem,
 )
-from holdfast_formats.staging import wire
+from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
 from holdfast_service.daemon.arena.arena import Arena
@@ -23,6 +23,7 @@ from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, Asker, ShareHolder
+from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
@@ -46,6 +47,7 @@ class DataPlane(NamedTuple):
     saver: Saver
     decisions: Decisions
     adoption: Adoption
+    averages: Averages
     peers: PeerMemory | None = None  # what other nodes hold
 
 
@@ -86,6 +88,9 @@ class Conversation:
             wire.HeldElsewhere: self._elsewhere,
             wire.Fetch: lambda request: self._borrower.fetch(self._known().run, request),
             wire.WatchLinks: self._watch_links,
+            wire.ReserveAverage: self._reserve_average,
+            wire.AttachAverage: self._attach_average,
+            wire.RingAverage: lambda request: plane.averages.ring(self._known().owner),
             wire.Measured: self._measured,
             wire.Farewell: self._farewell,
         }
@@ -116,6 +121,7 @@ class Conversation:
         finally:
             if self._who is not None:
                 self._plane.saver.gone(self._who)
+                self._plane.averages.leave(self._who.owner, self, self._who.parted)
             self._borrower.release()
             self._when_ended(self)
             with self._ending:
@@ -283,6 +289,27 @@ class Conversation:
     def _elsewhere(self, request: wire.HeldElsewhere) -> None:
         found = self._borrower.slots(self._known().run, request)
         self._lend(request, tuple(one.part for one in found), tuple(os.dup(one.fd) for one in found))
+
+    def _reserve_average(self, request: wire.ReserveAverage) -> None:
+        who = self._known()
+        room = average.geometry(request.data_bytes, request.table_bytes)
+        holder = ShareHolder(who.run, self._asker.tenant)
+        made = self._plane.averages.reserve(who.owner, room, holder, self)
+        sizes = made.geometry
+        reply = wire.Segment(
+            reply_to=request.id, slots=1, data_bytes=sizes.data_bytes, table_bytes_max=sizes.table_bytes_max
+        )
+        self._send(reply, (made.fd,))
+
+    def _attach_average(self, request: wire.AttachAverage) -> wire.Reply:
+        if not self._fds:
+            raise InvalidRequest("attaching an average needs its file descriptor")
+        fd = self._fds.pop(0)
+        try:
+            self._plane.averages.attach(fd, self._known().owner, self)
+        finally:
+            os.close(fd)
+        return wire.Done(reply_to=request.id)
 
     def _lend(self, request: wire.Request, parts: tuple[wire.HeldPart, ...], fds: tuple[int, ...]) -> None:
         try:

@@ -38,6 +38,7 @@ from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot
 from holdfast_service.daemon.arena.spill import Spill
+from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import Command, CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
@@ -151,18 +152,21 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     spill = Spill(root) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
+    averages = saver.averages = Averages(arena)
     commands = _commit_commands(config, control, url)
     if commands is not None:
         stack.callback(commands.close)
         decisions.on_commit = commands.committed
     decisions.recover(adoption.start)
+    averages.recover()
+    averages.start()
     scrub = _scrub(config, checker, decisions, saver, cluster)
     stack.callback(scrub.close)
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = transfers.repairer
     about = Serving(config.node, str(root), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
-    parts = DataPlane(arena, saver, decisions, adoption, peers)
+    parts = DataPlane(arena, saver, decisions, adoption, averages, peers)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
     if commands is not None:
@@ -210,6 +214,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
                 bodies.InMemory(run=of.run, step=of.step, attempt=of.attempt, ranks=ranks, bytes=size)
                 for of, ranks, size in saver.holds.told()
             ],
+            averages=[] if saver.averages is None else saver.averages.told(),
             busy=saver.working,
             catalog=control.decisions.book.said,
             catalog_waiting=control.decisions.book.waiting,

@@ -54,6 +54,16 @@ def _from_trash(tier: Any, path: str) -> bool:
     return "/trash/" in path
 
 
+def _is_third(segment: Any, chunk: Any, number: int, index: int) -> bool:
+    return index == 2
+
+
+def _is_noted_third(memory: Any, number: int, chunks: int) -> bool:
+    return chunks == 3
+
+
+_FOLDING = "holdfast_service.daemon.averaging.folding"
+_SAVED = "holdfast_service.daemon.averaging.saved_average"
 _RENDEZVOUS = "holdfast_service.control.cluster.rendezvous"
 
 POINTS = {
@@ -73,6 +83,17 @@ POINTS = {
     "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
     "before the catalog": Point("holdfast_service.control.catalog.catalog", "Catalog.record_checkpoint"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
+    # in a daemon that keeps averages
+    "before a fold": Point(_FOLDING, "fold"),
+    "mid chunk": Point(_FOLDING, "widened"),
+    "chunk in the journal": Point(_FOLDING, "_copy", at=_is_third),
+    "chunk copied, not noted": Point("holdfast_formats.staging.average", "note_copied", at=_is_noted_third),
+    "chunk noted": Point("holdfast_formats.staging.average", "note_copied", after=True, at=_is_noted_third),
+    "folded, not recorded": Point(_FOLDING, "_after", after=True),
+    "recorded, not freed": Point("holdfast_service.daemon.arena.average_segment", "AverageSegment.free"),
+    "freed": Point("holdfast_service.daemon.arena.average_segment", "AverageSegment.free", after=True),
+    "before an average is saved": Point(_SAVED, "put"),
+    "average in the slot": Point(_SAVED, "tell"),
     # in a daemon that saves with those of other nodes
     "before arriving": Point(_RENDEZVOUS, "Rendezvous.arrive"),
     "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),

@@ -65,6 +65,7 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Farewell: "over HTTP DELETE",
     wire.Measured: "over HTTP it goes with the seal",
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",
+    **dict.fromkeys((wire.ReserveAverage, wire.AttachAverage, wire.RingAverage), "an average is in shared memory"),
     **dict.fromkeys((wire.Held, wire.HeldElsewhere, wire.HeldSlots, wire.Fetch, wire.Fetched), "slots in shared memory"),
 }
 HTTP_ALONE: dict[Model, str] = {bodies.Outcomes: "a list of uploads, for ranks that ask; the socket tells each unasked"}

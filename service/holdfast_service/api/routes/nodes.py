@@ -67,6 +67,7 @@ class _Told(NamedTuple):
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
             "memory": [one for one in node.memory if viewer.sees(one.run)],
+            "averages": [one for one in node.averages if viewer.sees(one.run)],
             "ranks": sum(self.ranks.values()),
             "duties": [duty for duty in node.duties if duty == UPKEEP],  # others are named by runs and replicas
             "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
@@ -77,7 +78,11 @@ class _Told(NamedTuple):
 
 
 def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:
-    gone = {} if member.live else {"ranks": 0, "arena_bytes": 0, "memory": [], "sealed": 0, "busy": False, "catalog": None}
+    gone = (
+        {}
+        if member.live
+        else {"ranks": 0, "arena_bytes": 0, "memory": [], "averages": [], "sealed": 0, "busy": False, "catalog": None}
+    )
     return node.model_copy(
         update={
             **gone,

@@ -9,8 +9,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.staging.arena import Geometry, SegmentOwner
+from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.budget import Budget, SegmentRoom, fitting
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
@@ -42,6 +43,7 @@ class Arena:
         self.run_share = run_share
         self._lock = threading.Condition()
         self._segments: set[ArenaSegment] = set()
+        self._averages: set[AverageSegment] = set()
 
     @property
     def bytes(self) -> int:
@@ -53,8 +55,7 @@ class Arena:
     def spare_bytes(self) -> int:
         """Memory that could still be reserved."""
         with self._lock:
-            touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
-            return self._budget.room(self._taken(), touched).bytes
+            return self._budget.room(self._taken(), self._touched()).bytes
 
     @property
     def slots(self) -> dict[str, int]:
@@ -73,7 +74,7 @@ class Arena:
     def has(self, run: str) -> bool:
         """Whether this run has a segment, in memory or on disk, of any attempt."""
         with self._lock:
-            return any(segment.holder.run == run for segment in self._segments)
+            return any(one.holder.run == run for one in self._all())
 
     def reserve(
         self, asked: Geometry, label: str, owner: SegmentOwner | None = None, holder: ShareHolder | None = None
@@ -118,7 +119,10 @@ class Arena:
         try:
             for name, fd in self._keeper.take():
                 try:
-                    found.append(ArenaSegment.adopt(fd, name))
+                    if name.startswith(PREFIX):
+                        self._averages.add(AverageSegment.adopt(fd, name))
+                    else:
+                        found.append(ArenaSegment.adopt(fd, name))
                 except (CheckpointError, OSError, ValueError) as error:
                     log.warning("cannot adopt the shared memory %s: %s", name, error)
                     os.close(fd)
@@ -128,6 +132,48 @@ class Arena:
         with self._lock:
             self._segments |= set(found)
         return found
+
+    def averages(self) -> list[AverageSegment]:
+        """The averages that there are: those that an earlier daemon left, after `recover`."""
+        with self._lock:
+            return list(self._averages)
+
+    def admit(self, label: str, size: int, holder: ShareHolder, make: Callable[[], AverageSegment]) -> AverageSegment:
+        """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room."""
+        with self._lock:
+            short = self._room(holder).bytes < size
+        if short:
+            self._make_room()
+        with self._lock:
+            room = self._room(holder)
+            if room.bytes < size:
+                raise LimitExceeded(
+                    f"{label} needs {size} bytes of memory for the average; {self._taken()} are reserved, and {room.bytes} "
+                    f"are left of {room.name}",
+                    hint="free memory, start the daemon with a larger --arena-bytes-max, or train without ema=",
+                    needed=size,
+                    left=room.bytes,
+                )
+            made = make()
+            self._averages.add(made)
+        self._keep(made)
+        return made
+
+    def take_in(self, segment: AverageSegment) -> None:
+        """An average that its rank has brought along."""
+        with self._lock:
+            self._averages.add(segment)
+        self._keep(segment)
+
+    def let_go(self, segment: AverageSegment) -> None:
+        """An average is no longer needed: free its memory."""
+        with self._lock:
+            if segment not in self._averages:
+                return
+            self._averages.discard(segment)
+            self._lock.notify_all()
+        self._forget(segment)
+        segment.close()
 
     def attach(self, fd: int, owner: SegmentOwner) -> tuple[ArenaSegment, list[int]]:
         """The owner's segment at a descriptor, which stays the caller's, and the slots that the rank leased
@@ -167,12 +213,15 @@ class Arena:
             if segment.outgrown:
                 segment.give_back()
             self._lock.notify_all()
+        self._forget(segment)
+        segment.close()
+
+    def _forget(self, segment: ArenaSegment | AverageSegment) -> None:
         if self._keeper is not None and segment.owner is not None:
             try:
                 self._keeper.drop(segment.name)
             except OSError as error:
                 log.warning("could not tell the holder process to drop %s: %s", segment.name, error)
-        segment.close()
 
     def _make(self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder) -> ArenaSegment:
         room = self._room(holder)
@@ -210,6 +259,8 @@ class Arena:
         for segment in self._segments:
             if not segment.spilled:
                 yield segment.holder, segment.geometry.segment_bytes
+        for average in self._averages:
+            yield average.holder, average.bytes
 
     def _by_run(self) -> Counter[str]:
         sizes: Counter[str] = Counter()
@@ -220,10 +271,16 @@ class Arena:
     def _taken(self) -> int:
         return sum(size for _, size in self._held())
 
+    def _touched(self) -> int:
+        return sum(one.touched_bytes for one in self._all() if not one.spilled)
+
+    def _all(self) -> Iterator[ArenaSegment | AverageSegment]:
+        yield from self._segments
+        yield from self._averages
+
     def _room(self, holder: ShareHolder) -> SegmentRoom:
         """What this holder may have now: what there is, or what its share leaves it."""
-        touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
-        room = self._budget.room(self._taken(), touched)
+        room = self._budget.room(self._taken(), self._touched())
         share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
         return min(room, SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
 
@@ -241,7 +298,7 @@ class Arena:
         who = owner and owner._replace(attempt=0)
         return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 
-    def _keep(self, segment: ArenaSegment) -> None:
+    def _keep(self, segment: ArenaSegment | AverageSegment) -> None:
         if self._keeper is None or segment.owner is None:
             return
         try:

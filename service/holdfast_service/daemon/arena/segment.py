@@ -76,7 +76,7 @@ class ArenaSegment:
 
         The descriptor belongs to the segment only if this returns.
         """
-        spilled = _is_spilled(fd)
+        spilled = is_spilled(fd)
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
@@ -320,7 +320,7 @@ _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer 
 _MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the memory away from under the daemon
 
 
-def _is_spilled(fd: int) -> bool:
+def is_spilled(fd: int) -> bool:
     """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
 
     Files have no seals. That ranks do not truncate theirs is trusted: they are the same user's as the daemon.

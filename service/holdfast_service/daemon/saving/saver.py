@@ -13,12 +13,20 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import ArenaFull, CheckpointError, GenerationDropped, RoundAborted, StaleAttempt
+from holdfast_formats.errors import (
+    ArenaFull,
+    CheckpointError,
+    GenerationDropped,
+    InvalidRequest,
+    RoundAborted,
+    StaleAttempt,
+)
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
+from holdfast_service.daemon.averaging.averages import Averages, CrewKey
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
@@ -39,6 +47,8 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 _EVERY_RANK = "every rank must save the same steps, and close its Checkpointer after the last one"
+_AVERAGE_HERE = "ema= is not possible where the ranks of a save are on several nodes"
+_AVERAGE_HINT = 'train without ema=, or keep the average in the state, under the key "ema"'
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
@@ -70,6 +80,7 @@ class Saver:
         )
         self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
+        self.averages: Averages | None = None
         self._joint: JointSaves | None = None
         if party is not None:
             party.exchange.lent = self.holds.lent
@@ -155,6 +166,9 @@ class Saver:
         """The parts of all nodes are there. False where this node's has been given up."""
         with self._lock:
             if self._open.get(current.key) is not current:
+                return False
+            if any(sealed.table.average is not None for sealed in current.sealed.values()):
+                self._abort(current, InvalidRequest(_AVERAGE_HERE, hint=_AVERAGE_HINT))
                 return False
             self._going.complete(current)
         self._decisions.sealed(current.id, current.world)
@@ -405,6 +419,8 @@ class Saver:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))
         self.restores.close()
+        if self.averages is not None:
+            self.averages.close()
         self._write_queue.close()
         if self._joint is not None:
             self._joint.close()
@@ -421,8 +437,22 @@ class Saver:
         current.sealed[rank] = sealed
         if current.complete:
             self._going.complete(current)
-            self._write_queue.add(current)
+            if self.averages is None or all(sealed.table.average is None for sealed in current.sealed.values()):
+                self._write_queue.add(current)
+            else:
+                crew = CrewKey(current.key.run, current.key.attempt, current.world)
+                self.averages.fill(crew, current.sealed, lambda error: self._filled(current, error))
         return len(current.sealed)
+
+    def _filled(self, current: SaveRound, error: CheckpointError | None) -> None:
+        """The averages are in the slots of a complete save, unless it has ended meanwhile."""
+        with self._lock:
+            if self._pending.get(current.key) is not current:
+                return
+            if error is None:
+                self._write_queue.add(current)
+            else:
+                self._abort(current, error)
 
     def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
         """A rank is gone that may have sealed its slot without living to say so."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
@@ -54,8 +55,8 @@ class WriteQueue:
             return [current for current in self._waiting if current is not _END]
 
     def withdraw(self, current: SaveRound) -> None:
-        """Do not write this waiting save."""
-        with self._lock:
+        """Do not write this save, which waits here, or for an average before that."""
+        with self._lock, suppress(ValueError):
             self._waiting.remove(current)
 
     def close(self) -> None:

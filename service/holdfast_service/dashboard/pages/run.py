@@ -36,13 +36,15 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
     """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
     found = await api.get(bodies.Run, at(run))
-    listed, drawn, rounds, summary, preview = await asyncio.gather(
+    listed, drawn, rounds, summary, preview, nodes = await asyncio.gather(
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
         api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
         shown(api.get(RunSummary, at(run) + "/summary")),
         _preview(api, found),
+        shown(api.page(bodies.Node, "/v1/nodes")),
     )
+    kept_averages = [] if nodes.value is None else [one for node in nodes.value.items for one in node.averages]
     by_step = {verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {}
     kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
     failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
@@ -57,6 +59,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         first=cursor is None,
         filters=filters,
         states=STATES,
+        average=next((one for one in kept_averages if one.run == run), None),
         verdicts=by_step,
         saved=preview.value.bytes_saved if preview.value else 0,
         next_saved=preview.value.bytes_thinned if preview.value else 0,

@@ -1,0 +1,480 @@
+"""The moving average that the daemon keeps of a group: its updates are staged here, every so many optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple, get_args
+
+from holdfast.link.session import Session
+from holdfast.memory.mapping import Mapping as MappedMemory
+from holdfast.read.memory_load import fill
+from holdfast.read.overwrite_guard import Overwriting
+from holdfast.read.reader import CheckpointReader
+from holdfast.stage import average_layout, background_safe, cuda_copy, growth
+from holdfast.stage.average_layout import AverageLayout
+from holdfast.stage.background_copy import BackgroundCopy
+from holdfast.stage.copy_plans import CopyPlans
+from holdfast.stage.replica_claims import buffers_of
+from holdfast.stage.save_task import SaveTask
+from holdfast.stage.staging import AveragePart
+from holdfast.state.train_state import EXTRA, MASTER, TrainState
+from holdfast.threads import background_requests
+from holdfast.threads.latch import Latch
+from holdfast.transport import Transport
+from holdfast_formats.disk import state_json
+from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, InvalidRequest, StateMismatch
+from holdfast_formats.staging import average, wire
+from holdfast_formats.staging.arena import PAGE_BYTES, SegmentOwner, SlotState, page_aligned
+from holdfast_formats.staging.average import (
+    GROUP,
+    VALUE,
+    AverageGeometry,
+    AverageHandover,
+    AverageRule,
+    AverageState,
+    AverageUpdate,
+    Correction,
+)
+
+log = logging.getLogger(__name__)
+
+TABLE_ROOM = 2  # a table may grow by this factor: numbers get longer
+FREE_WAIT_S = 120.0  # how long a restore waits until the daemon has folded the last update
+POLL_S = 0.01
+NAMED_MAX = 5
+
+
+@dataclass(frozen=True)
+class Ema:
+    """A moving average of the group `of`, which the daemon computes and saves as the group `ema`.
+
+    Every `every`-th optimizer step the group is staged, and the daemon folds it in: c ← c + w·(x − c), with
+    w = (1 − decay) / (1 − decayⁿ), or with `correction="none"` w = 1 − decay and c₁ = x₁, as `torch.optim.swa_utils` does.
+    With `loss_above`, steps with a larger loss are left out; call `checkpointer.ema.update(loss=…)` after each step then.
+    """
+
+    decay: float = 0.9999
+    of: str = MASTER
+    every: int = 10
+    correction: Correction = "bias"
+    loss_above: float | None = None
+
+    def check(self) -> None:
+        """`InvalidRequest`, naming the option that cannot be what it is."""
+        if isinstance(self.decay, bool) or not isinstance(self.decay, float | int) or not 0 <= self.decay < 1:
+            raise InvalidRequest(f"Ema(decay={self.decay!r}): it must be a number from 0 on, below 1")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise InvalidRequest(f"Ema(every={self.every!r}): it must be a number of steps, at least 1")
+        if self.correction not in get_args(Correction):
+            raise InvalidRequest(f"Ema(correction={self.correction!r}): it must be one of {', '.join(get_args(Correction))}")
+        if not isinstance(self.of, str) or self.of in (GROUP, "extra", "optim"):
+            raise InvalidRequest(f"Ema(of={self.of!r}): it must be the group of weights or of masters")
+
+    @property
+    def rule(self) -> AverageRule:
+        return AverageRule(self.of, float(self.decay), self.every, self.correction)
+
+
+class AveragingRank(NamedTuple):
+    """The rank that averages: its run, rank and world, state, connection, and how it saves."""
+
+    run: str
+    rank: int
+    world: int
+    state: TrainState
+    session: Session
+    fenced: bool
+    file_bytes_max: int
+
+
+class _Memory(NamedTuple):
+    """This rank's segment, as mapped here, and the connection at which its daemon knows it."""
+
+    fd: int
+    mapped: MappedMemory
+    geometry: AverageGeometry
+
+    @property
+    def words(self) -> memoryview:
+        return self.mapped.memory
+
+    @property
+    def update(self) -> memoryview:
+        return self.words[self.geometry.update_offset : self.geometry.accumulator_offset]
+
+
+class Averaging:
+    """Updates of one rank's average. `update` and the properties are the user's; the rest is the Checkpointer's.
+
+    What is decided of an update is told to the daemon in the order of their numbers, and of the saves between them.
+    """
+
+    def __init__(self, ema: Ema, rank: AveragingRank, automatic: Callable[[], bool]) -> None:
+        """`automatic` says whether the state has optimizers whose steps can be counted."""
+        ema.check()
+        self._ema, self._of, self._automatic = ema, rank, automatic
+        self._memory: _Memory | None = None
+        self._link: Transport | None = None
+        self._layout: AverageLayout | None = None
+        self._plans = CopyPlans()
+        self._copy: BackgroundCopy | None = None
+        self._devices: list[cuda_copy.DeviceCopy] = []
+        self._number = self._skipped = self._lost = 0
+        self._step = 0
+        self._stepped: set[int] = set()
+        self._last = Latch()
+        self._last.set()
+        self._save: SaveTask | None = None
+        self.refuse_own()
+
+    @property
+    def n(self) -> int:
+        """How many updates are in the average by now."""
+        return 0 if self._memory is None else average.read_record(self._memory.words).n
+
+    @property
+    def step(self) -> int:
+        """The step of the last update that is in it, counted in optimizer steps from the restored one."""
+        return 0 if self._memory is None else average.read_record(self._memory.words).step
+
+    @property
+    def ready(self) -> bool:
+        """Whether an update would be taken now: the last one has been folded. One that comes earlier is dropped."""
+        return self._memory is None or average.read_rank(self._memory.words).state is SlotState.FREE
+
+    def update(self, *, loss: float | None = None) -> None:
+        """Note that a step has been taken, with this loss: for `Ema(loss_above=…)`, and for states without optimizers.
+
+        Raises `InvalidRequest` where the steps of the state's optimizers are counted.
+        """
+        limit = self._ema.loss_above
+        if limit is None and self._automatic():
+            raise InvalidRequest(
+                "ema.update(): the steps of the state's optimizers are counted already",
+                hint="leave the call out, or give Ema(loss_above=…)",
+            )
+        if limit is not None and loss is None:
+            raise InvalidRequest("ema.update() needs loss= for Ema(loss_above=…)", hint="ema.update(loss=loss.item())")
+        self._count(limit is not None and loss is not None and not (math.isfinite(loss) and loss <= limit))
+
+    def optimizer_stepped(self, optimizer: Any, optimizers: list[Any]) -> None:
+        """An optimizer of the state has stepped. When all of them have, that is a step."""
+        if self._ema.loss_above is not None:
+            return
+        self._stepped.add(id(optimizer))
+        if self._stepped >= {id(one) for one in optimizers}:
+            self._stepped.clear()
+            self._count(skip=False)
+
+    def refuse_own(self) -> None:
+        """`InvalidRequest` where the state has a group `ema` of its own."""
+        if GROUP in self._of.state.groups():
+            raise InvalidRequest(
+                "the state has an entry for the group 'ema', which ema= saves as well",
+                hint="take the entry out of the state, or leave ema= out",
+            )
+
+    def goes_on_from(self, step: int) -> None:
+        """The state is that of this step."""
+        self._step = step
+
+    def fence(self) -> None:
+        """Return when the last update needs nothing of the live state any more."""
+        if self._copy is not None:
+            self._copy.fence()
+            for copy in self._devices:
+                copy.fence()
+
+    def expected_bytes(self) -> int:
+        """The room that a save will need for the average."""
+        state = self._of.state
+        leaves = state.held(self._ema.of).leaves or state.held("model").leaves  # masters may come with the first step
+        size = sum(4 * piece.tensor.numel() + PAGE_BYTES for leaf in leaves for piece in leaf.pieces)
+        return size + 2 * PAGE_BYTES
+
+    def part(self, data_bytes: int) -> AveragePart | None:
+        """The group `ema` of a save whose slot has `data_bytes` without it; None where nothing was handed over so far."""
+        if self._layout is None or self._memory is None:
+            return None
+        layout = self._layout
+        place = page_aligned(data_bytes)
+        said = AverageHandover(place, layout.nbytes, self._number, layout.digest, self._skipped, self._lost)
+        return average_layout.in_slot(layout, data_bytes, said)
+
+    @property
+    def decided(self) -> Latch:
+        """Set when everything that was to be said of the updates so far has been said: a save seals after that."""
+        return self._last
+
+    def saving(self, task: SaveTask) -> None:
+        """A save has begun: what is decided from here on is said after its seal."""
+        self._save = task
+
+    def restored(self, reader: CheckpointReader) -> tuple[str, ...]:
+        """Give the daemon this rank's part of a checkpoint's average, or nothing to go on from; returns notes.
+
+        Raises `StateMismatch`, by name, for an average of other tensors, and what a restore raises for damage.
+        """
+        text = state_json.for_rank(reader.state, self._of.rank).values.get(GROUP, {}).get(VALUE)
+        self._step = reader.manifest.step
+        self.fence()
+        if text is None:
+            if self._memory is not None:
+                self._seed(AverageState(*_words(self._ema.rule), n=0, step=self._step), reader)
+            return (f"{reader.source.label} has no average of the daemon's: it begins anew with the next update",)
+        state = average.decode_state(text)
+        self._seed(state, reader)
+        mine = AverageState(*_words(self._ema.rule), n=state.n, step=state.step)
+        changed = [
+            f"{name} was {getattr(state, name)}, and is {getattr(mine, name)} now"
+            for name in ("of", "decay", "every", "correction")
+            if getattr(state, name) != getattr(mine, name)
+        ]
+        return (f"the average goes on with other options: {'; '.join(changed)}",) if changed else ()
+
+    def close(self) -> None:
+        """See the last update through. The memory is the daemon's."""
+        self.fence()
+        self._last.wait(FREE_WAIT_S)
+        if self._memory is not None:
+            os.close(self._memory.fd)
+            self._memory = None
+
+    def _count(self, skip: bool) -> None:
+        self._step += 1
+        if self._step % self._ema.every:
+            return
+        try:
+            self._hand_over(skip)
+        except (DaemonGone, DeadlineExceeded) as error:
+            self._lost += 1
+            log.warning("an update of the average at step %d is lost: %s", self._step, error.detail)
+
+    def _hand_over(self, skip: bool) -> None:
+        self._number += 1
+        layout = self._present()
+        memory = self._ready(layout)
+        number = self._number
+        if skip:
+            self._skipped += 1
+            self._in_order(lambda: average.decide(memory.words, number))
+        elif average.read_rank(memory.words).state is not SlotState.FREE:
+            self._in_order(lambda: average.decide(memory.words, number))  # the last one is not folded yet: dropped
+        else:
+            average.take(memory.words, number)
+            update = AverageUpdate(self._owner(), number, self._step, self._ema.rule, layout.digest, layout.stretches)
+            self._stage(layout, memory, update)
+
+    def _stage(self, layout: AverageLayout, memory: _Memory, update: AverageUpdate) -> None:
+        """Copy what may change at any time, and leave the rest to a background thread, which seals at the end."""
+        plan = self._plans.onto(memory.mapped, memory.update, layout.copies)
+        devices = [cuda_copy.DeviceCopy(lane) for lane in plan.lanes]
+        for device in devices:
+            device.begin()
+        plan.copy_at_once()
+
+        def end(error: CheckpointError | None) -> None:
+            error = cuda_copy.finish(devices, error)
+            if error is None:
+                self._in_order(lambda: average.seal(memory.words, memory.geometry, update.number, _table(update)), before)
+            else:
+                self._lost += 1
+                log.warning("an update of the average at step %d is lost: %s", update.step, error.detail)
+                self._in_order(lambda: _give_back(memory.words, update.number), before)
+
+        before = self._turn()
+        self._devices = devices
+        self._copy = BackgroundCopy(plan.tracks, end, devices)
+        self._copy.start()
+
+    def _turn(self) -> _Turn:
+        """The next place in the order of what is said."""
+        turn = _Turn(self._last, self._save, Latch())
+        self._last = turn.said
+        return turn
+
+    def _in_order(self, say: Callable[[], None], turn: _Turn | None = None) -> None:
+        """Say it, in a thread of its own, after everything that was to be said before; and ring."""
+        mine = turn or self._turn()
+
+        def act() -> None:
+            try:
+                mine.before.wait()
+                if mine.save is not None:
+                    mine.save.join()
+                say()
+            except Exception:
+                log.exception("an update of the average could not be handed over")
+            finally:
+                mine.said.set()
+            self._ring()
+
+        background_requests.start(act, "holdfast-average")
+
+    def _ring(self) -> None:
+        link = self._link
+        if link is not None and link.alive:
+            link.tell(wire.RingAverage(id=link.next_id()))
+
+    def _owner(self) -> SegmentOwner:
+        of = self._of
+        assert of.session.attempt is not None
+        return SegmentOwner(of.run, of.rank, of.world, of.session.attempt)
+
+    def _present(self) -> AverageLayout:
+        """The layout of the group as it is now. `StateMismatch`, by name, if it has other tensors than before."""
+        of = self._of
+        held = of.state.held(self._ema.of)
+        known = self._layout
+        same = known is not None and len(known.leaves) == len(held.leaves)
+        if known is not None and same and all(map(is_, known.leaves, held.leaves)):
+            return known
+        if not held.leaves:
+            other = "model" if self._ema.of == MASTER else ", ".join(of.state.groups())
+            raise InvalidRequest(
+                f"Ema(of={self._ema.of!r}): the state has no tensor in this group",
+                hint=f"average another group: Ema(of={other!r}) averages the weights themselves"
+                if self._ema.of == MASTER
+                else f"groups of the state: {other}",
+            )
+        judge = background_safe.Judge(of.state.state, of.fenced)
+        made = average_layout.lay_out(held.leaves, held.aliases, buffers_of(of.state.state), judge, of.file_bytes_max)
+        if known is not None and made.digest != known.digest:
+            change = growth.compare(known.leaves, made.leaves)
+            raise StateMismatch(
+                f"the group {self._ema.of!r} is not the one that is averaged any more ({change})",
+                hint="start a new launch, whose restore() gives the daemon the average of the last checkpoint",
+                added=list(change.added),
+                removed=list(change.removed),
+                changed=list(change.changed),
+            )
+        self._layout = made
+        return made
+
+    def _ready(self, layout: AverageLayout) -> _Memory:
+        """This rank's memory, known to the present daemon."""
+        session = self._of.session
+        session.connected(start=True)
+        link = session.link
+        assert link is not None
+        if self._memory is None:
+            self._memory = self._reserved(link, layout)
+            link.keep_average(self._memory.fd)
+        elif link is not self._link:
+            link.ask(wire.AttachAverage(id=link.next_id()), wire.Done, (self._memory.fd,))
+            link.keep_average(self._memory.fd)
+        self._link = link
+        return self._memory
+
+    def _reserved(self, link: Transport, layout: AverageLayout) -> _Memory:
+        table = _table(AverageUpdate(self._owner(), 2**53, 2**53, self._ema.rule, layout.digest, layout.stretches))
+        room = wire.ReserveAverage(id=link.next_id(), data_bytes=layout.nbytes, table_bytes=TABLE_ROOM * len(table) + 4096)
+        try:
+            link.request(room, wire.Segment)
+        except InvalidRequest as error:
+            error.hint = "ema= needs a daemon on the trainer's machine, of the same version as the trainer"
+            raise
+        (fd,) = link.take_fds(1)
+        try:
+            mapped = MappedMemory(fd, write=True)
+            made = average.read_superblock(mapped.memory)
+        except (OSError, CheckpointError) as error:
+            os.close(fd)
+            raise DaemonGone(f"cannot map the daemon's memory for the average: {error}") from error
+        return _Memory(fd, mapped, made)
+
+    def _seed(self, state: AverageState, reader: CheckpointReader) -> None:
+        """Hand over what the average is from here on: the checkpoint's, or nothing if its n is 0."""
+        layout = self._present()
+        memory = self._ready(layout)
+        self._last.wait(FREE_WAIT_S)
+        self._wait_until_free(memory)
+        self._number += 1
+        self._skipped = self._lost = 0
+        update = AverageUpdate(
+            self._owner(),
+            self._number,
+            state.step,
+            self._ema.rule,
+            layout.digest,
+            layout.stretches if state.n else (),
+            state,
+        )
+        average.take(memory.words, update.number)
+        try:
+            if state.n:
+                self._read(layout, memory, reader)
+        except BaseException:
+            turn = update.number
+            self._in_order(lambda: _give_back(memory.words, turn))
+            raise
+        seeded = AverageUpdate(
+            *(update.owner, update.number, update.step, update.rule, update.layout),
+            tuple(_as_kept(one) for one in update.stretches),
+            state,
+        )
+        self._in_order(lambda: average.seal(memory.words, memory.geometry, seeded.number, _table(seeded)))
+
+    def _read(self, layout: AverageLayout, memory: _Memory, reader: CheckpointReader) -> None:
+        stored = reader.manifest.tensors.get(GROUP, {})
+        wanted = {one.spec.name: (one.spec.dtype, tuple(one.spec.shape)) for one in layout.fragments}
+        there = {name: (entry.dtype, tuple(entry.shape)) for name, entry in stored.items()}
+        wrong = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+        if wrong:
+            raise StateMismatch(
+                f"the average in {reader.source.label} is not of the tensors of the group {self._ema.of!r}: "
+                f"{', '.join(wrong[:NAMED_MAX])}{', …' if len(wrong) > NAMED_MAX else ''} differ or are missing",
+                hint="average the same group as before, or restore without ema=",
+                tensors=wrong,
+            )
+        of = self._of
+        wants = average_layout.wants(layout, memory.update)
+        fill(reader, wants, of.session.held, of.rank, Overwriting(lambda: None), of.session.held_elsewhere)
+
+    def _wait_until_free(self, memory: _Memory) -> None:
+        waited = Latch()
+        left = FREE_WAIT_S
+        while average.read_rank(memory.words).state is not SlotState.FREE:
+            if left <= 0:
+                raise DeadlineExceeded(
+                    "the daemon does not fold the last update of the average", hint="see the daemon's log"
+                )
+            self._ring()
+            waited.wait(POLL_S)
+            left -= POLL_S
+
+
+class _Turn(NamedTuple):
+    """A place in the order of what is said: after what came before, and the save's seal."""
+
+    before: Latch
+    save: SaveTask | None
+    said: Latch
+
+
+def _table(update: AverageUpdate) -> bytes:
+    return average.encode_update(update)
+
+
+def _give_back(words: memoryview, number: int) -> None:
+    average.free(words)
+    average.decide(words, number)
+
+
+def _as_kept(stretch: average.Stretch) -> average.Stretch:
+    """A stretch that brings what the accumulator holds."""
+    return stretch if stretch.dtype == "U8" else average.Stretch(stretch.offset, stretch.count, "F32")
+
+
+def _words(rule: AverageRule) -> tuple[str, float, int, Correction]:
+    return rule.of, rule.decay, rule.every, rule.correction
+
+
+def of_save(groups: tuple[str, ...]) -> tuple[str, ...]:
+    """The groups of a save with the average's among them: before `extra`, which is the last."""
+    return (*(group for group in groups if group != EXTRA), GROUP, *(group for group in groups if group == EXTRA))

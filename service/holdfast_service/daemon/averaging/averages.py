@@ -1,0 +1,379 @@
+"""The averages of all ranks here: updates are folded in the order of their numbers, and saves take what came before them.
+
+An update counts if every rank of the world has sealed it: else parts of an average would be of different steps. So one that
+any rank leaves out is left out for all. A save takes the average once all updates before its seal are folded, and before
+any later one is. One thread does all this; ranks wait for none of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.rest.bodies import KeptAverage
+from holdfast_formats.staging import average
+from holdfast_formats.staging.arena import SegmentOwner, SlotState
+from holdfast_formats.staging.average import AverageRecord, AverageRule, AverageState
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
+from holdfast_service.daemon.arena.segment import SealedSlot, memfd
+from holdfast_service.daemon.arena.shares import ShareHolder
+from holdfast_service.daemon.averaging import saved_average
+from holdfast_service.daemon.averaging.folding import fold
+from holdfast_service.daemon.writing.priority import give_way
+
+log = logging.getLogger(__name__)
+
+RETURN_S = 60.0  # how long an average waits for its rank, and a save for its averages
+LOOK_S = 1.0  # ranks ring; this is for those whose daemon died before it could hear them
+
+Filled = Callable[[CheckpointError | None], None]
+
+
+class CrewKey(NamedTuple):
+    """The ranks of one attempt."""
+
+    run: str
+    attempt: int
+    world: int
+
+
+class _Fill(NamedTuple):
+    """A complete save that waits for the average."""
+
+    parts: Mapping[int, SealedSlot]
+    then: Filled
+    deadline: float  # time.monotonic()
+
+
+class _Crew:
+    """The averages of the ranks of one attempt, and the saves that want them, oldest first."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, AverageSegment] = {}
+        self.users: dict[int, object] = {}
+        self.fills: list[_Fill] = []
+        self.left_at = time.monotonic()  # when the last user went
+
+    def unused(self, now: float) -> bool:
+        return not self.users and not self.fills and now - self.left_at > RETURN_S
+
+
+class Averages:
+    """Owner of all averages of this node. Its methods are called from any thread."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = threading.Condition()
+        self._crews: dict[CrewKey, _Crew] = {}
+        self._rung: set[CrewKey] = set()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-averages", daemon=True)
+
+    def recover(self) -> None:
+        """Take over what an earlier daemon has left with the keeper, after the arena has."""
+        for segment in self._arena.averages():
+            self._add(segment, None)
+
+    def start(self) -> None:
+        """Begin to fold, once every save that an earlier daemon left has been taken up."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """See the saves through that wait for an average, then stop."""
+        with self._lock:
+            self._ending = True
+            self._lock.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def reserve(
+        self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object
+    ) -> AverageSegment:
+        """Memory for a rank's average, which it may have already. `LimitExceeded`, with the numbers, if there is none."""
+        known = self._known(owner)
+        if known is not None and known.geometry == room:
+            self._use(known, user)
+            return known
+        if known is not None:
+            self._drop(known)
+        self._end_older(owner)
+        label = f"{owner.run}-rank{owner.rank}-average"
+
+        def make() -> AverageSegment:
+            segment = AverageSegment.make(memfd(label, room.segment_bytes), room, owner, f"{PREFIX}{uuid.uuid4().hex}")
+            segment.holder = holder
+            return segment
+
+        segment = self._arena.admit(label, room.segment_bytes, holder, make)
+        self._add(segment, user)
+        return segment
+
+    def attach(self, fd: int, owner: SegmentOwner, user: object) -> None:
+        """Go on with an average that its rank brings along; the descriptor stays the caller's."""
+        known = self._known(owner)
+        if known is None or not known.is_at(fd):
+            if known is not None:
+                self._drop(known)
+            ours = os.dup(fd)
+            try:
+                known = AverageSegment.adopt(ours, f"{PREFIX}{uuid.uuid4().hex}")
+            except (CheckpointError, OSError, ValueError) as error:
+                os.close(ours)
+                raise InvalidRequest(f"the descriptor is not an average: {error}") from error
+            if known.owner != owner:
+                known.close()
+                raise InvalidRequest(f"{owner} brings an average of {known.owner}")
+            self._arena.take_in(known)
+            self._add(known, user)
+            return
+        self._use(known, user)
+
+    def ring(self, owner: SegmentOwner) -> None:
+        """A rank has decided something of an update."""
+        with self._lock:
+            self._rung.add(_crew_of(owner))
+            self._lock.notify_all()
+
+    def leave(self, owner: SegmentOwner, user: object, parted: bool) -> None:
+        """A rank's conversation has ended; `parted`: as planned."""
+        with self._lock:
+            crew = self._crews.get(_crew_of(owner))
+            if crew is None or crew.users.get(owner.rank) is not user:
+                return
+            del crew.users[owner.rank]
+            crew.left_at = time.monotonic() - (RETURN_S if parted else 0.0)
+            self._rung.add(_crew_of(owner))
+            self._lock.notify_all()
+
+    def fill(self, key: CrewKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
+        """Put the average into the slots of a save of which all ranks have sealed, then call `then`, in another thread."""
+        with self._lock:
+            crew = self._crews.setdefault(key, _Crew())
+            crew.fills.append(_Fill(dict(parts), then, time.monotonic() + RETURN_S))
+            self._rung.add(key)
+            self._lock.notify_all()
+
+    def told(self) -> list[KeptAverage]:
+        """What is known of every average here that has begun, by rank 0's record."""
+        with self._lock:
+            found = [(key, crew.segments.get(0)) for key, crew in self._crews.items()]
+        records = [(key, one.record) for key, one in found if one is not None]
+        return [_told(key, record, record.rule) for key, record in records if record.rule is not None]
+
+    def _known(self, owner: SegmentOwner) -> AverageSegment | None:
+        with self._lock:
+            crew = self._crews.get(_crew_of(owner))
+            return None if crew is None else crew.segments.get(owner.rank)
+
+    def _add(self, segment: AverageSegment, user: object) -> None:
+        with self._lock:
+            crew = self._crews.setdefault(_crew_of(segment.owner), _Crew())
+            crew.segments[segment.owner.rank] = segment
+            if user is not None:
+                crew.users[segment.owner.rank] = user
+            self._rung.add(_crew_of(segment.owner))
+            self._lock.notify_all()
+
+    def _use(self, segment: AverageSegment, user: object) -> None:
+        with self._lock:
+            self._crews[_crew_of(segment.owner)].users[segment.owner.rank] = user
+        self.ring(segment.owner)
+
+    def _drop(self, segment: AverageSegment) -> None:
+        with self._lock:
+            crew = self._crews.get(_crew_of(segment.owner))
+            if crew is not None and crew.segments.get(segment.owner.rank) is segment:
+                del crew.segments[segment.owner.rank]
+        self._arena.let_go(segment)
+
+    def _end_older(self, owner: SegmentOwner) -> None:
+        """A newer attempt averages: what older ones have, unless a save waits for it, is of no use any more."""
+        with self._lock:
+            older = [
+                segment
+                for key, crew in self._crews.items()
+                if key.run == owner.run and key.attempt < owner.attempt and not crew.fills and not crew.users
+                for segment in crew.segments.values()
+            ]
+        for segment in older:
+            self._drop(segment)
+
+    def _run(self) -> None:
+        give_way()
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._rung or self._ending, LOOK_S if self._crews else None)
+                self._rung.clear()
+                crews = list(self._crews.items())
+                if self._ending and not any(crew.fills for _, crew in crews):
+                    return
+            for key, crew in crews:
+                try:
+                    self._look(key, crew)
+                except Exception:
+                    log.exception("the average of %s, attempt %d, cannot go on", key.run, key.attempt)
+                    self._give_up(crew)
+
+    def _look(self, key: CrewKey, crew: _Crew) -> None:
+        """Do everything that can be done for these ranks now."""
+        while self._fill_first(key, crew) or self._next(key, crew):
+            pass
+        now = time.monotonic()
+        with self._lock:
+            unused = list(crew.segments.values()) if crew.unused(now) else None
+            if unused is not None and self._crews.get(key) is crew:
+                del self._crews[key]
+        for segment in unused or ():
+            self._arena.let_go(segment)
+
+    def _next(self, key: CrewKey, crew: _Crew) -> bool:
+        """Deal with the next update, if every rank has said what it brings; False if there is none."""
+        with self._lock:
+            segments = dict(sorted(crew.segments.items()))
+            fills = list(crew.fills)
+        records = {rank: segment.record for rank, segment in segments.items()}
+        for rank, segment in segments.items():
+            header = segment.header
+            if header.state is SlotState.SEALED and header.number <= records[rank].number:
+                segment.free()  # a daemon died between the record and this
+        if len(segments) < key.world:
+            return False
+        number = min(record.number for record in records.values()) + 1
+        behind = {rank: segment for rank, segment in segments.items() if records[rank].number < number}
+        if any(segment.header.decided < number for segment in behind.values()):
+            return False
+        if fills and _after(fills[0]) < number:  # the save takes what is there before this
+            return False
+        ahead = [record for rank, record in records.items() if rank not in behind]
+        if all(record.folded == number for record in ahead) and self._all_bring(behind, records, number):
+            for segment in behind.values():
+                fold(segment, segment.update())
+            return True
+        for rank, segment in behind.items():
+            segment.write(msgspec.structs.replace(records[rank], number=number))
+            header = segment.header
+            if header.state is SlotState.SEALED and header.number <= number:
+                segment.free()
+        return True
+
+    def _all_bring(self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int) -> bool:
+        """Whether these ranks have sealed this update, and each fits what it is to be folded into."""
+        for rank, segment in behind.items():
+            if not segment.brings(number):
+                return False
+            try:
+                update = segment.update()
+            except InvalidRequest as error:
+                log.warning("update %d of an average is left out: %s", number, error.detail)
+                return False
+            record = records[rank]
+            if update.seed is None and record.n and update.layout != record.layout:
+                log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
+                return False
+        return True
+
+    def _fill_first(self, key: CrewKey, crew: _Crew) -> bool:
+        """Give the oldest save its average, if that can be done now; whether it was."""
+        with self._lock:
+            segments = dict(sorted(crew.segments.items()))
+            fill = crew.fills[0] if crew.fills else None
+        if fill is None:
+            return False
+        error: CheckpointError | None = None
+        try:
+            if not self._put(key, segments, fill):
+                return False
+        except CheckpointError as failure:
+            error = failure
+        with self._lock:
+            crew.fills.pop(0)
+        fill.then(error)
+        return True
+
+    def _put(self, key: CrewKey, segments: Mapping[int, AverageSegment], fill: _Fill) -> bool:
+        """Fill the slots of a save; False if they have to wait."""
+        said = saved_average.agreed(fill.parts)
+        filled = [rank for rank, sealed in fill.parts.items() if saved_average.is_filled(sealed)]
+        state: AverageState | None = None
+        if filled:  # an earlier daemon has begun, and nothing was folded since
+            state = saved_average.noted(fill.parts[filled[0]])
+            if state is not None and not fill.parts.keys() - set(filled) <= segments.keys():
+                if time.monotonic() < fill.deadline and not self._ending:
+                    return False
+                raise CheckpointError(f"the average of some ranks at step {_step(fill)} is lost")
+        else:
+            records = [segment.record for segment in segments.values()]
+            whole = segments.keys() == fill.parts.keys()
+            if not whole or min(record.number for record in records) < said.after:
+                if time.monotonic() < fill.deadline and not self._ending:
+                    return False
+                log.warning("step %d of %s is saved without its average, which is lost", _step(fill), key.run)
+            elif _one(records, fill.parts):
+                state = average.state_at(records[0], said)
+            elif any(record.n for record in records):
+                log.warning("step %d of %s is saved without its average: %s", _step(fill), key.run, records)
+        for rank, sealed in fill.parts.items():
+            if rank in filled:
+                continue
+            if state is None:
+                saved_average.put_nothing(sealed)
+            else:
+                saved_average.put(sealed, segments[rank], state)
+        saved_average.tell(fill.parts, state)
+        return True
+
+    def _give_up(self, crew: _Crew) -> None:
+        with self._lock:
+            fills, crew.fills = crew.fills, []
+        for fill in fills:
+            fill.then(CheckpointError("unexpected failure of the average in the daemon", hint="see the daemon's log"))
+
+
+def _crew_of(owner: SegmentOwner) -> CrewKey:
+    return CrewKey(owner.run, owner.attempt, owner.world)
+
+
+def _told(key: CrewKey, record: AverageRecord, rule: AverageRule) -> KeptAverage:
+    left_out = record.dropped + record.skipped + record.lost + record.number - record.seeded - record.own
+    return KeptAverage(
+        run=key.run,
+        attempt=key.attempt,
+        of=rule.of,
+        decay=rule.decay,
+        every=rule.every,
+        n=record.n,
+        step=record.step,
+        left_out=left_out,
+    )
+
+
+def _after(fill: _Fill) -> int:
+    found = next(iter(fill.parts.values())).table.average
+    return 0 if found is None else found.after
+
+
+def _step(fill: _Fill) -> int:
+    return next(iter(fill.parts.values())).table.step
+
+
+def _one(records: list[AverageRecord], parts: Mapping[int, SealedSlot]) -> bool:
+    """Whether all ranks have the same average, of what came before a save, with the tensors that the save states. Both are
+    in the order of ranks.
+    """
+    first = records[0]
+    said = [saved_average.handover(sealed) for _, sealed in sorted(parts.items())]
+    return first.n > 0 and all(
+        (one.folded, one.seeded, one.n, one.own) == (first.folded, first.seeded, first.n, first.own)
+        and one.layout == place.layout
+        and one.folded <= place.after
+        for one, place in zip(records, said, strict=True)
+    )

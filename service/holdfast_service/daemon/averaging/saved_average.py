@@ -1,0 +1,100 @@
+"""Put an average into the slots of a save, and say in their tables what it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.staging import arena, average, replica_claims
+from holdfast_formats.staging.arena import PAGE_BYTES
+from holdfast_formats.staging.average import GROUP, VALUE, AverageHandover, AverageState
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.daemon.arena.average_segment import AverageSegment
+from holdfast_service.daemon.arena.segment import SealedSlot
+
+log = logging.getLogger(__name__)
+
+STEP_BYTES = 64 * 2**20  # that are copied without letting go of the interpreter
+
+
+def handover(sealed: SealedSlot) -> AverageHandover:
+    """What the slot's table says of the average; `InvalidRequest` if the region is not inside the slot."""
+    found = sealed.table.average
+    if found is None:
+        raise InvalidRequest(f"rank {sealed.table.rank} saves no average, but other ranks do")
+    end, tensors = found.slot_offset + found.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
+    outside = any(not found.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)
+    if found.slot_offset < 0 or found.nbytes < 0 or found.end > len(sealed.data) or outside:
+        raise InvalidRequest(f"the average of rank {sealed.table.rank} lies outside its slot")
+    return found
+
+
+def is_filled(sealed: SealedSlot) -> bool:
+    return arena.is_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
+
+
+def put(sealed: SealedSlot, of: AverageSegment, state: AverageState | None) -> None:
+    """Copy the accumulator into the slot, and note that it is there; safe to repeat. Without a state, only that none is."""
+    place = handover(sealed)
+    if state is not None:
+        into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
+        for at in range(0, place.nbytes, STEP_BYTES):
+            into[at : at + STEP_BYTES] = of.kept(at, min(STEP_BYTES, place.nbytes - at))
+    note = b"" if state is None else average.encode_state(state).encode()
+    sealed.data[place.note_offset : place.end] = note.ljust(PAGE_BYTES, b"\0")
+    arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
+
+
+def put_nothing(sealed: SealedSlot) -> None:
+    """Note that the save has no average; safe to repeat."""
+    place = handover(sealed)
+    sealed.data[place.note_offset : place.end] = bytes(PAGE_BYTES)
+    arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
+
+
+def noted(sealed: SealedSlot) -> AverageState | None:
+    """What was noted of the average in a filled slot."""
+    place = handover(sealed)
+    note = bytes(sealed.data[place.note_offset : place.end]).rstrip(b"\0")
+    return average.decode_state(note) if note else None
+
+
+def tell(parts: Mapping[int, SealedSlot], state: AverageState | None) -> None:
+    """Have the tables of all ranks say what the average is, or nothing of the group where there is none."""
+    for sealed in parts.values():
+        sealed.table = _without(sealed.table) if state is None else _with(sealed.table, state)
+
+
+def _with(table: SlotTable, state: AverageState) -> SlotTable:
+    values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(state)}}
+    return msgspec.structs.replace(table, values=values)
+
+
+def _without(table: SlotTable) -> SlotTable:
+    """The table as if the group had not been saved. Its boxes are the last."""
+    kept = tuple(fragment for fragment in table.fragments if fragment.spec.group != GROUP)
+    boxes = sum(len(fragment.boxes) for fragment in kept)
+    return msgspec.structs.replace(
+        table,
+        groups=tuple(group for group in table.groups if group != GROUP),
+        fragments=kept,
+        values={group: held for group, held in table.values.items() if group != GROUP},
+        digests=table.digests[: boxes * replica_claims.ROW_BYTES],
+    )
+
+
+def agreed(parts: Mapping[int, SealedSlot]) -> AverageHandover:
+    """What all ranks say of the average; `StateMismatch` where they do not count alike."""
+    said = {rank: handover(sealed) for rank, sealed in sorted(parts.items())}
+    first = next(iter(said.values()))
+    for rank, one in said.items():
+        if one.after != first.after:
+            raise CheckpointError(
+                f"rank {rank} had {one.after} updates of its average before this save, rank {min(said)} {first.after}",
+                hint="every rank must take the same optimizer steps, or call ema.update() equally often",
+            )
+    return first

@@ -1,0 +1,276 @@
+"""`Checkpointer(ema=Ema(…))` against a real daemon: what torch's own average would be, and everything that is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from holdfast import Api, Checkpointer, Ema
+from holdfast.read.root_directory import open_checkpoint
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from tests.daemons import RunningDaemon, running, wait_until
+
+_runs = itertools.count()
+WEIGHTS = Ema(decay=0.9, of="model", every=1, correction="none")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    """One daemon for all tests of this file; each uses a run of its own."""
+    with running(tmp_path_factory.mktemp("averaging") / "root", listen="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run-{next(_runs)}"
+
+
+class Trainer:
+    """A small model that is trained one step at a time, always with the same batches."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.state: dict[str, Any] = {"model": self.model, "optim": self.optim}
+
+    def train(self, steps: range, checkpointer: Checkpointer, after: Callable[[int], object] = bool) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            self.optim.zero_grad()
+            self.model(torch.randn(5, 4)).sum().backward()
+            if checkpointer._averaging is not None:
+                wait_until(lambda: checkpointer.ema.ready)
+            self.optim.step()
+            after(step)
+            self.averaged.update_parameters(self.model)
+
+
+def stored(daemon: RunningDaemon, run: str, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a checkpoint says of its average, and the average."""
+    with open_checkpoint(daemon.root, None, run, step) as reader:
+        said = json.loads(reader.state)["groups"]["ema"]["average"]["all"]
+        names = reader.manifest.tensors["ema"]
+        return said, {name: torch.from_numpy(reader.read("ema", name).copy()) for name in names}
+
+
+def test_it_is_the_average_that_torch_keeps(daemon: RunningDaemon, run: str) -> None:
+    """Parameters are averaged, buffers are the last ones; after a restart it goes on, from memory or from files."""
+    trainer = Trainer()
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
+        assert checkpointer.restore() == 0
+        trainer.train(range(1, 11), checkpointer)
+        checkpointer.save(10)
+    again = Trainer()
+    again.averaged = trainer.averaged
+    with Checkpointer(run, again.state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
+        assert checkpointer.restore() == 10
+        assert checkpointer.last_restore is not None and checkpointer.last_restore.notes == ()
+        again.train(range(11, 15), checkpointer)
+        checkpointer.save(14)
+        wait_until(lambda: checkpointer.ema.n == 14)
+        with Api(daemon.url) as api:
+            kept = [one for node in api.nodes() for one in node.averages if one.run == run]
+            page = httpx.get(f"{daemon.url}/runs/{run}", trust_env=False).text
+    assert [(one.attempt, one.of, one.n, one.left_out) for one in kept] == [(2, "model", 14, 0)]
+    assert "Average of model" in page and "14 updates" in page
+    said, found = stored(daemon, run, 14)
+    assert said == {
+        "of": "model",
+        "decay": 0.9,
+        "every": 1,
+        "correction": "none",
+        "n": 14,
+        "step": 14,
+        "dropped": 0,
+        "skipped": 0,
+        "lost": 0,
+    }
+    expected = again.averaged.module.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_every_tenth_step_counts_from_the_restored_one(daemon: RunningDaemon, run: str) -> None:
+    """A restart changes nothing about which steps are averaged, and the corrected average is usable at once."""
+    trainer = Trainer()
+    ema = Ema(decay=0.99, of="model", every=4)
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=ema) as checkpointer:
+        trainer.train(range(1, 7), checkpointer)
+        checkpointer.save(6)
+    said, found = stored(daemon, run, 6)
+    assert (said["n"], said["step"]) == (1, 4)
+    again = Trainer()
+    with Checkpointer(run, again.state, at=daemon.socket, ema=ema) as checkpointer:
+        assert checkpointer.restore() == 6
+        again.train(range(7, 10), checkpointer)
+        checkpointer.save(9)
+    said, later = stored(daemon, run, 9)
+    assert (said["n"], said["step"]) == (2, 8)
+    assert not torch.equal(found["0.weight"], later["0.weight"])
+
+
+def test_masters_of_half_precision_weights(daemon: RunningDaemon, run: str) -> None:
+    """The group that is averaged has masters; the average is in F32 under their names."""
+    masters = {"w": torch.ones(3), "b": torch.zeros(2)}
+    state = {
+        "model": {"w": torch.ones(3, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.bfloat16)},
+        "master": masters,
+    }
+    with Checkpointer(run, state, at=daemon.socket, ema=Ema(decay=0.5, every=1), fenced=True) as checkpointer:
+        for value in (1.0, 2.0):
+            checkpointer.fence()
+            masters["w"].fill_(value)
+            wait_until(lambda: checkpointer.ema.ready)
+            checkpointer.ema.update()
+        checkpointer.save(2)
+    said, found = stored(daemon, run, 2)
+    assert said["of"] == "master" and found["w"].dtype == torch.float32
+    assert torch.allclose(found["w"], torch.full((3,), (0.5 * 1 + 2) / 1.5))
+
+
+def test_half_precision_weights_are_widened(daemon: RunningDaemon, run: str) -> None:
+    """Without masters the weights themselves are averaged, in F32."""
+    weights = {"w": torch.full((5,), 1.5, dtype=torch.bfloat16)}
+    with Checkpointer(run, {"model": weights}, at=daemon.socket, ema=WEIGHTS, fenced=True) as checkpointer:
+        checkpointer.ema.update()
+        checkpointer.save(1)
+    _, found = stored(daemon, run, 1)
+    assert torch.equal(found["w"], torch.full((5,), 1.5))
+    with Checkpointer(run, {"model": weights}, at=daemon.socket, ema=WEIGHTS, fenced=True) as checkpointer:
+        assert checkpointer.restore() == 1
+        wait_until(lambda: checkpointer.ema.n == 1)
+        assert checkpointer.ema.step == 1
+
+
+def test_a_daemon_that_is_slow_costs_updates_and_no_time(daemon: RunningDaemon, run: str) -> None:
+    """What comes while the last update is not folded is dropped, and counted in the checkpoint."""
+    trainer = Trainer()
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
+        trainer.train(range(1, 3), checkpointer)
+        wait_until(lambda: checkpointer.ema.n == 2)
+        daemon.freeze()
+        try:
+            for _ in range(5):
+                trainer.optim.step()
+        finally:
+            daemon.thaw()
+        wait_until(lambda: checkpointer.ema.ready)
+        checkpointer.save(7)
+    said, _ = stored(daemon, run, 7)
+    assert said["n"] + said["dropped"] == 7
+    assert 3 <= said["dropped"] <= 4
+
+
+def test_steps_with_a_large_loss_are_left_out(daemon: RunningDaemon, run: str) -> None:
+    """Then every step is told with its loss; one that is no number counts as large."""
+    trainer = Trainer()
+    ema = Ema(decay=0.9, of="model", every=2, loss_above=3.0)
+    losses = [1.0, 2.0, 9.0, 9.0, 1.0, float("nan"), 9.0, 3.0]
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=ema) as checkpointer:
+        trainer.train(range(1, 9), checkpointer, lambda step: checkpointer.ema.update(loss=losses[step - 1]))
+        with pytest.raises(InvalidRequest, match="needs loss="):
+            checkpointer.ema.update()
+        checkpointer.save(8)
+    said, _ = stored(daemon, run, 8)
+    assert (said["n"], said["skipped"], said["dropped"], said["step"]) == (2, 2, 0, 8)
+
+
+def test_a_save_has_the_group_that_was_asked_for(daemon: RunningDaemon, run: str) -> None:
+    """It is left out and chosen as other groups are, and is not there before the first update."""
+    trainer = Trainer()
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=Ema(decay=0.9, of="model", every=3)) as checkpointer:
+        trainer.train(range(1, 3), checkpointer)
+        assert "ema" not in checkpointer.save(2, wait="durable").groups
+        trainer.train(range(3, 4), checkpointer)
+        assert "ema" not in checkpointer.save(3, groups=("model",), wait="durable").groups
+        assert checkpointer.save(4, groups=("model", "ema"), wait="durable").groups == ("model", "ema")
+        rare = {"ema": 2}
+        assert "ema" in checkpointer.save(5, every=rare, wait="durable").groups
+        assert "ema" not in checkpointer.save(6, every=rare, wait="durable").groups
+    for step, there in ((2, False), (3, False), (4, True), (5, True), (6, False)):
+        with open_checkpoint(daemon.root, None, run, step) as reader:
+            assert ("ema" in reader.manifest.groups) is there
+            assert reader.verify() == []
+
+
+def test_what_a_restart_finds_different_is_said(daemon: RunningDaemon, run: str) -> None:
+    """Another decay goes on with the same average, a checkpoint without one begins anew; both are in the notes."""
+    trainer = Trainer()
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
+        trainer.train(range(1, 3), checkpointer)
+        checkpointer.save(2, wait="durable")
+        checkpointer.save(3, groups=("model", "optim", "extra"), wait="durable")
+    other = Ema(decay=0.95, of="model", every=1, correction="none")
+    with Checkpointer(run, Trainer().state, at=daemon.socket, ema=other) as checkpointer:
+        checkpointer.restore(2)
+        assert checkpointer.last_restore is not None
+        assert "decay was 0.9, and is 0.95 now" in "".join(checkpointer.last_restore.notes)
+        wait_until(lambda: checkpointer.ema.n == 2)
+        checkpointer.restore(3)
+        assert "begins anew" in "".join(checkpointer.last_restore.notes)
+        wait_until(lambda: checkpointer.ema.n == 0)
+
+
+def test_other_tensors_than_before_are_refused_by_name(daemon: RunningDaemon, run: str) -> None:
+    """Within a launch, and in the checkpoint that a launch restores."""
+    weights = {"w": torch.ones(3)}
+    with Checkpointer(run, {"model": weights}, at=daemon.socket, ema=WEIGHTS, fenced=True) as checkpointer:
+        checkpointer.ema.update()
+        checkpointer.save(1, wait="durable")
+        weights["new"] = torch.ones(2)
+        with pytest.raises(StateMismatch, match="model/new"):
+            checkpointer.ema.update()
+    trained = {"model": {"w": torch.ones(3), "new": torch.ones(2)}}
+    checkpointer = Checkpointer(run, trained, at=daemon.socket, ema=WEIGHTS, fenced=True)
+    with checkpointer, pytest.raises(StateMismatch, match="new"):
+        checkpointer.restore(strict=False)
+
+
+def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: str) -> None:
+    """An average of the user's own, masters that there are none of, doubles, and counting twice."""
+    trainer = Trainer()
+    with pytest.raises(InvalidRequest, match="group 'ema'"):
+        Checkpointer(run, {**trainer.state, "ema": {"w": torch.ones(1)}}, at=daemon.socket, ema=WEIGHTS)
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=Ema(every=1)) as checkpointer:
+        with pytest.raises(InvalidRequest, match="no tensor in this group") as refused:
+            trainer.train(range(1, 2), checkpointer)
+        assert "of='model'" in refused.value.hint
+        with pytest.raises(InvalidRequest, match="counted already"):
+            checkpointer.ema.update()
+    doubles = {"model": {"w": torch.ones(3, dtype=torch.float64)}}
+    checkpointer = Checkpointer(run, doubles, at=daemon.socket, ema=WEIGHTS)
+    with checkpointer, pytest.raises(InvalidRequest, match="model/w"):
+        checkpointer.ema.update()
+    without = Checkpointer(run, doubles, at=daemon.socket)
+    with without, pytest.raises(InvalidRequest, match="keeps no average"):
+        _ = without.ema
+
+
+@pytest.mark.parametrize(
+    "options", [{"decay": 1.0}, {"decay": True}, {"every": 0}, {"every": 2.5}, {"correction": "both"}, {"of": "optim"}]
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, tmp_path: Path) -> None:
+    """Before anything is contacted, by the option's name."""
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=Ema(**options))
+
+
+def test_ranks_on_several_nodes_are_refused(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is contacted, with what to do."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HOLDFAST_LAUNCH": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequest, match="several nodes"):
+        Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=WEIGHTS)
