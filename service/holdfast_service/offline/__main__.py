@@ -1,6 +1,7 @@
-"""`python -m holdfast_service.offline repair|import|export|catalog|tokens …`: works on a root, with or without a daemon.
+"""`python -m holdfast_service.offline repair|import|merge|export|catalog|tokens …`: works on a root.
 
-`holdfast` calls it, and prints what it says: one JSON document, a problem where it ends with an error.
+A daemon may serve it or not. `holdfast` calls this program, and prints what it says: one JSON document, a problem where it
+ends with an error.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-NAMES = ("repair", "import", "export", "catalog", "tokens")
+NAMES = ("repair", "import", "merge", "export", "catalog", "tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     if name not in NAMES:
         print(f"usage: python -m holdfast_service.offline {'|'.join(NAMES)} …", file=sys.stderr)
         return 2
-    return _program(name)([name, *rest] if name in ("repair", "import") else rest)
+    return _program(name)([name, *rest] if name in ("repair", "import", "merge") else rest)
 
 
 def _program(name: str) -> Callable[[list[str]], int]:

@@ -1,4 +1,4 @@
-"""Wires exports, imports and repairs, from the request to the result, for jobs and for scripts."""
+"""Wires exports, imports, merges and repairs, from the request to the result, for jobs and for scripts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wiring.exports import Exporter, ForeignExport
 from holdfast_service.wiring.imports import OURS, Importer, WantedImport
+from holdfast_service.wiring.merges import Merger, OpenDirectory
 from holdfast_service.wiring.progress import Progress
 
 
@@ -28,12 +29,14 @@ class Transfers:
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
         self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
+        self._merger = Merger(tier, decisions, self._importer)
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
-        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`. Paths are below `place`.
+        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`; `merge` has `recipe`, a text, and perhaps
+        `dry_run`. Paths are below `place`.
         """
-        return {"export": self.export_job, "import": self.import_job}
+        return {"export": self.export_job, "import": self.import_job, "merge": self.merge_job}
 
     def check(self, request: JobRequest) -> None:
         """Refuse a request of these kinds that must fail, before it becomes a job.
@@ -45,6 +48,11 @@ class Transfers:
         if request.kind == "import":
             self._reach(_text(request, "from"))
             _wanted_import(request)
+            self._decisions.imports().attempt(run, step)
+            return
+        if request.kind == "merge":
+            _wanted_merge(request)
+            self._merger.check(_text(request, "recipe"), self._reach)
             self._decisions.imports().attempt(run, step)
             return
         self._reach()
@@ -59,11 +67,12 @@ class Transfers:
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's import from below `place`, as its run and step."""
-        below = _text(job, "from")
-        source: Readable = self._reach(below)
-        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
-            source = snapshot.opened(self._place / below)
+        source = self._reach_snapshot(_text(job, "from"))
         return self.bring(source, _wanted_import(job, again=job.tries > 1), progress)
+
+    def merge_job(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Do a job's merge, as its run and step."""
+        return self.merge(_text(job, "recipe"), _wanted_merge(job, again=job.tries > 1), self._reach_snapshot, progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
@@ -79,12 +88,23 @@ class Transfers:
         """Make a checkpoint from `source`, or say what would be made."""
         return self._importer.bring(source, wanted, progress)
 
+    def merge(self, recipe: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
+        """Merge by a recipe, or say what would be made."""
+        return self._merger.merge(recipe, wanted, directory, progress)
+
     def repair(self, run: str, step: int) -> dict[str, Any]:
         """Repair what is damaged; raises the damage that is left."""
         outcome = self.repairer.run(run, step)
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
+
+    def _reach_snapshot(self, below: str) -> Readable:
+        """A directory below `place`, or a snapshot in a hub's cache there."""
+        source: Readable = self._reach(below)
+        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
+            source = snapshot.opened(self._place / below)
+        return source
 
     def _reach(self, below: str = "") -> Tier:
         """The directory `place`, or one below it, opened without following a link."""
@@ -131,6 +151,16 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
     return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
 
 
+def _wanted_merge(job: Job | JobRequest, again: bool = False) -> WantedImport:
+    """What a job's arguments ask of a merge besides its recipe; `InvalidRequest` for those that do not exist."""
+    for name, value in job.arguments.items():
+        if name not in ("recipe", "dry_run"):
+            raise InvalidRequest(f"a merge has no argument {name!r}", hint="recipe, dry_run")
+        if name == "dry_run" and not isinstance(value, bool):
+            raise InvalidRequest("the argument 'dry_run' of a merge is not true or false")
+    return WantedImport(*_named(job), dry_run=bool(job.arguments.get("dry_run", False)), again=again)
+
+
 def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
     """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
     target, given = _text(job, "to"), dict(job.arguments)
@@ -150,11 +180,12 @@ def _wanted_export(job: Job | JobRequest) -> Export | ForeignExport:
     return ForeignExport(*_named(job), target, terms)
 
 
+_MEANS = dict.fromkeys(("from", "to"), "a path below the export root") | {"recipe": "the text of a recipe"}
 _CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
 
 
 def _text(job: Job | JobRequest, name: str) -> str:
     found = job.arguments.get(name)
     if not isinstance(found, str) or not found:
-        raise InvalidRequest(f"a job of kind {job.kind!r} needs the argument {name!r}", hint="a path below the export root")
+        raise InvalidRequest(f"a job of kind {job.kind!r} needs the argument {name!r}", hint=_MEANS.get(name, ""))
     return found

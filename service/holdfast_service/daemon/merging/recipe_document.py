@@ -10,7 +10,7 @@ import yaml
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 
-TEXT_BYTES_MAX = 2**16
+TEXT_BYTES_MAX = 2**15  # a job's request holds it
 NODES_MAX = 10_000
 DEPTH_MAX = 12
 
