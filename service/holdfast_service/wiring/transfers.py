@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
@@ -52,7 +52,7 @@ class Transfers:
             return
         if request.kind == "merge":
             _wanted_merge(request)
-            self._merger.check(_text(request, "recipe"), self._reach)
+            self._merger.check(_text(request, "recipe"), self._model)
             self._decisions.imports().attempt(run, step)
             return
         self._reach()
@@ -72,7 +72,7 @@ class Transfers:
 
     def merge_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's merge, as its run and step."""
-        return self.merge(_text(job, "recipe"), _wanted_merge(job, again=job.tries > 1), self._reach_snapshot, progress)
+        return self.merge(_text(job, "recipe"), _wanted_merge(job, again=job.tries > 1), self._model, progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
@@ -105,6 +105,10 @@ class Transfers:
         if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
             source = snapshot.opened(self._place / below)
         return source
+
+    def _model(self, path: str) -> Readable:
+        """The directory that a recipe names, below `place`."""
+        return self._reach_snapshot(str(PurePosixPath(path)))
 
     def _reach(self, below: str = "") -> Tier:
         """The directory `place`, or one below it, opened without following a link."""
