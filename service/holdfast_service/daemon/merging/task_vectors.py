@@ -46,7 +46,7 @@ class TaskFormula:
     def __init__(self, terms: TaskTerms, shape: tuple[int, ...]) -> None:
         self._terms = terms
         ranked = any(one.how == "ranked" and one.density < 1 for one in terms.sparsities)
-        self.row = (shape[-1] if shape else 1) if ranked else 1
+        self.row = max(shape[-1], 1) if ranked and shape else 1
         elements = prod(shape)
         self._elements = elements
         self._kept = [
