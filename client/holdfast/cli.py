@@ -18,7 +18,6 @@ from .commands import (
     keep,
     ls,
     marks,
-    merge,
     nodes,
     programs,
     repair,
@@ -77,7 +76,7 @@ app.add_typer(programs.app, name="programs", epilog=EXIT_STATUSES)
 
 app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
 app.command("import", epilog=EXIT_STATUSES)(import_.import_)
-app.command(epilog=EXIT_STATUSES)(merge.merge)
+app.command(epilog=EXIT_STATUSES)(import_.merge)
 
 
 @app.callback(invoke_without_command=True)

@@ -48,7 +48,7 @@ def digests(root: Path, step: int) -> dict[str, list[str]]:
     return {name: [one.digest for one in tensor.extents] for name, tensor in made.tensors["model"].items()}
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(24, marks=pytest.mark.crash_slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.crash_slow)])
 def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
     """At acts all over it, the last one after the commit: it repeats one file at most, and no bit is another one."""
     put_models(tmp_path / "place")

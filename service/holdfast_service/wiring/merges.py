@@ -12,7 +12,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.merging.planning import names_of, plan_merge
 from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
-from holdfast_service.daemon.merging.sources import Place, read_sources
+from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
 from holdfast_service.storage import Readable, Tier
 from holdfast_service.wiring.imports import Importer, WantedImport
 from holdfast_service.wiring.progress import Progress
@@ -41,11 +41,11 @@ class Merger:
                 self._place(name, directory, held)
         return recipe
 
-    def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> Place:
+    def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> ModelPlace:
         """Where a model is; nothing removes a checkpoint of this root until the block ends."""
         found = checkpoint_named(name)
         if found is None:
-            return Place(name, directory(name))
+            return ModelPlace(name, directory(name))
         path = naming.checkpoint_path(*found)
         if self._tier.size(f"{path}/{naming.COMMIT}") is None:
             raise NoSuchCheckpoint(
@@ -53,7 +53,7 @@ class Merger:
                 hint=f"`holdfast ls {found.run}` lists them; a directory has a / in its name",
             )
         held.enter_context(self._decisions.reading(*found))
-        return Place(name, self._tier, path)
+        return ModelPlace(name, self._tier, path)
 
 
 def checkpoint_named(name: str) -> CheckpointId | None:

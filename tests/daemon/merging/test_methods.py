@@ -13,7 +13,7 @@ from holdfast_formats.foreign.listing import ForeignTensor
 from holdfast_formats.region import Box, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging.merged_tensor import MergedTensor
-from holdfast_service.daemon.merging.methods import METHODS, Named, Values
+from holdfast_service.daemon.merging.methods import METHODS, MergedName, Values
 from holdfast_service.daemon.merging.scanning import Terms
 from tests.daemon.merging.cases import CASES, SEED, SHAPE, TENSOR, Case, inputs
 
@@ -26,7 +26,7 @@ def terms_of(case: Case) -> Terms:
     models = [
         {one.name: given.get(one.name, one.default) for one in method.parameters if one.of_model} for given in case.models
     ]
-    return method.terms(Named(TENSOR, SEED, "mergekit"), shared, models)
+    return method.terms(MergedName(TENSOR, SEED, "mergekit"), shared, models)
 
 
 def computed(terms: Terms, arrays: list[NDArray[Any]], chunk: int = 0, boxes: list[Box] | None = None) -> NDArray[Any]:

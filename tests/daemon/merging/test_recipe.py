@@ -48,13 +48,13 @@ def test_what_it_says() -> None:
 
 
 def test_gradients() -> None:
-    """From the first layer to the last; embeddings are before them, and the rest behind."""
+    """From the first layer to the last; the first point is also that of tensors of no layer."""
     names = ["embed_tokens.weight", *(f"model.layers.{i}.self_attn.q" for i in range(5)), "model.norm.weight"]
-    assert list(depths(names).values()) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert list(depths(names).values()) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 0.0]
     assert depths(["layers.0.w"]) == {"layers.0.w": 1.0}
     recipe = read_recipe("{merge_method: slerp, base_model: a@1, models: [{model: b@1}], parameters: {t: [0, 0.5, 0.3]}}")
     found = [recipe.terms(name, depth) for name, depth in depths(names).items()]
-    assert found[3] == SlerpTerms(0.5) and found[-1] == SlerpTerms(0.3)
+    assert found[3] == SlerpTerms(0.5) and found[-2] == SlerpTerms(0.3)
     assert found[2] == SlerpTerms(0.25)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from holdfast_service.daemon.merging.draws import Draws
 from holdfast_service.daemon.merging.selection import Selector, magnitude_bits
-from holdfast_service.daemon.merging.sparsifying import Kept, Sparsity, between
+from holdfast_service.daemon.merging.sparsifying import Sparsity, ThinnedVector, between
 
 NUMBERS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0000001, 2.0, -2.0])
 
@@ -47,7 +47,7 @@ def test_the_first_elements(data: st.DataObject, listed: list[float], largest: b
 
 
 def kept(values: NDArray[np.float32], sparsity: Sparsity, step: int = 50) -> NDArray[np.bool_]:
-    one = Kept(sparsity, values.size, 1, Draws(0, 0, "w"))
+    one = ThinnedVector(sparsity, values.size, 1, Draws(0, 0, "w"))
     while not one.ready:
         for at in range(0, values.size, step):
             one.feed(at, values[at : at + step])

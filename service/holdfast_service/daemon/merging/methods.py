@@ -18,7 +18,7 @@ Value = float | bool | str
 Values = Mapping[str, Value]
 
 
-class Parameter(NamedTuple):
+class MergeParameter(NamedTuple):
     """A parameter: `needed` has no default. `of_model`: each model may have a value of its own."""
 
     name: str
@@ -55,7 +55,7 @@ class Parameter(NamedTuple):
 _SHARES = frozenset({"density", "gamma", "epsilon"})
 
 
-class Named(NamedTuple):
+class MergedName(NamedTuple):
     """The tensor that is merged, and by which seed and dialect."""
 
     tensor: str
@@ -67,32 +67,32 @@ class Method(NamedTuple):
     """A method by its name. `models`: how many besides the base it takes at least, and at most if not 0."""
 
     name: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[MergeParameter, ...]
     needs_base: bool
     models_min: int
     models_max: int
-    terms: Callable[[Named, Values, Sequence[Values]], Terms]  # of shared values and of each model's
+    terms: Callable[[MergedName, Values, Sequence[Values]], Terms]  # of shared values and of each model's
     dialects: tuple[Dialect, ...] = ("mergekit", "paddle")
 
-    def parameter(self, name: str) -> Parameter | None:
+    def parameter(self, name: str) -> MergeParameter | None:
         return next((one for one in self.parameters if one.name == name), None)
 
 
-WEIGHT = Parameter("weight", float, None, of_model=True)
+WEIGHT = MergeParameter("weight", float, None, of_model=True)
 
 
-def _mean(named: Named, shared: Values, models: Sequence[Values]) -> Terms:
+def _mean(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     weights = tuple(float(one["weight"]) for one in models)
     if shared["normalize"] and not sum(weights):
         raise InvalidRequest(f"the weights for tensor {named.tensor!r} are 0 together, and cannot be normalized")
     return MeanTerms(weights, bool(shared["normalize"]), named.dialect)
 
 
-def _slerp(named: Named, shared: Values, models: Sequence[Values]) -> Terms:
+def _slerp(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     return SlerpTerms(float(shared["t"]), named.dialect)
 
 
-def _alone(named: Named, shared: Values, models: Sequence[Values]) -> Terms:
+def _alone(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     return AloneTerms()
 
 
@@ -119,8 +119,8 @@ _WAYS = (
 _OF_PADDLE = ("ties", "dare_ties", "dare_linear")
 
 
-def _task(way: _Way) -> Callable[[Named, Values, Sequence[Values]], Terms]:
-    def terms(named: Named, shared: Values, models: Sequence[Values]) -> Terms:
+def _task(way: _Way) -> Callable[[MergedName, Values, Sequence[Values]], Terms]:
+    def terms(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
         paddle = named.dialect == "paddle"
         weights = tuple(float(one["weight"]) for one in models)
         normalize = bool(_given(shared, "normalize", True if paddle else way.normalize))
@@ -137,7 +137,7 @@ def _task(way: _Way) -> Callable[[Named, Values, Sequence[Values]], Terms]:
     return terms
 
 
-def _shares(weights: tuple[float, ...], named: Named) -> tuple[float, ...]:
+def _shares(weights: tuple[float, ...], named: MergedName) -> tuple[float, ...]:
     if not sum(weights):
         raise InvalidRequest(f"the weights for tensor {named.tensor!r} are 0 together, and cannot be normalized")
     return tuple(weight / sum(weights) for weight in weights)
@@ -156,7 +156,7 @@ def _rescale(way: _Way, shared: Values, paddle: bool) -> Rescale:
     return cast(Rescale, found)
 
 
-def _sparsity(way: _Way, values: Values, trim: Trim, named: Named) -> Sparsity:
+def _sparsity(way: _Way, values: Values, trim: Trim, named: MergedName) -> Sparsity:
     density, gamma, epsilon = (float(values.get(name, 0.0)) for name in ("density", "gamma", "epsilon"))
     if way.how == "none":
         return Sparsity("none", 1.0)
@@ -170,17 +170,17 @@ def _sparsity(way: _Way, values: Values, trim: Trim, named: Named) -> Sparsity:
 
 
 def _of_tasks(way: _Way) -> Method:
-    parameters = [WEIGHT, Parameter("normalize", bool, ""), Parameter("lambda", float, 1.0)]
-    parameters.append(Parameter("int8_mask", bool, False))  # only how mergekit holds a mask
+    parameters = [WEIGHT, MergeParameter("normalize", bool, ""), MergeParameter("lambda", float, 1.0)]
+    parameters.append(MergeParameter("int8_mask", bool, False))  # only how mergekit holds a mask
     if way.how != "none":
-        parameters.append(Parameter("density", float, 1.0, of_model=True))
-        parameters.append(Parameter("rescale", bool, "", words=get_args(Rescale)))
+        parameters.append(MergeParameter("density", float, 1.0, of_model=True))
+        parameters.append(MergeParameter("rescale", bool, "", words=get_args(Rescale)))
     if way.how == "trim":
-        parameters.append(Parameter("trim", str, "", words=get_args(Trim)))
+        parameters.append(MergeParameter("trim", str, "", words=get_args(Trim)))
     if way.how == "outliers":
-        parameters.append(Parameter("gamma", float, 0.01, of_model=True))
+        parameters.append(MergeParameter("gamma", float, 0.01, of_model=True))
     if way.how == "ranked":
-        parameters.append(Parameter("epsilon", float, 0.15, of_model=True))
+        parameters.append(MergeParameter("epsilon", float, 0.15, of_model=True))
     dialects: tuple[Dialect, ...] = ("mergekit", "paddle") if way.name in _OF_PADDLE else ("mergekit",)
     return Method(way.name, tuple(parameters), True, 1, 0, _task(way), dialects)
 
@@ -188,8 +188,8 @@ def _of_tasks(way: _Way) -> Method:
 METHODS: dict[str, Method] = {
     one.name: one
     for one in (
-        Method("linear", (WEIGHT, Parameter("normalize", bool, True)), False, 1, 0, _mean),
-        Method("slerp", (Parameter("t", float, None),), True, 1, 1, _slerp),
+        Method("linear", (WEIGHT, MergeParameter("normalize", bool, True)), False, 1, 0, _mean),
+        Method("slerp", (MergeParameter("t", float, None),), True, 1, 1, _slerp),
         *map(_of_tasks, _WAYS),
         Method("passthrough", (), False, 1, 1, _alone, ("mergekit",)),
     )

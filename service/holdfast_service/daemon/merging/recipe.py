@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.daemon.merging.methods import METHODS, Method, Named, Parameter, Value
+from holdfast_service.daemon.merging.methods import METHODS, MergedName, MergeParameter, Method, Value
 from holdfast_service.daemon.merging.recipe_document import Located, nearest, read_document
 from holdfast_service.daemon.merging.scanning import Terms
 from holdfast_service.daemon.merging.settings import Setting, Settings, read_setting
@@ -92,14 +92,14 @@ class MergeRecipe(NamedTuple):
             }
             for model in self.models
         ]
-        return self.method.terms(Named(tensor, self.seed, self.dialect), shared, models)
+        return self.method.terms(MergedName(tensor, self.seed, self.dialect), shared, models)
 
     def unused_filters(self, tensors: Sequence[str]) -> list[str]:
         """Filters that fit no tensor."""
         settings = [self.settings, *(model.settings for model in self.models)]
         return sorted({word for one in settings for setting in one.values() for word in setting.unused(tensors)})
 
-    def _parameters(self, of_model: bool) -> Iterable[Parameter]:
+    def _parameters(self, of_model: bool) -> Iterable[MergeParameter]:
         return (one for one in self.method.parameters if one.of_model == of_model)
 
     def _value(self, name: str, places: tuple[Settings, ...], tensor: str, depth: float) -> Value:

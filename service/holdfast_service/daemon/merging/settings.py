@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast_service.daemon.merging.methods import Parameter, Value
+from holdfast_service.daemon.merging.methods import MergeParameter, Value
 from holdfast_service.daemon.merging.recipe_document import Located
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 FILTERS = ("filter", "value")
 
 
-class Choice(NamedTuple):
+class FilteredValue(NamedTuple):
     """A value, or points of a gradient, for tensors whose name contains `filter`; None: for all."""
 
     filter: str | None
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 class Setting(NamedTuple):
     """What a recipe says of a parameter; the first choice that fits a tensor counts."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[FilteredValue, ...]
     line: int
 
     def value(self, tensor: str, depth: float) -> Value | None:
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 Settings = Mapping[str, Setting]
 
 
-def read_setting(given: Located, parameter: Parameter) -> Setting:
+def read_setting(given: Located, parameter: MergeParameter) -> Setting:
     """What stands at a parameter's key; `InvalidRequest` by key and line for what cannot be its value."""
     if isinstance(given.value, dict):
         return Setting((_conditional(given, parameter),), given.line)
@@ -58,7 +58,7 @@ def read_setting(given: Located, parameter: Parameter) -> Setting:
     return Setting((_choice(None, given, parameter),), given.line)
 
 
-def _conditional(given: Located, parameter: Parameter) -> Choice:
+def _conditional(given: Located, parameter: MergeParameter) -> FilteredValue:
     keys = given.mapping(FILTERS)
     if "value" not in keys:
         given.refuse("has a filter, but no value")
@@ -66,18 +66,18 @@ def _conditional(given: Located, parameter: Parameter) -> Choice:
     return _choice(word, keys["value"], parameter)
 
 
-def _choice(word: str | None, given: Located, parameter: Parameter) -> Choice:
+def _choice(word: str | None, given: Located, parameter: MergeParameter) -> FilteredValue:
     if not isinstance(given.value, list):
-        return Choice(word, (_checked(given, parameter),), False)
+        return FilteredValue(word, (_checked(given, parameter),), False)
     if parameter.kind is not float:
         given.refuse(f"has points of a gradient, which {parameter.name} cannot have")
     points = tuple(_checked(one, parameter) for one in given.items())
     if not points:
         given.refuse("is an empty list")
-    return Choice(word, points, True)
+    return FilteredValue(word, points, True)
 
 
-def _checked(given: Located, parameter: Parameter) -> Value:
+def _checked(given: Located, parameter: MergeParameter) -> Value:
     if given.value is None or isinstance(given.value, list | dict):
         given.refuse(f"is no value of {parameter.name}")
     try:
@@ -97,7 +97,7 @@ def _at(points: Sequence[Value], depth: float) -> float:
 def depths(tensors: Iterable[str]) -> dict[str, float]:
     """How deep in the model each tensor is: its layer's number of those with the same name before it, from 0 to 1.
 
-    Of the tensors of no layer, embeddings are at 0, and all others behind the last layer.
+    Tensors of no layer are at 0, as in mergekit: what is before the layers, and what is behind.
     """
     layers: dict[str, tuple[str, int]] = {}
     last: dict[str, int] = {}
@@ -114,5 +114,5 @@ def depths(tensors: Iterable[str]) -> dict[str, float]:
             stack, number = layers[name]
             made[name] = number / last[stack] if last[stack] else 1.0
         else:
-            made[name] = 0.0 if "embed" in name or "wte" in name else 1.0
+            made[name] = 0.0
     return made

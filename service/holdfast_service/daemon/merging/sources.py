@@ -26,7 +26,7 @@ from holdfast_service.storage import Buffer, Readable
 KEPT_BYTES_MAX = 2**26  # verified extents that all checkpoints of a merge keep together
 
 
-class Place(NamedTuple):
+class ModelPlace(NamedTuple):
     """Where a model is: a directory of a tier, with what it is called."""
 
     name: str
@@ -126,7 +126,7 @@ class MergeSources(NamedTuple):
         return self.by_name[name]
 
 
-def read_sources(places: Sequence[Place]) -> MergeSources:
+def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
     """Read what every place has, without a tensor. `StateMismatch` and others, by the model's name, for what is not
     understood; `Damaged` for a checkpoint that does not match its digests.
     """
@@ -152,7 +152,7 @@ class _Own(NamedTuple):
     step: int
 
 
-def _committed(place: Place, kept_bytes_max: int) -> _Own | None:
+def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
     """A Holdfast checkpoint; None for the directory of another program."""
     directory = place.directory
     if place.files.size(f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT) is None:
@@ -164,12 +164,12 @@ def _committed(place: Place, kept_bytes_max: int) -> _Own | None:
     return _Own(source.files, source.listing, pair.commit, pair.made.run, pair.made.step)
 
 
-def _ours(place: Place, number: int, own: _Own) -> MergeSource:
+def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:
     told = {"model": place.name, "run": own.run, "step": own.step, "commit": digest(own.commit)}
     return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), told)
 
 
-def _foreign(place: Place, number: int, watched: WatchedSource) -> MergeSource:
+def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSource:
     files = OneOf(watched, number)
     try:
         kind = choose(files, None, KINDS)

@@ -31,7 +31,7 @@ class Sparsity(NamedTuple):
     trim: Trim = "count"
 
 
-class Kept:
+class ThinnedVector:
     """Finds which elements of one task vector stay. `feed` it whole scans until it is `ready`."""
 
     def __init__(self, sparsity: Sparsity, elements: int, row: int, draws: Draws) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from holdfast_service.daemon.merging.draws import Draws
 from holdfast_service.daemon.merging.norms import PairwiseSum, PlainSum, RunningSum
 from holdfast_service.daemon.merging.scanning import Block, Floats, Mask, Scan
-from holdfast_service.daemon.merging.sparsifying import Kept, Sparsity
+from holdfast_service.daemon.merging.sparsifying import Sparsity, ThinnedVector
 
 Rescale = Literal["l1", "density", "none"]
 Dialect = Literal["mergekit", "paddle"]
@@ -50,7 +50,7 @@ class TaskFormula:
         elements = prod(shape)
         self._elements = elements
         self._kept = [
-            Kept(one, elements, self.row, Draws(terms.seed, number, terms.tensor))
+            ThinnedVector(one, elements, self.row, Draws(terms.seed, number, terms.tensor))
             for number, one in enumerate(terms.sparsities)
         ]
         self._factors: list[np.float32 | None] = [None] * len(self._kept)
