@@ -99,6 +99,7 @@ class Commands(LazyGroup):
             "import_",
             "Create a committed checkpoint from a checkpoint of another program.",
         ),
+        "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
         "token": _entry("token", "Create, list and revoke the tokens that the service requires.", "app"),
         "programs": _entry(

@@ -1,19 +1,22 @@
-"""`holdfast import`: create a checkpoint from one of another program, or from an exported checkpoint."""
+"""`holdfast import` and `holdfast merge`: create a checkpoint from others."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from holdfast.config import default_url
+from holdfast.read.library import open_library, parse_target
 from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchCheckpoint
 from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
@@ -33,6 +36,17 @@ Program = Annotated[
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
 Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would become of what, and write nothing.")]
+
+RECIPE_BYTES_MAX = 2**15
+
+Recipe = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe's YAML file; with --average-last, the run whose steps are averaged."),
+]
+Last = Annotated[
+    int | None, typer.Option("--average-last", metavar="K", min=1, help="Average the newest K checkpoints of a run.")
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of an average: float32, bfloat16 or float16.")]
 
 
 def import_(  # noqa: PLR0913 - typer makes an option of each
@@ -67,7 +81,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
                 done = delegated.offline("import", *words, on_bytes=on_bytes)
         else:
             wanted = JobRequest(kind="import", run=run, step=step, arguments={"from": source, **arguments})
-            done = _by_service(url, wanted, as_json)
+            done = _by_service(url, wanted, as_json, "importing")
     if as_json:
         console.print_json(done)
         return
@@ -83,8 +97,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         console.out().print(Text.assemble(("note  ", "bold"), note))
 
 
-def _by_service(url: str | None, wanted: JobRequest, as_json: bool) -> dict[str, Any]:
-    with Api(url or default_url()) as api, console.told("importing", shown=not as_json) as on_bytes:
+def _by_service(url: str | None, wanted: JobRequest, as_json: bool, doing: str) -> dict[str, Any]:
+    with Api(url or default_url()) as api, console.told(doing, shown=not as_json) as on_bytes:
         return delegated.as_job(api, wanted, on_bytes)
 
 
@@ -123,5 +137,87 @@ def print_files(source: dict[str, Any]) -> None:
     more = len(source["files"]) - FILES_SHOWN + source.get("more_files", 0)
     if more > 0:
         out.print(f"and {more} more files; --json lists them")
+    for note in source["notes"]:
+        out.print(Text.assemble(("note  ", "bold"), note))
+
+
+def merge(  # noqa: PLR0913 - typer makes an option of each
+    recipe: Recipe,
+    checkpoint: Wanted,
+    average_last: Last = None,
+    dtype: Dtype = None,
+    dry_run: DryRun = False,
+    root: Root = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge checkpoints of one architecture into a new one, by a recipe as mergekit's; it is read back before the commit.
+
+    Models are checkpoints (RUN@STEP) or directories, with an adapter as MODEL+ADAPTER. Names, shapes and types that do
+    not match, and whatever is not understood in the recipe, are refused by name. With --root no daemon may be serving
+    that directory; otherwise the service does the merge, and goes on with it after a restart.
+    """
+    with console.reporting(as_json):
+        run, step = named(checkpoint)
+        if root is not None and url is not None:
+            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
+        if average_last is None and dtype is not None:
+            raise InvalidRequest("--dtype is an option of --average-last", hint="say `dtype` in the recipe")
+        text = _read(recipe) if average_last is None else _average(recipe, average_last, dtype, root, url)
+        if root is not None:
+            words = ["--dry-run"] if dry_run else []
+            done = delegated.offline("merge", f"{run}@{step}", f"--recipe={text}", "--root", str(root), *words)
+        else:
+            arguments = {"recipe": text} | ({"dry_run": True} if dry_run else {})
+            done = _by_service(url, JobRequest(kind="merge", run=run, step=step, arguments=arguments), as_json, "merging")
+    _print_merged(done, f"{run}@{step}", dry_run, as_json)
+
+
+def _read(recipe: str) -> str:
+    path = Path(recipe)
+    if not path.is_file():
+        raise InvalidRequest(
+            f"there is no file {recipe}", hint="pass a recipe's file, or --average-last K with a run's name"
+        )
+    if path.stat().st_size > RECIPE_BYTES_MAX:
+        raise LimitExceeded(f"{recipe} has more than {RECIPE_BYTES_MAX} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise InvalidRequest(f"{recipe} is not UTF-8: {error}") from error
+
+
+def _average(run: str, count: int, dtype: str | None, root: Path | None, url: str | None) -> str:
+    """A recipe for the mean of the newest checkpoints of a run; it names their steps, so that it stays what it is.
+
+    Abandoned, damaged and unhealthy checkpoints do not count.
+    """
+    target = parse_target(run)
+    if target.directory is not None or run != target.run:
+        raise InvalidRequest(f"{run!r} is not the name of a run", hint="with --average-last, give a run and no step")
+    with closing(open_library(root, url)) as library:
+        listed = library.checkpoints(target.run).checkpoints
+    usable = [one for one in listed if not one.abandoned and one.damage is None and one.healthy is not False]
+    steps = sorted((one.step for one in usable if "model" in one.groups), reverse=True)[:count]
+    if len(steps) < count:
+        raise NoSuchCheckpoint(
+            f"{target.run} has {len(steps)} sound checkpoints with a model, not {count}", hint=f"`holdfast ls {target.run}`"
+        )
+    models = "".join(f"  - model: {target.run}@{step}\n" for step in steps)
+    told = "" if dtype is None else f"dtype: {dtype}\n"
+    return f"merge_method: linear\nmodels:\n{models}parameters: {{weight: 1.0}}\n{told}"
+
+
+def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        console.print_json(done)
+        return
+    out, source = console.out(), done["source"]
+    size = console.human_bytes(int(done["bytes"]))
+    what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files, of {len(source['models'])} sources"
+    if dry_run:
+        out.print(Text.assemble(("would merge  ", "yellow"), f"{what}; nothing was written"))
+    else:
+        out.print(Text.assemble(("merged  ", "green"), f"{what}, verified"))
     for note in source["notes"]:
         out.print(Text.assemble(("note  ", "bold"), note))

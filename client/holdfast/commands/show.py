@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from holdfast.read import ancestry
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
@@ -18,13 +19,16 @@ from holdfast_formats.rest import bodies
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
     """Show a checkpoint: origin, files and tensors."""
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
-        made = CheckpointReader.open(source, complete=False).manifest
+        reader = CheckpointReader.open(source, complete=False)
+        made, origin = reader.manifest, ancestry.origin_of(reader)
         copies, known = [], None
         if isinstance(source, HttpSource):
             copies = replicas.of(source.api, source.run, source.step)
             known = source.api.checkpoint(source.run, source.step)
+        descent = None if origin is None else ancestry.Descent(source, origin)
+        drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        console.print_json({**_document(made, known), "replicas": [copy.model_dump() for copy in copies]})
+        console.print_json({**_document(made, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin})
         return
     out = console.out()
     out.print(Text(f"{made.run}@{made.step}", "bold"))
@@ -45,6 +49,8 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
     for name, value in facts.items():
         out.print(Text(f"{name:<11} {value}"))
+    for line in drawn:
+        out.print(Text(line))
     _print_tables(made)
 
 

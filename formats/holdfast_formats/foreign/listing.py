@@ -77,7 +77,11 @@ FetchBox = Callable[["ForeignTensor", Box], NDArray[Any]]
 
 
 class Decoder(Protocol):
-    """Computes a tensor's values from other stored tensors: those of a quantised optimizer, say."""
+    """Computes a tensor's values from other stored tensors: those of a quantised optimizer, say.
+
+    One whose values do not follow from its type and its inputs alone has an attribute `terms`, whose `repr` says from what;
+    one that computes stretches in order, and none of them better for being long, has `band_bytes`, how many to ask for.
+    """
 
     @property
     def inputs(self) -> tuple[ForeignTensor, ...]:

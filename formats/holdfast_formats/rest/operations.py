@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Level = Literal["info", "warning", "error"]
-JobKind = Literal["verify", "scrub", "export", "import", "compare", "rebuild"]
+JobKind = Literal["verify", "scrub", "export", "import", "merge", "compare", "rebuild"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 Scope = Literal["read", "write", "admin"]
 ReplicaState = Literal["copying", "present", "damaged", "gone"]

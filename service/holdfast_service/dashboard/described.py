@@ -73,7 +73,7 @@ class Subject(NamedTuple):
     operations: tuple[Operation, ...]
 
 
-class Model(NamedTuple):
+class DescribedBody(NamedTuple):
     """A body, by the name that types link to."""
 
     name: str
@@ -92,10 +92,10 @@ def subjects(described: Mapping[str, Any]) -> list[Subject]:
     return [Subject(name, texts.get(name, ""), tuple(by_tag[name])) for name in names]
 
 
-def models(described: Mapping[str, Any]) -> list[Model]:
+def models(described: Mapping[str, Any]) -> list[DescribedBody]:
     """All bodies, by name."""
     schemas = described.get("components", {}).get("schemas", {})
-    return [Model(name, _prose(one.get("description", "")), tuple(_members(one))) for name, one in sorted(schemas.items())]
+    return [DescribedBody(name, _prose(one.get("description", "")), tuple(_members(one))) for name, one in sorted(schemas.items())]
 
 
 def type_of(schema: Mapping[str, Any]) -> tuple[Phrase, ...]:

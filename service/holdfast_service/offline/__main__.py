@@ -1,6 +1,7 @@
-"""`python -m holdfast_service.offline repair|import|export|convert|catalog|tokens …`: works on a root that nobody serves.
+"""`python -m holdfast_service.offline repair|import|merge|export|convert|catalog|tokens …`: works on a root.
 
-`holdfast` calls it, and prints what it says: one JSON document, a problem where it ends with an error.
+A daemon may serve it or not. `holdfast` calls this program, and prints what it says: one JSON document, a problem where it
+ends with an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast_formats.errors import RoundAborted, exit_status
 
-ACTS = ("repair", "import", "export", "convert")  # their programs do several things
+ACTS = ("repair", "import", "merge", "export", "convert")  # their programs do several things
 NAMES = (*ACTS, "catalog", "tokens")
 
 

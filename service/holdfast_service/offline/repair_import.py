@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.offline repair|import`: repairs and imports in a root that no daemon serves."""
+"""`python -m holdfast_service.offline repair|import|merge`: repairs, imports and merges in a root that no daemon serves."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     if given.act == "import" and given.dry_run:
         return _foretold(given, WantedImport(*which, _options(given), dry_run=True), root)
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
-    with _decided(root, listed=given.act == "import") as (tier, decisions):
+    with _decided(root, listed=given.act != "repair") as (tier, decisions):
         repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
         transfers = Transfers(tier, decisions, repairer)
         if given.act == "repair":
             return transfers.repair(*which)
-        wanted = WantedImport(*which, _options(given))
-        return transfers.bring(open_source(Path(given.source)), wanted, Printed(sys.stdout) if given.progress else Quiet())
+        progress = Printed(sys.stdout) if given.progress else Quiet()
+        if given.act == "merge":
+            wanted = WantedImport(*which, dry_run=given.dry_run, again=True)
+            return transfers.merge(given.recipe, wanted, lambda path: open_source(Path(path)), progress)
+        return transfers.bring(open_source(Path(given.source)), WantedImport(*which, _options(given)), progress)
 
 
 def _options(given: argparse.Namespace) -> ImportOptions:
@@ -116,8 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
     bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
-    bring.add_argument("--progress", action="store_true", help="print lines of [done, total] bytes first")
+    merge = acts.add_parser("merge", help="merge checkpoints by a recipe")
+    merge.add_argument("checkpoint", metavar="RUN@STEP")
+    merge.add_argument("--recipe", required=True, metavar="TEXT", help="the text of a recipe")
+    merge.add_argument("--dry-run", action="store_true", help="only say what would be made")
+    for act in (bring, merge):
+        act.add_argument("--progress", action="store_true", help="print lines of [done, total] bytes first")
     bring.set_defaults(sources=())
-    for act in (repair, bring):
+    merge.set_defaults(sources=())
+    for act in (repair, bring, merge):
         act.add_argument("--root", required=True, metavar="DIR")
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
@@ -31,6 +32,9 @@ class WantedImport(NamedTuple):
     again: bool = False
 
 
+Planner = Callable[[Goal], PlannedImport]
+
+
 class Importer:
     """Makes checkpoints of one root."""
 
@@ -45,13 +49,19 @@ class Importer:
             return foretold(source, wanted)
         if ours:
             return self._copy(source, wanted, progress)
+        return self.make(lambda goal: importing.plan_import(source, goal, wanted.options), wanted, progress)
+
+    def make(self, plan: Planner, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+        """Make a checkpoint of what is planned, or say what would be made; a job that was killed goes on."""
         try:
             attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
         except AlreadyCommitted:
             if not wanted.again:
                 raise
-            return self._committed_before(source, wanted)
-        planned = importing.plan_import(source, Goal(wanted.run, wanted.step, attempt), wanted.options)
+            return self._committed_before(plan, wanted)
+        planned = plan(Goal(wanted.run, wanted.step, attempt))
+        if wanted.dry_run:
+            return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
         planned = planned._replace(node=self._decisions.node_of_many)
         try:
             return self._made(planned, progress)
@@ -75,7 +85,7 @@ class Importer:
         for name, data in vouched.small.items():
             importing.put_again(self._tier, f"{staging}/{name}", data)
         read_back(self._tier, staging, vouched.made, ahead)
-        made = imports.publish(planned.place, vouched.encoded, vouched.commit)
+        made = imports.publish(planned.place, vouched.encoded, vouched.commit, planned.made_how)
         return self._done(planned, source, made)
 
     def _done(self, planned: PlannedImport, source: dict[str, Any], made: Manifest) -> dict[str, Any]:
@@ -83,7 +93,7 @@ class Importer:
         self._decisions.findings.sound(made.run, made.step, made=made)
         return {**import_report.report(planned, source), **_counts(made)}
 
-    def _committed_before(self, source: Readable, wanted: WantedImport) -> dict[str, Any]:
+    def _committed_before(self, plan: Planner, wanted: WantedImport) -> dict[str, Any]:
         """The result of a job whose service was killed when it had committed; `AlreadyCommitted` for anything else."""
         taken = AlreadyCommitted(
             f"{wanted.run}@{wanted.step} is already committed", hint="remove it, or choose another step"
@@ -95,7 +105,7 @@ class Importer:
             raise taken from None
         if told is None:
             raise taken
-        planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.options)
+        planned = plan(Goal(wanted.run, wanted.step, 0))
         if told.get("job") != planned.job:
             raise taken
         return self._done(planned, dict(told), self._verified(wanted.run, wanted.step))

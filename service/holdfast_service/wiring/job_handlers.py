@@ -54,7 +54,7 @@ def start_jobs(node: str, workers: Workers, membership: Membership | None = None
     runner.register("scrub", workers.checks.scrub)
     runner.register("rebuild", rebuild)
     runner.register("compare", comparison, needs=("run", "step", "with"), check=comparison.check)
-    for kind, path in (("export", "to"), ("import", "from")):
+    for kind, path in (("export", "to"), ("import", "from"), ("merge", "recipe")):
         handler = transfers.handlers()[kind]
         runner.register(kind, handler, needs=("run", "step", path), check=transfers.check)
     runner.start()

@@ -1,9 +1,9 @@
-"""Wires exports, imports and repairs, from the request to the result, for jobs and for scripts."""
+"""Wires exports, imports, merges and repairs, from the request to the result, for jobs and for scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
@@ -20,6 +20,7 @@ from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wiring.exports import Exporter, ForeignExport
 from holdfast_service.wiring.imports import OURS, Importer, WantedImport
+from holdfast_service.wiring.merges import Merger, OpenDirectory
 from holdfast_service.wiring.progress import Progress
 
 
@@ -29,12 +30,14 @@ class Transfers:
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
         self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
+        self._merger = Merger(tier, decisions, self._importer)
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
-        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`. Paths are below `place`.
+        has; `import` has `from`, what `ImportOptions` has, and perhaps `dry_run`; `merge` has `recipe`, a text, and perhaps
+        `dry_run`. Paths are below `place`.
         """
-        return {"export": self.export_job, "import": self.import_job}
+        return {"export": self.export_job, "import": self.import_job, "merge": self.merge_job}
 
     def check(self, request: JobRequest) -> None:
         """Refuse a request of these kinds that must fail, before it becomes a job.
@@ -48,6 +51,11 @@ class Transfers:
             _wanted_import(request)
             self._decisions.imports().attempt(run, step)
             return
+        if request.kind == "merge":
+            _wanted_merge(request)
+            self._merger.check(_text(request, "recipe"), self._model)
+            self._decisions.imports().attempt(run, step)
+            return
         self._place_for(_wanted_export(request))
         if not self._tier.list(naming.checkpoint_path(run, step)):
             raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
@@ -59,11 +67,12 @@ class Transfers:
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's import from below `place`, as its run and step."""
-        below = _text(job, "from")
-        source: Readable = self._reach(below)
-        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
-            source = snapshot.opened(self._place / below)
+        source = self._reach_snapshot(_text(job, "from"))
         return self.bring(source, _wanted_import(job, again=job.tries > 1), progress)
+
+    def merge_job(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Do a job's merge, as its run and step."""
+        return self.merge(_text(job, "recipe"), _wanted_merge(job, again=job.tries > 1), self._model, progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
@@ -79,6 +88,10 @@ class Transfers:
         """Make a checkpoint from `source`, or say what would be made."""
         return self._importer.bring(source, wanted, progress)
 
+    def merge(self, recipe: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
+        """Merge by a recipe, or say what would be made."""
+        return self._merger.merge(recipe, wanted, directory, progress)
+
     def repair(self, run: str, step: int) -> dict[str, Any]:
         """Repair what is damaged; raises the damage that is left."""
         outcome = self.repairer.run(run, step)
@@ -92,6 +105,17 @@ class Transfers:
         split_leaf(wanted.target)
         check_output_place(place.root / wanted.target)
         return place
+
+    def _reach_snapshot(self, below: str) -> Readable:
+        """A directory below `place`, or a snapshot in a hub's cache there."""
+        source: Readable = self._reach(below)
+        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
+            source = snapshot.opened(self._place / below)
+        return source
+
+    def _model(self, path: str) -> Readable:
+        """The directory that a recipe names, below `place`."""
+        return self._reach_snapshot(str(PurePosixPath(path)))
 
     def _reach(self, below: str = "") -> PosixTier:
         """The directory `place`, or one below it, opened without following a link."""
@@ -138,6 +162,16 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
     return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
 
 
+def _wanted_merge(job: Job | JobRequest, again: bool = False) -> WantedImport:
+    """What a job's arguments ask of a merge besides its recipe; `InvalidRequest` for those that do not exist."""
+    for name, value in job.arguments.items():
+        if name not in ("recipe", "dry_run"):
+            raise InvalidRequest(f"a merge has no argument {name!r}", hint="recipe, dry_run")
+        if name == "dry_run" and not isinstance(value, bool):
+            raise InvalidRequest("the argument 'dry_run' of a merge is not true or false")
+    return WantedImport(*_named(job), dry_run=bool(job.arguments.get("dry_run", False)), again=again)
+
+
 def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | ForeignExport:
     """What a job's arguments ask of an export; `InvalidRequest` for one that has another type, or that does not exist."""
     target, given = _text(job, "to"), dict(job.arguments)
@@ -162,11 +196,12 @@ def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | Forei
     return ForeignExport(*_named(job), target, terms, again)
 
 
+_MEANS = dict.fromkeys(("from", "to"), "a path below the export root") | {"recipe": "the text of a recipe"}
 _CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
 
 
 def _text(job: Job | JobRequest, name: str) -> str:
     found = job.arguments.get(name)
     if not isinstance(found, str) or not found:
-        raise InvalidRequest(f"a job of kind {job.kind!r} needs the argument {name!r}", hint="a path below the export root")
+        raise InvalidRequest(f"a job of kind {job.kind!r} needs the argument {name!r}", hint=_MEANS.get(name, ""))
     return found

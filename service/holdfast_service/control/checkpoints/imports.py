@@ -45,11 +45,11 @@ class Imports:
         """The manifest and the small files of what is staged: it is read back by them before it is published."""
         return commit.vouch(plan, receipt, self._events.now(), Lineage(rewinds=self.way(plan.run)))
 
-    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes) -> Manifest:
-        """Publish what is staged and proven, as manifest and COMMIT vouch for it."""
+    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, how: str = "imported") -> Manifest:
+        """Publish what is staged and proven, as manifest and COMMIT vouch for it; `how` it was made is for people."""
         made = commit.publish_copy(self._store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(made))
-        text = f"step {made.step} was imported and is committed"
+        text = f"step {made.step} was {how} and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
         self.on_commit(made)
         return made

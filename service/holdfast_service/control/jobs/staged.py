@@ -1,4 +1,4 @@
-"""Where import jobs that wait or run have staged something: a later start of such a job goes on from there."""
+"""Where jobs that import or merge, and wait or run have staged something: a later start of such a job goes on from there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast_service.storage import Readable
 
 log = logging.getLogger(__name__)
 
-KIND = "import"
+KINDS = ("import", "merge")
 
 
 def wanted_places(database: Database, files: Readable) -> list[Place]:
@@ -26,10 +26,10 @@ def wanted_places(database: Database, files: Readable) -> list[Place]:
         return []
     try:
         with database.read() as session:
-            wanted = select(JobRow.run, JobRow.step).where(JobRow.kind == KIND, JobRow.state.in_(GOES_ON))
+            wanted = select(JobRow.run, JobRow.step).where(JobRow.kind.in_(KINDS), JobRow.state.in_(GOES_ON))
             found = {(run, step) for run, step in session.execute(wanted)}
     except CheckpointError as away:
-        log.warning("what imports have staged is not swept: %s", away.detail)
+        log.warning("what jobs have staged is not swept: %s", away.detail)
         return there
     return [place for place in there if (place.run, place.step) in found]
 

@@ -9,7 +9,7 @@ import msgspec
 from holdfast_formats import decoding, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import Decoder, ForeignTensor, TensorKey
 from holdfast_formats.foreign.target_files import TargetFile
 from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.storage import Tier
@@ -126,5 +126,10 @@ def _file(file: TargetFile) -> object:
 
 def _source(tensor: ForeignTensor) -> object:
     decoder = tensor.decoder
-    inner = () if decoder is None else (type(decoder).__name__, [_source(other) for other in decoder.inputs])
+    inner = () if decoder is None else (_said(decoder), [_source(other) for other in decoder.inputs])
     return tensor.spec, tensor.pieces, tensor.copies, inner
+
+
+def _said(decoder: Decoder) -> object:
+    terms = getattr(decoder, "terms", None)
+    return type(decoder).__name__ if terms is None else (type(decoder).__name__, terms)

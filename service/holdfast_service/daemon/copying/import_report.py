@@ -19,7 +19,8 @@ def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     files = [_file_told(planned.source, use, read) for use in listing.files]
     given = {name: value for name, value in options._asdict().items() if value and name != "kind"}
     said = {} if listing.step is None else {"step": listing.step}
-    return {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned), **given, **said}
+    told = {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned)}
+    return {**told, **given, **said, **planned.about}
 
 
 def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:

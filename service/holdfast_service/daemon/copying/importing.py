@@ -70,6 +70,7 @@ class PlannedImport(NamedTuple):
     plan: WritePlan
     job: str
     node: str = ""
+    about: Mapping[str, Any] = {}  # what state.json says of its source besides
 
     @property
     def place(self) -> Place:
@@ -78,6 +79,11 @@ class PlannedImport(NamedTuple):
         A node that has lost its lease may still write, and must not meet the one that has taken its job.
         """
         return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
+
+    @property
+    def made_how(self) -> str:
+        """What was done, in a word for people."""
+        return "merged" if self.listing.kind == "merge" else "imported"
 
     @property
     def bytes(self) -> int:
@@ -112,9 +118,16 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     kind = choose(watched, options.kind, KINDS)
     listing = kind.read(watched, ReadOptions(options.as_is, options.assemble_flat))
     wanted = mapping.mapped(watched, listing, options.program)
-    targets = {one.key: one for one in wanted.tensors}
-    if not targets:
+    if not wanted.tensors:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
+    return planned(watched, listing, wanted, goal, options)
+
+
+def planned(
+    watched: WatchedSource, listing: ForeignListing, wanted: MappedListing, goal: Goal, options: ImportOptions
+) -> PlannedImport:
+    """What is written for these tensors, and beside them."""
+    targets = {one.key: one for one in wanted.tensors}
     groups = {key.group for key in targets} | wanted.documents.keys()
     if groups != {_MODEL}:  # weights alone stay the directory that Hugging Face knows
         groups.add(_BESIDE)

@@ -111,11 +111,12 @@ class TargetBytes:
         """An extent out of the band that has it."""
         assert cut.tensor is not None
         mapped = self.file.tensors[cut.tensor].mapped
-        start = cut.offset - cut.offset % BAND_BYTES
+        length = band_bytes(mapped, self._tensors)
+        start = cut.offset - cut.offset % length
         if self._band[:2] != (cut.tensor, start):
             self._band = (-1, 0, np.empty(0, np.uint8))  # free the last one first
             width = dtypes.to_numpy(mapped.spec.dtype).itemsize
-            stop = min(start + BAND_BYTES, mapped.spec.nbytes)
+            stop = min(start + length, mapped.spec.nbytes)
             made = filling.elements(self._source, self._tensors, mapped, start // width, stop // width)
             self._band = (cut.tensor, start, made.view(np.uint8))
         band = self._band[2]
@@ -170,6 +171,12 @@ def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | Non
         name = mapped.spec.name
         raise StateMismatch(f"tensor {name!r} of {mapped.spec.dtype} cannot be cut, turned or converted", tensor=name)
     return None
+
+
+def band_bytes(mapped: MappedTensor, tensors: Tensors) -> int:
+    """How many bytes of a tensor to compute at once: a multiple of every extent's length."""
+    asked = (getattr(tensors[move.source].decoder, "band_bytes", BAND_BYTES) for move in mapped.moves)
+    return max(min(asked, default=BAND_BYTES), EXTENT_BYTES_MAX)
 
 
 def _tile(runs: Sequence[SourceRun], size: int) -> bool:

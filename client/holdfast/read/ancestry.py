@@ -1,0 +1,88 @@
+"""What a checkpoint was made of, as its state.json says: what was merged, what that was made of, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource, HttpSource, Source
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import state_json
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.naming import CheckpointId
+
+GENERATIONS_MAX = 8
+_INDENT = "  "
+
+Origin = Mapping[str, Any]
+
+
+class Descent(NamedTuple):
+    """A checkpoint that was made of others: where it is, and what its state.json says."""
+
+    source: Source
+    origin: Origin
+
+
+def origin_of(reader: CheckpointReader) -> Origin | None:
+    """What state.json says of where a checkpoint comes from; None for one that a training saved."""
+    if reader.manifest.file(naming.STATE) is None:
+        return None
+    return state_json.source_of(reader.read_file(naming.STATE))
+
+
+def lines(descent: Descent) -> Iterator[str]:
+    """The ancestry, a line each: how it was made, then indented what of, as far as that is still there."""
+    yield from _lines(descent.source, descent.origin, 0)
+
+
+def _lines(source: Source, origin: Origin, generation: int) -> Iterator[str]:
+    indent = _INDENT * generation
+    if origin.get("kind") != "merge":
+        yield f"{indent}imported    from {origin.get('kind')}, {len(origin.get('files', ()))} files"
+        return
+    yield f"{indent}merged      by {origin.get('method')}, {origin.get('dialect')} dialect, seed {origin.get('seed')}, of"
+    for model in origin.get("models", ()):
+        yield f"{indent}{_INDENT}{_said(model)}"
+        yield from _parents(source, model, generation + 2)
+
+
+def _said(model: Mapping[str, Any]) -> str:
+    if "commit" in model:
+        return f"{model.get('model')}  (COMMIT {model['commit']})"
+    return f"{model.get('model')}  ({model.get('kind')})"
+
+
+def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Iterator[str]:
+    """What a model was made of, if it is a checkpoint of the same root, and still the one that was merged."""
+    indent = _INDENT * generation
+    if "commit" not in model or generation > 2 * GENERATIONS_MAX:
+        return
+    try:
+        which = CheckpointId(naming.check_run(str(model["run"])), naming.check_step(model["step"]))
+        with _beside(source, which) as parent:
+            if parent is None:
+                return
+            if digest(parent.read(naming.COMMIT)) != model["commit"]:
+                yield f"{indent}replaced since: it is another checkpoint now"
+                return
+            origin = origin_of(CheckpointReader.open(parent, complete=False))
+            if origin is not None:
+                yield from _lines(parent, origin, generation)
+    except (CheckpointError, KeyError):
+        yield f"{indent}not there any more"
+
+
+@contextmanager
+def _beside(source: Source, which: CheckpointId) -> Iterator[Source | None]:
+    """A checkpoint of the same service, or of the root that a checkpoint's directory is in; None for other directories."""
+    if isinstance(source, HttpSource):
+        yield HttpSource(source.api, which.run, which.step)  # not closed: that would close the connection of both
+    elif isinstance(source, DirectorySource) and source.path.parent.name == naming.CHECKPOINTS:
+        with DirectorySource(source.path.resolve().parents[2] / naming.checkpoint_path(which.run, which.step)) as opened:
+            yield opened
+    else:
+        yield None

@@ -1,0 +1,43 @@
+"""Tensors that no arithmetic merges, such as masks of positions and counters: they must be equal in all models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
+from holdfast_formats.region import Box
+
+
+class Identical(NamedTuple):
+    """The same values in every model; compared bit by bit while they are copied."""
+
+    sources: tuple[ForeignTensor, ...]
+    names: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return self.sources
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        """`StateMismatch`, by tensor and model, where one has other values."""
+        made = fetch(self.sources[0], box)
+        for name, other in zip(self.names[1:], self.sources[1:], strict=True):
+            if not np.array_equal(made.view(np.uint8), fetch(other, box).view(np.uint8)):
+                spec = other.spec
+                raise StateMismatch(
+                    f"tensor {spec.name!r} of {spec.dtype} is not merged but copied, and differs between {self.names[0]} "
+                    f"and {name}",
+                    hint="make it equal in all models first",
+                    tensor=spec.name,
+                )
+        return made
+
+
+def identical(names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:
+    """The tensor that all of these have in common."""
+    return ForeignTensor(sources[0].spec, (), decoder=Identical(tuple(sources), tuple(names)))

@@ -1,0 +1,189 @@
+"""Plans a merge as an import of a listing whose tensors are computed: names, shapes and dtypes are compared first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_formats.exports import hugging_face
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
+from holdfast_formats.foreign.moves import same
+from holdfast_service.daemon.copying import importing
+from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
+from holdfast_service.daemon.copying.mapping import MappedListing
+from holdfast_service.daemon.merging import lora
+from holdfast_service.daemon.merging.identical import identical
+from holdfast_service.daemon.merging.merged_tensor import merged
+from holdfast_service.daemon.merging.recipe import DTYPES, MergeRecipe, ModelName
+from holdfast_service.daemon.merging.recipe_document import nearest
+from holdfast_service.daemon.merging.settings import depths
+from holdfast_service.daemon.merging.sources import MergeSource, MergeSources
+
+KIND = "merge"
+GROUP = "model"
+FLOATS = frozenset(DTYPES.values())
+NAMED_MAX = 3
+_ADAPTER_GROUPS = ("adapter", "adapter_model")
+_CALLED = {safe: name for name, safe in DTYPES.items()}
+_INTEGERS = frozenset({"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"})
+
+
+class Model(NamedTuple):
+    """A model that is merged: its weights by name, and the dtypes that they are stored in."""
+
+    name: str
+    tensors: Mapping[str, ForeignTensor]
+    stored: Mapping[str, str]
+
+
+def names_of(recipe: MergeRecipe) -> list[str]:
+    """Every model and adapter that a recipe reads; the first is the one whose small files the result gets."""
+    named = [recipe.assets_of, *recipe.inputs]
+    found = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
+    return list(dict.fromkeys(found))
+
+
+def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> PlannedImport:
+    """What a merge would write. No tensor is read for it.
+
+    Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
+    """
+    models = [_model(name, sources) for name in recipe.inputs]
+    reference = models[[one.same(recipe.assets_of) for one in recipe.inputs].index(True)]
+    for other in models:
+        _check_fits(reference, other, recipe)
+    notes = list(_notes(recipe, sources, list(reference.tensors)))
+    tensors = _merged(recipe, models, reference)
+    sources.joined.plain = sources.source(recipe.assets_of.model).number
+    listing = _listing(recipe, sources, tensors, notes)
+    wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
+    planned = importing.planned(sources.watched, listing, wanted, goal, ImportOptions())
+    return planned._replace(about=_about(recipe, sources))
+
+
+def _model(name: ModelName, sources: MergeSources) -> Model:
+    source = sources.source(name.model)
+    tensors = {key: one for key, one in source.tensors(GROUP).items() if not is_of_rank(key)}
+    if not tensors:
+        groups = sorted({key.group for key in source.listing.tensors})
+        raise NoSuchResource(f"{name.model} has no group {GROUP!r}", hint=f"groups: {', '.join(groups) or 'none'}")
+    stored = {key: one.spec.dtype for key, one in tensors.items()}
+    if name.adapter is not None:
+        adapter = sources.source(name.adapter)
+        tensors = lora.adapted(tensors, _adapter(adapter), _config(adapter, sources), name.adapter)
+    return Model(str(name), tensors, stored)
+
+
+def _adapter(source: MergeSource) -> dict[str, ForeignTensor]:
+    found = {key: one for key, one in source.tensors(*_ADAPTER_GROUPS).items() if not is_of_rank(key)}
+    if not found:
+        groups = sorted({key.group for key in source.listing.tensors})
+        raise NoSuchResource(f"{source.name} has no adapter", hint=f"groups: {', '.join(groups) or 'none'}")
+    return found
+
+
+def _config(source: MergeSource, sources: MergeSources) -> bytes:
+    made = source.listing.made_assets.get(lora.CONFIG)
+    if made is not None:
+        return made
+    if lora.CONFIG not in source.listing.assets:
+        raise NoSuchResource(
+            f"{source.name} has no {lora.CONFIG}, without which nobody knows how its adapter is added",
+            hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
+        )
+    return sources.watched.read(f"{source.number}/{lora.CONFIG}", 0, lora.CONFIG_BYTES_MAX)
+
+
+def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
+    """`StateMismatch`, by name and with the nearest names, unless the other model has the same tensors as the first."""
+    for here, there in ((first, other), (other, first)):
+        missing = sorted(here.tensors.keys() - there.tensors.keys(), key=natural_key)
+        if missing:
+            left = there.tensors.keys() - here.tensors.keys()
+            hint = nearest(missing[0], left) or "models of one architecture have the same names; a mapping program renames"
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StateMismatch(
+                f"{there.name} has no tensor {missing[0]!r}{more}, which {here.name} has", hint=hint, tensor=missing[0]
+            )
+    for name, tensor in first.tensors.items():
+        shape, others = tensor.spec.shape, other.tensors[name].spec.shape
+        if shape != others:
+            what = f"tensor {name!r} has shape {list(shape)} in {first.name}, and {list(others)} in {other.name}"
+            raise StateMismatch(what, hint="merge models of the same sizes and the same vocabulary", tensor=name)
+        kinds = first.stored[name], other.stored[name]
+        loose = recipe.dtype is not None and set(kinds) <= FLOATS
+        if kinds[0] != kinds[1] and not loose:
+            what = f"tensor {name!r} is {kinds[0]} in {first.name}, and {kinds[1]} in {other.name}"
+            raise StateMismatch(what, hint="say `dtype` in the recipe, if all are floating-point numbers", tensor=name)
+
+
+def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
+    made = {}
+    depth = depths(reference.tensors)
+    for name, tensor in reference.tensors.items():
+        key, dtype = TensorKey(GROUP, name), reference.stored[name]
+        inputs = tuple(model.tensors[name] for model in models)
+        if dtype in FLOATS:
+            terms = recipe.terms(name, depth[name])
+            made[key] = merged(key, recipe.dtype or dtype, inputs, terms)
+        elif dtype in _INTEGERS or not prod(tensor.spec.shape):
+            made[key] = identical([model.name for model in models], inputs)
+        else:
+            raise StateMismatch(
+                f"tensor {name!r} is {dtype}; models of {', '.join(sorted(FLOATS))} are merged",
+                hint="quantised weights are merged before they are quantised",
+                tensor=name,
+            )
+    return made
+
+
+def _listing(
+    recipe: MergeRecipe, sources: MergeSources, tensors: Mapping[TensorKey, ForeignTensor], notes: list[str]
+) -> ForeignListing:
+    """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
+    base = sources.source(recipe.assets_of.model).listing
+    assets = tuple(name for name in base.assets if name != lora.CONFIG)
+    made = {name: data for name, data in base.made_assets.items() if name != lora.CONFIG}
+    config = hugging_face.CONFIG
+    if recipe.dtype is not None and (config in assets or config in made):
+        data = made[config] if config in made else sources.watched.read(config)
+        changed = hugging_face.with_dtype(data, _CALLED[recipe.dtype])
+        if changed is not None:
+            assets, made = tuple(name for name in assets if name != config), {**made, config: changed}
+            notes.append(f"the dtype in {config} is now {_CALLED[recipe.dtype]}")
+    files = tuple(use for source in sources.by_name.values() for use in _uses(source, recipe))
+    return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=made)
+
+
+def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:
+    if source.name == recipe.assets_of.model:
+        return list(source.listing.files)
+    why = f"configuration and tokenizer are those of {recipe.assets_of.model}"
+    return [FileUse(one.file, "unused", why) if one.use == "asset" else one for one in source.listing.files]
+
+
+def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> list[str]:
+    said = [f"merged by {recipe.method.name} in the dialect of {recipe.dialect}, seed {recipe.seed}"]
+    unused = recipe.unused_filters(tensors)
+    if unused:
+        said.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
+    for source in sources.by_name.values():
+        said += [f"{source.name}: {note}" for note in source.listing.notes]
+        others = {key.group for key in source.listing.tensors} - {GROUP, *_ADAPTER_GROUPS}
+        if others:
+            said.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
+    return said
+
+
+def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:
+    """What state.json says of a merge besides what it says of every import."""
+    return {
+        "method": recipe.method.name,
+        "dialect": recipe.dialect,
+        "seed": recipe.seed,
+        "recipe": recipe.text,
+        "models": [dict(source.told) for source in sources.by_name.values()],
+    }

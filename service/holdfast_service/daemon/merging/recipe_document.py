@@ -1,0 +1,121 @@
+"""A recipe's YAML as values that know their line, so that whatever is not understood is refused by key and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import NoReturn
+
+import yaml
+
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+
+TEXT_BYTES_MAX = 2**15  # a job's request holds it
+NODES_MAX = 10_000
+DEPTH_MAX = 12
+
+Scalar = str | int | float | bool | None
+
+
+class Located:
+    """A value of a document, the key or place that it stands at, and its line, from 1 on."""
+
+    def __init__(self, value: Scalar | list[Located] | dict[str, Located], at: str, line: int) -> None:
+        self.value, self.at, self.line = value, at, line
+
+    def refuse(self, what: str, hint: str = "") -> NoReturn:
+        """`InvalidRequest` that says the place first."""
+        raise InvalidRequest(f"recipe, line {self.line}: {self.at} {what}", hint=hint, line=self.line, key=self.at)
+
+    def mapping(self, known: Iterable[str] | None = None) -> dict[str, Located]:
+        """The value as a mapping; with keys that are not `known` refused."""
+        if not isinstance(self.value, dict):
+            self.refuse("is not a mapping of keys to values")
+        if known is not None:
+            names = sorted(known)
+            for key, inner in self.value.items():
+                if key not in names:
+                    raise InvalidRequest(
+                        f"recipe, line {inner.line}: unknown key {key!r} in {self.at}",
+                        hint=nearest(key, names) or f"known are {', '.join(names)}",
+                        line=inner.line,
+                        key=key,
+                    )
+        return self.value
+
+    def items(self) -> list[Located]:
+        """The value as a list."""
+        if not isinstance(self.value, list):
+            self.refuse("is not a list")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str) or not self.value:
+            self.refuse(f"is {self.value!r} instead of a text")
+        return self.value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question about the nearest names, empty if none is near."""
+    found = get_close_matches(name, list(known), 3, 0.6)
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def read_document(text: str) -> Located:
+    """A recipe's document. `InvalidRequest` with the line for what is no YAML, `LimitExceeded` for one that is too large."""
+    if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
+        raise LimitExceeded(f"a recipe has at most {TEXT_BYTES_MAX} bytes")
+    try:
+        found = yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", line=line) from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InvalidRequest(f"the recipe is no YAML: {error}") from None
+    if found is None:
+        raise InvalidRequest("the recipe is empty")
+    return _Reader().read(found, "the recipe", 0)
+
+
+class _Reader:
+    """Turns nodes into values; an alias counts as often as it stands there."""
+
+    def __init__(self) -> None:
+        self._nodes = 0
+
+    def read(self, node: yaml.Node, at: str, depth: int) -> Located:
+        line = node.start_mark.line + 1
+        self._nodes += 1
+        if self._nodes > NODES_MAX or depth > DEPTH_MAX:
+            raise LimitExceeded(f"recipe, line {line}: too many values, or too deep")
+        if isinstance(node, yaml.SequenceNode):
+            return Located([self.read(one, f"{at}[{i}]", depth + 1) for i, one in enumerate(node.value)], at, line)
+        if isinstance(node, yaml.MappingNode):
+            return Located(self._mapping(node, depth), at, line)
+        return Located(_scalar(node, at, line), at, line)
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
+        made: dict[str, Located] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise InvalidRequest(f"recipe, line {line}: a key that is no text", line=line)
+            name = str(key.value)
+            if name in made:
+                raise InvalidRequest(f"recipe, line {line}: {name!r} stands there twice", line=line, key=name)
+            made[name] = self.read(value, name, depth + 1)
+            made[name].line = line
+        return made
+
+
+def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
+    """What YAML's safe types make of it; anything else is refused."""
+    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    if kind in ("str", "int", "float", "bool", "null"):
+        try:
+            loader = yaml.SafeLoader("")
+            found: Scalar = loader.construct_object(node)
+            return found
+        except (yaml.YAMLError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"recipe, line {line}: {at} cannot be read: {error}", line=line, key=at) from None
+    raise InvalidRequest(f"recipe, line {line}: {at} is of the type {node.tag!r}, which no recipe has", line=line, key=at)

@@ -1,0 +1,218 @@
+"""What a merge reads: checkpoints of the root, and directories of other programs, side by side under one name space.
+
+A file of the model with number N is `N/name` there; a name without a number is a small file of the model whose
+configuration the result gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
+from holdfast_formats.exports.source import of_committed
+from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.foreign.kinds import ReadOptions, choose
+from holdfast_formats.foreign.known_kinds import KINDS
+from holdfast_formats.foreign.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
+from holdfast_formats.region import Box
+from holdfast_service.daemon.copying.copies import read_pair
+from holdfast_service.daemon.copying.watched_source import WatchedSource
+from holdfast_service.storage import Buffer, Readable
+
+KEPT_BYTES_MAX = 2**26  # verified extents that all checkpoints of a merge keep together
+
+
+class ModelPlace(NamedTuple):
+    """Where a model is: a directory of a tier, with what it is called."""
+
+    name: str
+    files: Readable
+    directory: str = ""
+
+
+class MergeSource(NamedTuple):
+    """A model or an adapter that is read. Its tensors and files have their names in the common name space."""
+
+    name: str
+    number: int
+    listing: ForeignListing
+    told: Mapping[str, Any]  # what state.json says of it
+
+    def tensors(self, *groups: str) -> dict[str, ForeignTensor]:
+        """The tensors of the first of these groups that it has, by name."""
+        for group in groups:
+            found = {key.name: one for key, one in self.listing.tensors.items() if key.group == group}
+            if found:
+                return found
+        return {}
+
+
+class JoinedFiles:
+    """The files of several directories, `N/name` in the N-th of them; other names are in the one with number `plain`."""
+
+    def __init__(self, places: Sequence[Readable], plain: int = 0) -> None:
+        self._places, self.plain = places, plain
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        files, name = self._found(path)
+        return files.read(name, offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        files, name = self._found(path)
+        return files.read_into(name, offset, buffer)
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        files, name = self._found(path)
+        return files.read_stored(name, offset, buffer)
+
+    def size(self, path: str) -> int | None:
+        files, name = self._found(path)
+        return files.size(name)
+
+    def list(self, path: str) -> list[str]:
+        files, name = self._found(path)
+        return files.list(name)
+
+    def stamp(self, path: str) -> str:
+        files, name = self._found(path)
+        return files.stamp(name)
+
+    def _found(self, path: str) -> _Found:
+        number, slash, name = path.partition("/")
+        if slash and number.isascii() and number.isdigit() and int(number) < len(self._places):
+            return _Found(self._places[int(number)], name)
+        return _Found(self._places[self.plain], path)
+
+
+class _Found(NamedTuple):
+    files: Readable
+    name: str
+
+
+class OneOf:
+    """The files of the directory with a number, as its reader sees them."""
+
+    def __init__(self, joined: WatchedSource, number: int) -> None:
+        self._joined, self._number = joined, number
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        return self._joined.read(self._at(path), offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: Any) -> int:
+        return self._joined.read_into(self._at(path), offset, buffer)
+
+    def size(self, path: str) -> int | None:
+        return self._joined.size(self._at(path))
+
+    def list(self, path: str) -> list[str]:
+        return self._joined.list(self._at(path))
+
+    def _at(self, path: str) -> str:
+        return f"{self._number}/{path}"
+
+
+class MergeSources(NamedTuple):
+    """All that a merge reads, by name."""
+
+    joined: JoinedFiles
+    watched: WatchedSource
+    by_name: Mapping[str, MergeSource]
+
+    def source(self, name: str) -> MergeSource:
+        return self.by_name[name]
+
+
+def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
+    """Read what every place has, without a tensor. `StateMismatch` and others, by the model's name, for what is not
+    understood; `Damaged` for a checkpoint that does not match its digests.
+    """
+    share = KEPT_BYTES_MAX // max(len(places), 1)
+    exports = [_committed(place, share) for place in places]
+    joined = JoinedFiles([place.files if own is None else own.files for place, own in zip(places, exports, strict=True)])
+    watched = WatchedSource(joined, digested=True)
+    found = {}
+    for number, (place, own) in enumerate(zip(places, exports, strict=True)):
+        try:
+            found[place.name] = _ours(place, number, own) if own is not None else _foreign(place, number, watched)
+        except CheckpointError as error:
+            error.detail = f"{place.name}: {error.detail}"
+            raise
+    return MergeSources(joined, watched, found)
+
+
+class _Own(NamedTuple):
+    files: CommittedFiles
+    listing: ForeignListing
+    commit: bytes
+    run: str
+    step: int
+
+
+def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
+    """A Holdfast checkpoint; None for the directory of another program."""
+    directory = place.directory
+    if place.files.size(f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT) is None:
+        if directory:
+            raise NoSuchResource(f"{place.name} has no {naming.COMMIT}", hint="merge a committed checkpoint")
+        return None
+    pair = read_pair(place.files, directory)
+    files = CommittedFiles(place.files, pair.made, directory, kept_bytes_max)
+    return _Own(files, of_committed(files, pair.made).listing, pair.commit, pair.made.run, pair.made.step)
+
+
+def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:
+    told = {"model": place.name, "run": own.run, "step": own.step, "commit": digest(own.commit)}
+    return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), told)
+
+
+def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSource:
+    files = OneOf(watched, number)
+    try:
+        kind = choose(files, None, KINDS)
+    except StateMismatch as error:
+        error.hint = "import it first, and merge the checkpoint: `holdfast import` takes --from KIND"
+        raise
+    listing = kind.read(files, ReadOptions())
+    told = {"model": place.name, "kind": kind.name, "files": f"{number}/"}
+    return MergeSource(place.name, number, _numbered(listing, number), told)
+
+
+def _numbered(listing: ForeignListing, number: int) -> ForeignListing:
+    """The listing with names of the common name space. Small files keep theirs."""
+    tensors = {key: placed(tensor, number) for key, tensor in listing.tensors.items()}
+    files = tuple(FileUse(f"{number}/{use.file}", use.use, use.reason) for use in listing.files)
+    return listing._replace(tensors=tensors, files=files)
+
+
+def placed(tensor: ForeignTensor, number: int) -> ForeignTensor:
+    """A tensor of the model with this number."""
+    decoder = None if tensor.decoder is None else PlacedDecoder(tensor.decoder, number)
+    return tensor._replace(pieces=_pieces(tensor.pieces, number), copies=_pieces(tensor.copies, number), decoder=decoder)
+
+
+def _pieces(pieces: tuple[ForeignPiece, ...], number: int) -> tuple[ForeignPiece, ...]:
+    return tuple(piece._replace(file=f"{number}/{piece.file}") for piece in pieces)
+
+
+class PlacedDecoder(NamedTuple):
+    """A decoder of the model with this number."""
+
+    decoder: Any
+    number: int
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return tuple(placed(one, self.number) for one in self.decoder.inputs)
+
+    @property
+    def terms(self) -> object:
+        return type(self.decoder).__name__, getattr(self.decoder, "terms", None)
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        made: NDArray[Any] = self.decoder.decode(box, lambda stored, wanted: fetch(placed(stored, self.number), wanted))
+        return made

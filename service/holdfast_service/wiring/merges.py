@@ -1,0 +1,72 @@
+"""Wires merges, from the recipe to the commit: an import of tensors that are computed from other checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.naming import CheckpointId
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.merging.planning import names_of, plan_merge
+from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
+from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
+from holdfast_service.storage import Readable, Tier
+from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.progress import Progress
+
+OpenDirectory = Callable[[str], Readable]  # the directory of a model that a recipe names by its path
+
+
+class Merger:
+    """Merges checkpoints into one root."""
+
+    def __init__(self, tier: Tier, decisions: Decisions, importer: Importer) -> None:
+        self._tier, self._decisions, self._importer = tier, decisions, importer
+
+    def merge(self, text: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
+        """Merge by a recipe, or say what would be made; the result is read back, and then counts as verified."""
+        recipe = read_recipe(text)
+        with ExitStack() as held:
+            places = [self._place(name, directory, held) for name in names_of(recipe)]
+            return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress)
+
+    def check(self, text: str, directory: OpenDirectory) -> MergeRecipe:
+        """A recipe whose models are all there; raises what is wrong with it, or missing."""
+        recipe = read_recipe(text)
+        with ExitStack() as held:
+            for name in names_of(recipe):
+                self._place(name, directory, held)
+        return recipe
+
+    def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> ModelPlace:
+        """Where a model is; nothing removes a checkpoint of this root until the block ends."""
+        found = checkpoint_named(name)
+        if found is None:
+            return ModelPlace(name, directory(name))
+        path = naming.checkpoint_path(*found)
+        if self._tier.size(f"{path}/{naming.COMMIT}") is None:
+            raise NoSuchCheckpoint(
+                f"there is no checkpoint {name}",
+                hint=f"`holdfast ls {found.run}` lists them; a directory has a / in its name",
+            )
+        held.enter_context(self._decisions.reading(*found))
+        return ModelPlace(name, self._tier, path)
+
+
+def checkpoint_named(name: str) -> CheckpointId | None:
+    """The checkpoint of the root that a recipe names as RUN@STEP; None for the path of a directory.
+
+    Raises `InvalidRequest` for RUN@latest and the like: a recipe means the same tomorrow.
+    """
+    run, at, step = name.rpartition("@")
+    if "/" in name or not at:
+        return None
+    if not naming.is_run_name(run) or not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
+        raise InvalidRequest(
+            f"{name!r} does not name a checkpoint",
+            hint="give RUN@STEP with a step number, or the path of a directory with a /",
+        )
+    return CheckpointId(run, naming.check_step(int(step)))

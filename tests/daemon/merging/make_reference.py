@@ -1,0 +1,56 @@
+"""Makes reference.npz: what mergekit makes of the cases. Run it where mergekit 0.1.5 is installed:
+
+    python -m tests.daemon.merging.make_reference
+
+mergekit draws its random masks with torch; here it gets the draws that Holdfast would take, so that the arithmetic can be
+compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mergekit.merge_methods import base, registry  # type: ignore[import-not-found, unused-ignore]
+
+from holdfast_service.daemon.merging.draws import Draws
+from tests.daemon.merging.cases import CASES, SEED, TENSOR, Case, inputs
+
+REFERENCE = Path(__file__).with_name("reference.npz")
+
+
+def merged(case: Case) -> np.ndarray[Any, Any]:
+    """The result of mergekit's own method."""
+    tensors = [torch.from_numpy(one) for one in inputs(case)]
+    method = registry.get(case.method)
+    drawing = (number for number, one in enumerate(case.models) if one.get("density", 1.0) < 1)
+
+    def bernoulli(chances: torch.Tensor) -> torch.Tensor:
+        drawn = Draws(SEED, next(drawing), TENSOR).uniform(0, chances.numel())
+        return (torch.from_numpy(drawn).reshape(chances.shape) < chances.double()).to(chances.dtype)
+
+    torch.bernoulli, kept = bernoulli, torch.bernoulli
+    try:
+        root = None if case.method == "linear" else len(case.models)
+        group = base.TensorGroup.from_tensors(tensors, base_index=root, name=TENSOR)
+        return np.asarray(_called(method, group, case))
+    finally:
+        torch.bernoulli = kept
+
+
+def _called(method: Any, group: Any, case: Case) -> Any:
+    given: dict[str, Any] = {}
+    for parameter in method.spec.parameters:
+        if parameter.scope == base.ParameterScope.SHARED:
+            given[parameter.name] = case.shared.get(parameter.name, parameter.default)
+        else:
+            given[parameter.name] = {
+                number: one.get(parameter.name, parameter.default) for number, one in enumerate(case.models)
+            }
+    return method([group], parameters=given)[0]
+
+
+if __name__ == "__main__":
+    np.savez_compressed(REFERENCE, **{case.name: merged(case) for case in CASES})

@@ -1,0 +1,76 @@
+"""What the methods compute is what mergekit computes, to one unit in the last place of F32, whatever is computed at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.region import Box, flat_boxes, whole
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.daemon.merging.merged_tensor import MergedTensor
+from holdfast_service.daemon.merging.methods import METHODS, MergedName, Values
+from holdfast_service.daemon.merging.scanning import Terms
+from tests.daemon.merging.cases import CASES, SEED, SHAPE, TENSOR, Case, inputs
+
+REFERENCE = Path(__file__).with_name("reference.npz")  # make_reference.py makes it
+
+
+def terms_of(case: Case) -> Terms:
+    method = METHODS[case.method]
+    shared: Values = {one.name: case.shared.get(one.name, one.default) for one in method.parameters if not one.of_model}
+    models = [
+        {one.name: given.get(one.name, one.default) for one in method.parameters if one.of_model} for given in case.models
+    ]
+    return method.terms(MergedName(TENSOR, SEED, "mergekit"), shared, models)
+
+
+def computed(terms: Terms, arrays: list[NDArray[Any]], chunk: int = 0, boxes: list[Box] | None = None) -> NDArray[Any]:
+    spec = TensorSpec("model", TENSOR, "F32", arrays[0].shape)
+    held = {f"model.{i}": array for i, array in enumerate(arrays)}
+    tensors = tuple(ForeignTensor(TensorSpec("model", name, "F32", array.shape), ()) for name, array in held.items())
+    tensor = MergedTensor(spec, tensors, terms, chunk)
+    parts = [
+        tensor.decode(box, lambda stored, wanted: held[stored.spec.name][wanted.slices].copy()).reshape(-1)
+        for box in boxes or [whole(spec.shape)]
+    ]
+    return np.concatenate(parts).reshape(spec.shape)
+
+
+def distance(found: NDArray[np.float32], wanted: NDArray[np.float32], case: Case) -> float:
+    """The largest distance, in units in the last place of the largest of the inputs."""
+    largest = np.max([np.abs(one) for one in inputs(case)], axis=0)
+    return float(np.max(np.abs(found - wanted) / np.spacing(largest)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_mergekit(case: Case) -> None:
+    """Bit by bit, unless mergekit sums a whole tensor in F32: the order of torch's sums depends on the machine.
+
+    The factors that follow from such sums differ in the last place, and what they scale with them; TIES may divide that by
+    a small sum of weights.
+    """
+    with np.load(REFERENCE) as reference:
+        wanted = reference[case.name]
+    found = computed(terms_of(case), inputs(case))
+    if case.method == "slerp":
+        assert distance(found, wanted, case) <= 1
+    elif case.sums:
+        assert distance(found, wanted, case) <= (16 if case.method == "della" else 2)
+    else:
+        assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("chunk", [11, 64])
+def test_chunks_change_no_bit(case: Case, chunk: int) -> None:
+    """Nor do boxes that begin anywhere."""
+    wanted = computed(terms_of(case), inputs(case))
+    elements = SHAPE[0] * SHAPE[1]
+    boxes = [box for at in range(0, elements, 113) for box in flat_boxes(at, min(at + 113, elements), SHAPE)]
+    assert computed(terms_of(case), inputs(case), chunk).tobytes() == wanted.tobytes()
+    assert computed(terms_of(case), inputs(case), chunk, boxes).tobytes() == wanted.tobytes()

@@ -1,0 +1,1 @@
+"""Merges compared with those of the real mergekit."""
