@@ -31,6 +31,8 @@ def holdings(draw: st.DrawFn) -> Held:
         mine = tuple(boxes[: draw(st.integers(0, len(boxes)))])
         spec = TensorSpec("model", f"t.{number}", "BF16", shape)
         held[rank].append(StagedFragment(spec, mine, draw(st.integers(0, 2**40)), draw(st.sampled_from(["", "rows"]))))
+        if draw(st.booleans()):
+            held[rank].append(StagedFragment(spec, (), 0, draw(st.sampled_from(["", "rows"])), "master"))
     return held
 
 
