@@ -1,4 +1,4 @@
-"""An import, and an export of what it made, beside `cp`: `python -m tests.benchmarks.imports [--gib N] [--rounds N] [--dir DIR]`.
+"""An import, and an export, beside `cp`: `python -m tests.benchmarks.imports [--gib N] [--rounds N] [--dir DIR]`.
 
 All read a cold source and end when everything is on the disk. Import and export also read everything back, which is told
 apart.
