@@ -26,7 +26,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.exports import converted
+from holdfast_service.wiring.exports import ExportWork, converted
 from holdfast_service.wiring.imports import Importer, WantedImport
 from tests.benchmarks import disk
 
@@ -102,7 +102,8 @@ def child(act: str, source: Path, target: Path) -> None:
     else:
         place = PosixTier(target.parent)
         clock = Clock()
-        converted(PosixTier(source), naming.checkpoint_path("run", 0), place, target.name, ExportTerms(act), clock)
+        work = ExportWork(place, target.name, clock)
+        converted(PosixTier(source), naming.checkpoint_path("run", 0), ExportTerms(act), work)
         took = time.perf_counter() - clock.began
     print(json.dumps({"staged_s": clock.staged_s, "named_s": took, "memory_bytes": memory_peak()}))
 

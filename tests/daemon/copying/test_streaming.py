@@ -320,3 +320,40 @@ def test_damage_is_found_when_it_is_read_back(model: Model, tmp_path: Path) -> N
         out.write(b"?")
     with pytest.raises(CorruptExtent, match="second"):
         streaming.prove(tier, "staging", made, GOING)
+
+
+class Counted(PosixTier):
+    """Notes what is read past the cache."""
+
+    reads: list[tuple[str, int, int]]
+
+    def read_stored(self, path: str, offset: int, buffer: NDArray[Any]) -> int:  # type: ignore[override]
+        self.reads.append((path, offset, buffer.nbytes))
+        return super().read_stored(path, offset, buffer)
+
+
+def test_many_extents_are_read_back_at_once(model: Model, tmp_path: Path) -> None:
+    """A window is full of them; each byte is read once, but for what aligning the two ends adds."""
+    tier = Counted(tmp_path / "target")
+    tier.reads = []
+    files, _ = plan(model)
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+    extents = sum(len(one.extents) for file in made for one in file.tensors)
+    streaming.prove(tier, "staging", made, GOING)
+    assert len(tier.reads) == len(files) < extents // 4
+    assert sum(length for *_, length in tier.reads) <= sum(file.bytes + 2 * 2**16 for file in files)
+
+
+def test_computed_is_what_would_be_noted(model: Model, tmp_path: Path) -> None:
+    """Of every file, without writing one."""
+    tier = PosixTier(tmp_path / "target")
+    files, _ = plan(model)
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+    assert streaming.computed(PosixTier(model.directory), model.tensors, files, GOING) == made
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files, tier, "staging") == made
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files[:1], tier, "staging") is None
+    streaming.forget(tier, "staging")
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files, tier, "staging") is None
+    ended = Going(ended=lambda: True)
+    with pytest.raises(CopyStopped):
+        streaming.computed(PosixTier(model.directory), model.tensors, files, ended)
