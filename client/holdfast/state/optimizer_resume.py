@@ -18,7 +18,6 @@ from holdfast.state.optimizers import (
     MASTER_GROUP,
     MESH,
     PLAIN,
-    WRAPPED,
     OptimizerState,
     Parameter,
     is_elsewhere,
@@ -27,6 +26,7 @@ from holdfast.state.optimizers import (
 from holdfast.tensors import casting, trees, wrapped
 from holdfast.tensors.fragments import Fragment, FragmentList, global_shape, is_dtensor
 from holdfast.tensors.leaves import Key, LackingCopy, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors.optimizer_documents import WRAPPED
 from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_dtype
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.region import Shape

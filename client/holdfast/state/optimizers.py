@@ -31,6 +31,7 @@ from holdfast.tensors.fragments import (
     local_tensors,
 )
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
+from holdfast.tensors.optimizer_documents import WRAPPED
 from holdfast.tensors.torch_dtypes import has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign import optimizer_state
@@ -47,7 +48,6 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them a
 NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
 
 LOCAL, PLAIN, MESH = "local", "plain", "mesh"
-WRAPPED = "wrapped"  # what wrapper tensors are, in the document
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SHARDED = "blocks of quantised values cross the edges of shards, so no other layout could be restored"
 _WHOLE = "keep it in an optimizer of whole parameters, or save without it: save(groups=…)"

@@ -1,6 +1,6 @@
 """Renames the parameters in an optimizer's document, and merges the documents of several ranks into one.
 
-It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state` and `masters`.
+It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state`, `masters` and `wrapped`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from holdfast_formats.errors import StateMismatch
+
 _PARTS = frozenset({"groups", "state", "masters", "kinds"})
+WRAPPED = "wrapped"  # what wrapper tensors are; missing where there are none
 
 
 def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
     """The document with every parameter under its new names, of which it may have several, or none.
 
-    A name that is not in `names` stays. If two parameters become one, the values of the first are used.
+    A name that is not in `names` stays. If two parameters become one, the values of the first are used. `StateMismatch` for
+    state in wrapper tensors: their blocks of codes are not cut or joined as their parameters are.
     """
     document = _parsed(text)
     if document is None:
         return text
+    if kept := [name for name, _ in _items(document.get(WRAPPED, {}))]:
+        raise StateMismatch(
+            f"the optimizer's state of {kept[0]} is in wrapper tensors, whose blocks no layout or program can cut or join",
+            hint="leave the optimizer out: save(groups=…) or restore(groups=…)",
+        )
     state: dict[str, Any] = {}
     for name, kept in _items(document["state"]):
         for new in names.get(name, (name,)):
@@ -60,8 +69,11 @@ def merged(texts: Sequence[str]) -> str:
     kinds: dict[str, Any] = {}
     masters: dict[str, dict[str, None]] = {}
     groups: dict[str, Any] = {}
+    wrapped: dict[str, Any] = {}
     seen: set[str] = set()
     for document in known:
+        for name, kept in _items(document.get(WRAPPED, {})):
+            wrapped.setdefault(name, kept)
         for name, kept in _items(document["state"]):
             state.setdefault(name, kept)
         for key, kind in _items(document["kinds"]):
@@ -73,7 +85,7 @@ def merged(texts: Sequence[str]) -> str:
             seen.update(params)
             _join(groups, first, {**group, "params": params})
     listed = {key: list(names) for key, names in masters.items()}
-    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
+    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds, **({WRAPPED: wrapped} if wrapped else {})}
     return _text({**known[0], **{part: _ordered(held) for part, held in found.items()}})
 
 

@@ -23,8 +23,10 @@ Description = dict[str, Any]  # "class", "context", "shape", "stride", "inner": 
 
 
 def is_wrapped(value: object) -> bool:
-    """Whether this tensor's values are in other tensors that it holds. DTensors are not meant: their parts have places."""
-    if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value):
+    """Whether this tensor's values are in other tensors that it holds. Neither DTensors are meant, whose parts have places,
+    nor nested tensors, whose sizes are no numbers.
+    """
+    if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.is_nested:
         return False
     return is_traceable_wrapper_subclass(value)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from holdfast.tensors import json_values
 from holdfast.tensors.optimizer_documents import merged, renamed
+from holdfast_formats.errors import StateMismatch
 
 
 def document(groups: dict[str, Any], state: dict[str, Any], masters: dict[str, list[str]]) -> str:
@@ -56,6 +59,19 @@ def test_documents_of_several_ranks() -> None:
     assert found["masters"] == {"m": ["a"]}
     assert merged([first]) == first
     assert json_values.loads(merged([first, first]), "optim") == json_values.loads(first, "optim")
+
+
+def test_wrapper_tensors_of_several_ranks() -> None:
+    """Each rank says what its own are; under other names they would be cut or joined, which is refused."""
+    texts = [
+        json_values.dumps({"groups": {}, "state": {}, "masters": {}, "kinds": {}, "wrapped": said}, "optim")
+        for said in ({"b": {"m": {"class": "x:Y"}}}, {"a": {"m": {"class": "x:Z"}}, "b": {"m": {"class": "x:other"}}}, {})
+    ]
+    found = json_values.loads(merged(texts), "optim")["wrapped"]
+    assert found == {"b": {"m": {"class": "x:Y"}}, "a": {"m": {"class": "x:Z"}}}
+    assert renamed(texts[2], {"a": ["b"]}) == texts[2]
+    with pytest.raises(StateMismatch, match="the optimizer's state of b is in wrapper tensors"):
+        renamed(texts[0], {"b": ["c"]})
 
 
 def test_what_is_no_such_document_stays() -> None:
