@@ -48,6 +48,7 @@ from holdfast.layout.rank_view import (
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.layout.saved_places import SavedPlaces, SharedCounts, is_number, named_specs, refuse_two
+from holdfast.memory import gc_pause
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
@@ -96,6 +97,10 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
+        with gc_pause.paused():
+            return self._outward(content, live)
+
+    def _outward(self, content: Content, live: Live) -> Content:
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):

@@ -74,6 +74,7 @@ class SavedPlaces:
         """
         places, ties = self._plain(group, found, live, whole)
         wholes, more = self._wholes(group, {**found.foreign, **found.foreign_aliases})
+        self._saved.check_alone((*found.local, *found.foreign))
         return Group(found.local, places, {}, {**ties, **more}, wholes, found.foreign)
 
     def _plain(self, group: str, given: NamedSpecs, live: Live, whole: bool) -> tuple[Places, dict[str, str]]:
@@ -85,7 +86,6 @@ class SavedPlaces:
         rules = self._rules()
         self._saved.cover({name: shape for name, (_, shape) in every.items()}, whole, rules)
         rules = self._rules()
-        self._saved.check_alone({**local, **given.foreign})
         self._refuse_unruled(group, every, rules)
         usual = next((dtype for dtype, _ in local.values()), "F32")
         found = self._held(group, {name: dtype or usual for name, (dtype, _) in every.items()}, live, rules)

@@ -372,10 +372,24 @@ def test_nothing_is_worked_out_again() -> None:
     assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])
 
 
+class Plain(nn.Parameter):
+    """A parameter with the one attribute of Fragments that the tests look at."""
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        return self
+
+
 def fragments(whole: Named, rank: int, ranks: int, scale: float = 1, flat: bool = False) -> dict[str, Any]:
-    """What a rank has under FSDP: rows of each tensor (FSDP2), or a range of its elements (FSDP1), stepped once or never."""
-    model: dict[str, Fragment] = {}
+    """What a rank has under FSDP: rows of each tensor (FSDP2), or a range of its elements (FSDP1), stepped once or never.
+
+    Tensors that are made of queries are left out of it: plain and whole on each rank.
+    """
+    model: dict[str, Fragment | Plain] = {}
     for name, values in whole.items():
+        if "q" in name.rpartition("layers")[2]:
+            model[name] = Plain(torch.from_numpy(values * np.float32(scale)))
+            continue
         size = values.size if flat else len(values)
         share = -(-size // ranks)
         low, high = min(share * rank, size), min(share * (rank + 1), size)
