@@ -103,7 +103,8 @@ class DeclaredLayout:
     def _outward(self, content: Content, live: Live) -> Content:
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
-        if any(known.local and known is not groups[group] for group, known in self._groups.items()):
+        known = {group: found for group, found in self._groups.items() if found.local or found.foreign}
+        if any(found is not groups[group] for group, found in known.items()):
             self._made = {}  # the parts of a tensor may depend on which others there are
         self._groups = groups
         gathered: dict[Key, list[Source]] = {}
@@ -271,7 +272,7 @@ class DeclaredLayout:
 
     def _joined(self, sources: Sequence[Source]) -> Leaf:
         first, place = sources[0]
-        if place is None and len(sources) == 1:
+        if place is None and (self._saved is None or len(sources) == 1):
             return first
         if place is None:
             raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have one name in the checkpoint")
