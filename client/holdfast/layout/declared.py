@@ -12,7 +12,7 @@ for every tensor that the parameter is made of, and a restore takes the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -136,10 +136,13 @@ class DeclaredLayout:
             known = self._texts[key] = text, optimizer_documents.renamed(text, names)
         return known[1]
 
-    def check_now(self) -> tuple[str, ...]:
-        """Notes on what saves leave out; `StateMismatch`, by name, for numbers that are stored as one and differ now."""
-        self._counts.check()
-        return () if self._saved is None else tuple(self._saved.notes)
+    def check_now(self, groups: Collection[str]) -> tuple[str, ...]:
+        """Notes on what a save of these groups leaves out; `StateMismatch`, by name, for numbers that are stored as one and
+        differ now.
+        """
+        if OPTIM in groups:
+            self._counts.check()
+        return () if self._saved is None else tuple(text for text, of in self._saved.notes.items() if of in groups)
 
     def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
         """These groups of the checkpoint as this rank alone would have saved them.

@@ -56,7 +56,7 @@ class SavedPlaces:
     ) -> None:
         self._saved, self._layout, self._rank = SavedProgram(program, layout, rank, config), layout, rank
         self._config, self._extra = config, extra
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, str] = {}  # each with the group that it is about
 
     def learn(self, stored: OfferedLeaves) -> bool:
         """Save under the names of this checkpoint from now on: the state is restored from it. False if nothing changes."""
@@ -148,9 +148,8 @@ class SavedPlaces:
 
     def _note(self, group: str, tensor: LocalTensor) -> None:
         if tensor.padding:
-            self.notes[
-                f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, and restored as zeros"
-            ] = None
+            text = f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, and restored as zeros"
+            self.notes[text] = group
 
     def _refuse_unruled(self, group: str, names: Iterable[str], rules: Rules) -> None:
         """`InvalidRequest` for stored matrices without a rule, if ranks hold parts: it is not known whether they are cut."""

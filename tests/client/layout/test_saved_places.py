@@ -475,5 +475,6 @@ def test_a_part_of_the_state(shares: Shares) -> None:
     state.snapshot()
     state.snapshot(["model"])
     state.state["optim"].state[state.state["model"]["b"]]["step"].add_(1)
+    state.snapshot(["model"])
     with pytest.raises(StateMismatch, match="both would be saved as 'c/step'"):
         state.snapshot()
