@@ -12,7 +12,7 @@ for every tensor that the parameter is made of, and a restore takes the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -48,6 +48,7 @@ from holdfast.layout.rank_view import (
 )
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.layout.saved_places import SavedPlaces, SharedCounts, is_number, named_specs, refuse_two
+from holdfast.memory import gc_pause
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast.tensors.live_pieces import LivePiece
@@ -96,9 +97,14 @@ class DeclaredLayout:
 
         Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
+        with gc_pause.paused():
+            return self._outward(content, live)
+
+    def _outward(self, content: Content, live: Live) -> Content:
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
-        if any(known.local and known is not groups[group] for group, known in self._groups.items()):
+        known = {group: found for group, found in self._groups.items() if found.local or found.foreign}
+        if any(found is not groups[group] for group, found in known.items()):
             self._made = {}  # the parts of a tensor may depend on which others there are
         self._groups = groups
         gathered: dict[Key, list[Source]] = {}
@@ -130,10 +136,13 @@ class DeclaredLayout:
             known = self._texts[key] = text, optimizer_documents.renamed(text, names)
         return known[1]
 
-    def check_now(self) -> tuple[str, ...]:
-        """Notes on what saves leave out; `StateMismatch`, by name, for numbers that are stored as one and differ now."""
-        self._counts.check()
-        return () if self._saved is None else tuple(self._saved.notes)
+    def check_now(self, groups: Collection[str]) -> tuple[str, ...]:
+        """Notes on what a save of these groups leaves out; `StateMismatch`, by name, for numbers that are stored as one and
+        differ now.
+        """
+        if OPTIM in groups:
+            self._counts.check()
+        return () if self._saved is None else tuple(text for text, of in self._saved.notes.items() if of in groups)
 
     def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
         """These groups of the checkpoint as this rank alone would have saved them.
@@ -266,7 +275,7 @@ class DeclaredLayout:
 
     def _joined(self, sources: Sequence[Source]) -> Leaf:
         first, place = sources[0]
-        if place is None and len(sources) == 1:
+        if place is None and (self._saved is None or len(sources) == 1):
             return first
         if place is None:
             raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have one name in the checkpoint")

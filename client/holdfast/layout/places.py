@@ -37,6 +37,10 @@ class Group(NamedTuple):
     wholes: Mapping[str, WholeTensor] = {}
     foreign: Mapping[str, tuple[str, Shape]] = {}  # the tensors that state their own place
 
+    def knows(self, name: str) -> bool:
+        """Whether it is known of which stored tensors a live one has parts."""
+        return (name in self.places and name in self.local) or name in self.wholes
+
     def stored_names(self, name: str) -> list[str]:
         """The stored tensors of which a local one has parts; its own name if the layout does not know it."""
         if name in self.wholes:
@@ -66,7 +70,7 @@ def own_places(leaf: Leaf, group: Group) -> Iterator[Place] | None:
 def kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | None]:
     """The place of optimizer state: that of its parameter, or each tensor of which the parameter has parts."""
     owner, _, key = leaf.name.rpartition("/")
-    owners = [group for group in (groups[MASTER], groups[MODEL]) if owner in group.local or owner in group.wholes]
+    owners = [group for group in (groups[MASTER], groups[MODEL]) if group.knows(owner)]
     if not owners:
         yield None
         return

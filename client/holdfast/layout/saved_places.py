@@ -56,7 +56,7 @@ class SavedPlaces:
     ) -> None:
         self._saved, self._layout, self._rank = SavedProgram(program, layout, rank, config), layout, rank
         self._config, self._extra = config, extra
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, str] = {}  # each with the group that it is about
 
     def learn(self, stored: OfferedLeaves) -> bool:
         """Save under the names of this checkpoint from now on: the state is restored from it. False if nothing changes."""
@@ -74,6 +74,7 @@ class SavedPlaces:
         """
         places, ties = self._plain(group, found, live, whole)
         wholes, more = self._wholes(group, {**found.foreign, **found.foreign_aliases})
+        self._saved.check_alone((*found.local, *found.foreign))
         return Group(found.local, places, {}, {**ties, **more}, wholes, found.foreign)
 
     def _plain(self, group: str, given: NamedSpecs, live: Live, whole: bool) -> tuple[Places, dict[str, str]]:
@@ -85,7 +86,6 @@ class SavedPlaces:
         rules = self._rules()
         self._saved.cover({name: shape for name, (_, shape) in every.items()}, whole, rules)
         rules = self._rules()
-        self._saved.check_alone({**local, **given.foreign})
         self._refuse_unruled(group, every, rules)
         usual = next((dtype for dtype, _ in local.values()), "F32")
         found = self._held(group, {name: dtype or usual for name, (dtype, _) in every.items()}, live, rules)
@@ -148,9 +148,8 @@ class SavedPlaces:
 
     def _note(self, group: str, tensor: LocalTensor) -> None:
         if tensor.padding:
-            self.notes[
-                f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, and restored as zeros"
-            ] = None
+            text = f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, and restored as zeros"
+            self.notes[text] = group
 
     def _refuse_unruled(self, group: str, names: Iterable[str], rules: Rules) -> None:
         """`InvalidRequest` for stored matrices without a rule, if ranks hold parts: it is not known whether they are cut."""

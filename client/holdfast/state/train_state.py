@@ -196,7 +196,7 @@ class TrainState:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
             whole = whole._replace(notes=(text,))
         if self.declared is not None:
-            whole = whole._replace(notes=(*whole.notes, *self.declared.check_now()))
+            whole = whole._replace(notes=(*whole.notes, *self.declared.check_now(whole.groups)))
         return self._without(whole, parts, exclude) if exclude else whole
 
     def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:

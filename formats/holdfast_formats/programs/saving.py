@@ -125,9 +125,9 @@ class SavedProgram:
 
     def check_alone(self, leaves: Iterable[str]) -> None:
         """`InvalidRequest`, by name, for live tensors of which two are made of the same elements of a stored one."""
-        assert self._around is not None  # they are covered
         used, by = Counter[str](), dict[str, list[str]]()
         for name in leaves:
+            assert self._around is not None  # it is covered
             for move in self._around.held[name].moves:
                 used[move.source.name] += move.target.volume
                 by.setdefault(move.source.name, []).append(name)

@@ -337,6 +337,19 @@ def test_buffers_that_no_rule_knows_are_stored_as_they_are(whole: llama.Arrays) 
     assert states[1]["model"]["seen"].item() == 5
 
 
+def test_state_of_parameters_that_no_rule_knows(whole: llama.Arrays) -> None:
+    """A vector without a rule is every rank's, and so is what an optimizer keeps of it, in whatever shape."""
+    states = [training({**llama.cut(whole, 2, rank), "scale": np.ones(3, np.float32)}, stepped=True) for rank in range(2)]
+    for state in states:
+        state["optim"].state[state["model"]["scale"]]["row"] = torch.ones(2)
+    checkpoint = save(states, "tp=2")
+    assert checkpoint.tensors["optim", "scale/exp_avg"].tolist() == [3, 3, 3]
+    assert checkpoint.tensors["optim", "scale/row"].tolist() == [1, 1] and checkpoint.specs["optim"]["scale/step"] == (
+        "F32",
+        (),
+    )
+
+
 def test_the_config_may_come_with_the_assets() -> None:
     """Where the layout has no config, the assets' config.json is the model's."""
     made = declare(ParallelLayout({"tp": 2}), Launch(1, 2, "l", 2), {"config.json": llama.CONFIG_BYTES})

@@ -372,10 +372,24 @@ def test_nothing_is_worked_out_again() -> None:
     assert all(third[leaf.key] is leaf for leaf in first.leaves[: first.steady])
 
 
+class Plain(nn.Parameter):
+    """A parameter with the one attribute of Fragments that the tests look at."""
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        return self
+
+
 def fragments(whole: Named, rank: int, ranks: int, scale: float = 1, flat: bool = False) -> dict[str, Any]:
-    """What a rank has under FSDP: rows of each tensor (FSDP2), or a range of its elements (FSDP1), stepped once or never."""
-    model: dict[str, Fragment] = {}
+    """What a rank has under FSDP: rows of each tensor (FSDP2), or a range of its elements (FSDP1), stepped once or never.
+
+    Tensors that are made of queries are left out of it: plain and whole on each rank.
+    """
+    model: dict[str, Fragment | Plain] = {}
     for name, values in whole.items():
+        if "q" in name.rpartition("layers")[2]:
+            model[name] = Plain(torch.from_numpy(values * np.float32(scale)))
+            continue
         size = values.size if flat else len(values)
         share = -(-size // ranks)
         low, high = min(share * rank, size), min(share * (rank + 1), size)
@@ -426,3 +440,41 @@ def test_a_shard_that_is_padded_is_refused() -> None:
         state.snapshot()
     with pytest.raises(InvalidRequest, match="model/b is a DTensor or Fragment, and program 'mine' pads it"):
         state.prepare(plain.stored(0))
+
+
+def test_what_belongs_to_no_weight_stays_as_it_is() -> None:
+    """A learning rate that is a tensor, and state of another module's optimizer, pass the program under their own names."""
+
+    def state(scale: float) -> TrainState:
+        model, other = {"b": nn.Parameter(array(2) * scale)}, nn.Linear(2, 1)
+        optim = torch.optim.AdamW(model.values(), lr=torch.tensor(0.25 * scale))
+        head = torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.5)
+        for parameter in other.parameters():
+            nn.init.constant_(parameter, 3 * scale)
+            head.state[parameter] = {"momentum_buffer": torch.full_like(parameter.detach(), 4 * scale)}
+        return alone({"model": model, "head": other, "optim": optim, "headopt": head}, "a -> b")
+
+    first = state(1)
+    saved = Checkpoint(first.snapshot())
+    assert set(saved.specs["model"]) == {"a"} and set(saved.specs["head"]) == {"weight", "bias"}
+    fresh = restored(state(0), saved)
+    assert fresh.state["optim"].param_groups[0]["lr"].item() == 0.25
+    for mine, other in zip(first.state["head"].parameters(), fresh.state["head"].parameters(), strict=True):
+        kept, found = first.state["headopt"].state[mine], fresh.state["headopt"].state[other]
+        assert torch.equal(mine, other) and torch.equal(kept["momentum_buffer"], found["momentum_buffer"])
+
+
+def test_a_part_of_the_state(shares: Shares) -> None:
+    """A save of one group places its tensors as a save of all does; steps are compared if they are in it."""
+    found = rank_state(live(shares, "hf-megatron", STAGED, 1), LLAMA, STAGED, 1, "hf-megatron")
+    some = {leaf.path: leaf for leaf in found.snapshot(["optim"]).leaves}
+    every = {leaf.path: leaf for leaf in found.snapshot().leaves if leaf.group == "optim"}
+    assert set(some) == set(every)
+    assert all([p.box for p in some[path].pieces] == [p.box for p in leaf.pieces] for path, leaf in every.items())
+    state = stepped(["a", "b"], "c -> a, b, sizes=[2,2]", [3, 3])
+    state.snapshot()
+    state.snapshot(["model"])
+    state.state["optim"].state[state.state["model"]["b"]]["step"].add_(1)
+    state.snapshot(["model"])
+    with pytest.raises(StateMismatch, match="both would be saved as 'c/step'"):
+        state.snapshot()
