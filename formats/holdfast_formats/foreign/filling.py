@@ -96,7 +96,7 @@ def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
         return
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(into.dtype)
-        if float(ml_dtypes.finfo(into.dtype).max) < float(ml_dtypes.finfo(values.dtype).max):
+        if _largest(into.dtype) < _largest(values.dtype):
             lost = np.isfinite(values) & ~np.isfinite(converted)
             if lost.any():
                 raise StateMismatch(
@@ -105,6 +105,10 @@ def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
                     tensor=name,
                 )
     into[...] = converted
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def _whole_number(dtype: np.dtype[Any]) -> bool:
