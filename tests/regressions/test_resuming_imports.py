@@ -126,6 +126,38 @@ def test_dcp(daemon: RunningDaemon, bring: Bring, tmp_path: Path, kind: str, key
         assert_equal(model.state_dict(), again.state_dict())
 
 
+def test_tied_weights_that_have_two_names(daemon: RunningDaemon, bring: Bring, tmp_path: Path) -> None:
+    """Other programs keep optimizer state under each name of tied weights, or an import lists it so; torch has one."""
+    state = {name: {kind: torch.rand(5, 4) for kind in ("exp_avg", "exp_avg_sq")} for name in ("0.weight", "1.weight")}
+    for held in state.values():
+        held["step"] = torch.tensor(3.0)
+    weight = torch.rand(5, 4)
+    groups = [{"params": list(state), "lr": 0.5}]
+    saved = {"model": {"0.weight": weight, "1.weight": weight}, "optim": {"state": state, "param_groups": groups}}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    bring(tmp_path, "tied", 3)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer("tied", {"model": model, "optim": optimizer}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 3
+        report = checkpointer.last_restore
+    assert torch.equal(model[0].weight, weight)
+    for kind, value in state["0.weight"].items():
+        assert torch.equal(optimizer.state[model[0].weight][kind], value)
+    surplus = {f"optim/1.weight/{kind}" for kind in state["1.weight"]}
+    assert report is not None and set(report.unexpected) == surplus
+    assert all(any(name in note for note in report.notes) for name in surplus)
+    untied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    other = torch.optim.AdamW(untied[:1].parameters())
+    state = {"model": untied, "optim": other}
+    with (
+        Checkpointer("tied", state, at=daemon.socket) as checkpointer,
+        pytest.raises(StateMismatch, match=r"optim/1.weight/exp_avg"),
+    ):
+        checkpointer.restore()
+
+
 class Tiny(nn.Module):
     """The module of `tests/golden/make_deepspeed.py`."""
 

@@ -14,6 +14,7 @@ from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, Offered
 from holdfast_formats.errors import StateMismatch
 
 _BESIDE = "extra/"  # what is neither model nor optimizer
+_WEIGHTS = "model"
 LISTED_MAX = 20  # names in an error's text; its members have all of them
 
 
@@ -151,7 +152,10 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     unexpected = comparison.unexpected()
     # What another program kept besides the training goes by that program's keys. It stays in the checkpoint.
     theirs = [name for name in unexpected if stored.imported and name.startswith(_BESIDE)]
-    _refuse(comparison, [name for name in unexpected if name not in theirs], strict)
+    again = _again(plans, comparison, unexpected) if stored.imported else []
+    _refuse(comparison, [name for name in unexpected if name not in theirs and name not in again], strict)
+    if again and strict:
+        comparison.notes.append(_listed("names belong to weights that are tied to others here, and are not used", again))
     if theirs and strict:
         comparison.notes.append(_listed("values of the program that the checkpoint was imported from are not used", theirs))
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
@@ -170,6 +174,20 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
         casts,
         tuple(lacking for plan in plans for lacking in plan.lacking),
     )
+
+
+def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
+    """What an import has listed under each name of tied weights, as masters and optimizer state, of which this state has
+    one: what stands under that name is restored.
+    """
+    ties = {alias: name for plan in plans for alias, name in plan.aliases.get(_WEIGHTS, {}).items()}
+    found = []
+    for path in unexpected:
+        group, _, name = path.partition("/")
+        alias = next((alias for alias in ties if name == alias or name.startswith(f"{alias}/")), None)
+        if alias is not None and group != _WEIGHTS and (group, ties[alias] + name[len(alias) :]) in comparison.claimed:
+            found.append(path)
+    return found
 
 
 def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:

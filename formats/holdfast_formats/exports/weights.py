@@ -70,8 +70,7 @@ def roundings(source: ExportSource, made: Iterable[MappedTensor]) -> list[str]:
     told = []
     for (before, after), count in sorted(counted.items()):
         how = "converted" if (before, after) in _EXACT else "rounded"
-        over = "; values over 65504 become infinite" if after == "F16" else ""
-        told.append(f"{count} tensors were {how} from {FLOATS[before]} to {FLOATS[after]}{over}")
+        told.append(f"{count} tensors were {how} from {FLOATS[before]} to {FLOATS[after]}")
     return told
 
 

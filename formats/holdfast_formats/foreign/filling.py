@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -85,11 +86,29 @@ def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shap
 
 
 def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
-    """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number."""
+    """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number, or a number does not
+    fit: it would become infinite, or NaN.
+    """
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
         raise StateMismatch(f"tensor {name!r} cannot be converted from {values.dtype} to {into.dtype}", tensor=name)
+    if into.dtype == values.dtype:
+        into[...] = values
+        return
     with np.errstate(over="ignore", invalid="ignore"):
-        into[...] = values if into.dtype == values.dtype else values.astype(into.dtype)
+        converted = values.astype(into.dtype)
+        if _largest(into.dtype) < _largest(values.dtype):
+            lost = np.isfinite(values) & ~np.isfinite(converted)
+            if lost.any():
+                raise StateMismatch(
+                    f"tensor {name!r} has {float(values[lost][0]):g}, which {into.dtype} cannot hold",
+                    hint="convert to a dtype with more range, such as bfloat16",
+                    tensor=name,
+                )
+    into[...] = converted
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def _whole_number(dtype: np.dtype[Any]) -> bool:

@@ -71,7 +71,21 @@ def test_averages_and_masters_under_the_models_names(tmp_path: Path, weights: st
     config = json.loads((out / "config.json").read_text())
     assert config == {**LLAMA, "torch_dtype": {None: "bfloat16", "F32": "float32", "F16": "float16"}[dtype]}
     assert any("rounded" in note for note in plan.notes) == (dtype != "F32")
-    assert any("become infinite" in note for note in plan.notes) == (dtype == "F16")
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(65504.0, True), (65536.0, False), (1e30, False), (np.inf, True), (np.nan, True)]
+)
+def test_numbers_that_the_dtype_cannot_hold(tmp_path: Path, value: float, fits: bool) -> None:
+    """A weight that would become infinite is refused by its name, and not written; what is infinite stays so."""
+    array = np.array([1.0, value, -value], np.float32)
+    source = made(tmp_path / "step", {"model": {"model.norm.weight": array}}, assets=ASSETS).source
+    plan = hugging_face.plan(source, ExportOptions(dtype="F16"))
+    if fits:
+        np.testing.assert_array_equal(_loaded(write(source, plan, tmp_path / "out"))["model.norm.weight"], array)
+        return
+    with pytest.raises(StateMismatch, match=r"model\.norm\.weight.* float16 cannot hold"):
+        write(source, plan, tmp_path / "out")
 
 
 def test_what_has_no_average_is_the_models_and_said(tmp_path: Path) -> None:
