@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import Fragment
+from holdfast import Api, Fragment
 from holdfast_formats import naming
+from tests.daemons import wait_until
 from tests.regressions import joint_worlds
 from tests.regressions.joint_worlds import ranks
 from tests.regressions.test_many_daemons import Site, site
@@ -52,6 +53,8 @@ def test_two_nodes_and_other_arrangements(site: Site, monkeypatch: pytest.Monkey
             layouts = [one._contents.layout for one in world.checkpointers]
             assert all(any(leaf.rounded_from for leaf in layout.leaves) == bool(options) for layout in layouts)
             lost(world)
+        with Api(a.url) as api:  # else who checks it finds it spoiled
+            wait_until(lambda api=api, run=run: api.checkpoint(run, 3).verified, 120)
         directory = site.root / naming.checkpoint_path(run, 3)
         files.append({file.name: file.read_bytes() for file in directory.glob("*.safetensors*")})
     assert files[0] == files[1] and "model.safetensors" in files[0]
