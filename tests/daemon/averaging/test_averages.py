@@ -14,7 +14,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging import arena as slots
 from holdfast_formats.staging import average, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
-from holdfast_formats.staging.average import AverageHandover, AverageRule, AverageUpdate, Stretch
+from holdfast_formats.staging.average import AverageHandover, AverageRule, AverageStretch, AverageUpdate
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon.arena.arena import Arena
@@ -24,8 +24,8 @@ from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot, memf
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
 from holdfast_service.daemon.averaging.averages import Averages, CrewKey
-from tests.daemons import wait_until
 from tests.daemon.memory_keeper import MemoryKeeper
+from tests.daemons import wait_until
 
 SIZE = 1000
 RULE = AverageRule("master", 0.5, 1, "none")
@@ -53,7 +53,7 @@ class World:
         of = self.ranks[rank]
         average.take(of.memory, number)
         of.brought(0, 4 * SIZE).view(np.float32)[:] = value
-        update = AverageUpdate(of.owner, number, number, RULE, layout, (Stretch(0, SIZE, "F32"),))
+        update = AverageUpdate(of.owner, number, number, RULE, layout, (AverageStretch(0, SIZE, "F32"),))
         average.seal(of.memory, of.geometry, number, average.encode_update(update))
         self.averages.ring(of.owner)
 
@@ -227,9 +227,7 @@ def test_memory_of_averages_counts_and_is_given_back(world: World) -> None:
     assert world.arena.holders == {"r": 2 * room.segment_bytes}
     assert world.arena.has("r")
     with pytest.raises(LimitExceeded, match="for the average"):
-        world.averages.reserve(
-            SegmentOwner("r", 0, 1, 2), average.geometry(2**30, PAGE), ShareHolder("r"), object()
-        )
+        world.averages.reserve(SegmentOwner("r", 0, 1, 2), average.geometry(2**30, PAGE), ShareHolder("r"), object())
     for rank in (0, 1):
         world.averages.leave(world.ranks[rank].owner, world.users[rank], parted=True)
     wait_until(lambda: not world.arena.holders)
