@@ -547,7 +547,10 @@ class Checkpointer:
         if self._averaging is not None:
             after = self._averaging.decided
             average = self._averaging.part(layout.data_bytes) if asked.groups is None or EMA in asked.groups else None
-            snapshot = snapshot if average is None else snapshot._replace(groups=of_save(snapshot.groups))
+            if average is not None:
+                snapshot = snapshot._replace(groups=of_save(snapshot.groups))
+            elif asked.groups is None or EMA in asked.groups:
+                self._note(ticket, ("saved without the group ema: no update of the average has been taken yet",))
         ticket.groups = snapshot.groups
         intent = self._origin.intent(asked.existing, snapshot.groups)
         table = self._contents.table(who, snapshot, asked.metrics, intent, average)

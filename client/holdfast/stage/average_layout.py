@@ -16,7 +16,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.region import byte_view
 from holdfast_formats.staging import average, slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES, page_aligned
-from holdfast_formats.staging.average import GROUP, AverageHandover, Stretch
+from holdfast_formats.staging.average import GROUP, AverageHandover, AverageStretch
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 
 _FLOATS = ("F64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "C64")
@@ -27,7 +27,7 @@ class AverageLayout(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     copies: tuple[Copy, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[AverageStretch, ...]
     fragments: tuple[StagedFragment, ...]
     aliases: Mapping[str, str]
     nbytes: int
@@ -49,7 +49,7 @@ def lay_out(
     in_page = places_in_page(averaged, file_bytes_max)
     end = 0
     copies: list[Copy] = []
-    stretches: list[Stretch] = []
+    stretches: list[AverageStretch] = []
     fragments: list[StagedFragment] = []
     for leaf, kept in zip(leaves, averaged, strict=True):
         place = in_page.get(kept.key)
@@ -61,7 +61,9 @@ def lay_out(
             if size:
                 copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))
                 taken = leaf.dtype not in average.WIDENED or _is_buffer(leaf, buffers)
-                stretches.append(Stretch(end, size, "U8") if taken else Stretch(end, piece.box.volume, leaf.dtype))
+                stretches.append(
+                    AverageStretch(end, size, "U8") if taken else AverageStretch(end, piece.box.volume, leaf.dtype)
+                )
             end += size
     digest = average.layout_digest([stretches, fragments])
     return AverageLayout(tuple(leaves), tuple(copies), tuple(stretches), tuple(fragments), dict(aliases), end, digest)

@@ -22,6 +22,7 @@ from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.replica_claims import buffers_of
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.staging import AveragePart
+from holdfast.state.given import Given
 from holdfast.state.train_state import EXTRA, MASTER, TrainState
 from holdfast.threads import background_requests
 from holdfast.threads.latch import Latch
@@ -172,7 +173,12 @@ class Averaging:
             self._count(skip=False)
 
     def refuse_own(self) -> None:
-        """`InvalidRequest` where the state has a group `ema` of its own."""
+        """`InvalidRequest` where the state has a group `ema` of its own, or is an adapter's, whose tensors are not seen."""
+        if any(isinstance(value, Given) for value in self._of.state.state.values()):
+            raise InvalidRequest(
+                "ema= is not possible for a state that an adapter gives",
+                hint="use the framework's own average, if it has one",
+            )
         if GROUP in self._of.state.groups():
             raise InvalidRequest(
                 "the state has an entry for the group 'ema', which ema= saves as well",
@@ -466,9 +472,9 @@ def _give_back(words: memoryview, number: int) -> None:
     average.decide(words, number)
 
 
-def _as_kept(stretch: average.Stretch) -> average.Stretch:
+def _as_kept(stretch: average.AverageStretch) -> average.AverageStretch:
     """A stretch that brings what the accumulator holds."""
-    return stretch if stretch.dtype == "U8" else average.Stretch(stretch.offset, stretch.count, "F32")
+    return stretch if stretch.dtype == "U8" else average.AverageStretch(stretch.offset, stretch.count, "F32")
 
 
 def _words(rule: AverageRule) -> tuple[str, float, int, Correction]:

@@ -99,7 +99,7 @@ class AverageState(msgspec.Struct, frozen=True):
     lost: int = 0
 
 
-class Stretch(msgspec.Struct, frozen=True, array_like=True):
+class AverageStretch(msgspec.Struct, frozen=True, array_like=True):
     """`count` elements at `offset` of an update and of the accumulator. Those of `WIDENED` dtypes are averaged as F32;
     `U8` says bytes that are taken over as they are: buffers, and what is no float.
     """
@@ -129,7 +129,7 @@ class AverageUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int
     rule: AverageRule
     layout: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[AverageStretch, ...]
     seed: AverageState | None = None
 
 

@@ -14,7 +14,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging import arena as slots
 from holdfast_formats.staging import average, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
-from holdfast_formats.staging.average import AverageHandover, AverageRule, AverageUpdate, Stretch
+from holdfast_formats.staging.average import AverageHandover, AverageRule, AverageStretch, AverageUpdate
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon.arena.arena import Arena
@@ -53,7 +53,7 @@ class World:
         of = self.ranks[rank]
         average.take(of.memory, number)
         of.brought(0, 4 * SIZE).view(np.float32)[:] = value
-        update = AverageUpdate(of.owner, number, number, RULE, layout, (Stretch(0, SIZE, "F32"),))
+        update = AverageUpdate(of.owner, number, number, RULE, layout, (AverageStretch(0, SIZE, "F32"),))
         average.seal(of.memory, of.geometry, number, average.encode_update(update))
         self.averages.ring(of.owner)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging import average
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
-from holdfast_formats.staging.average import AverageRule, AverageState, AverageUpdate, Stretch
+from holdfast_formats.staging.average import AverageRule, AverageState, AverageStretch, AverageUpdate
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 from holdfast_service.daemon.arena.segment import memfd
 from holdfast_service.daemon.averaging import folding
@@ -24,7 +24,7 @@ from holdfast_service.daemon.averaging.folding import Lerp, chunks, fold
 
 OWNER = SegmentOwner("r", 0, 1, 1)
 SIZE = 5_000
-WHOLE = (Stretch(0, SIZE, "F32"),)
+WHOLE = (AverageStretch(0, SIZE, "F32"),)
 RULE = AverageRule("master", 0.9, 1, "none")
 
 
@@ -42,7 +42,12 @@ def make(chunk_bytes: int = 4096) -> AverageSegment:
 
 
 def bring(
-    segment: AverageSegment, number: int, content: NDArray, stretches: tuple[Stretch, ...] = WHOLE, seed=None, rule=RULE
+    segment: AverageSegment,
+    number: int,
+    content: NDArray,
+    stretches: tuple[AverageStretch, ...] = WHOLE,
+    seed=None,
+    rule=RULE,
 ) -> None:
     """The rank's part: its update is sealed."""
     average.take(segment.memory, number)
@@ -115,7 +120,7 @@ def test_a_tie_that_float64_makes_is_seen() -> None:
 
 def test_half_precision_is_widened_and_bytes_are_taken_over(segment: AverageSegment) -> None:
     """BF16 and F16 are averaged as F32; a buffer of integers is the last one that came."""
-    stretches = (Stretch(0, 10, "BF16"), Stretch(64, 10, "F16"), Stretch(128, 24, "U8"))
+    stretches = (AverageStretch(0, 10, "BF16"), AverageStretch(64, 10, "F16"), AverageStretch(128, 24, "U8"))
     for number in (1, 2):
         values = torch.linspace(-2, 2, 10) * number
         octets = np.zeros(256, np.uint8)
@@ -146,7 +151,7 @@ def killed_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
         return run
 
-    def copied_by_half(segment: AverageSegment, chunk: folding.Chunk, number: int, index: int) -> None:
+    def copied_by_half(segment: AverageSegment, chunk: folding.FoldChunk, number: int, index: int) -> None:
         half = chunk.kept_bytes // 2
         segment.kept(chunk.offset, half)[:] = segment.journal(half)
         stopping(copy)(segment, chunk, number, index)
@@ -208,12 +213,12 @@ def test_a_seed_sets_the_average_and_its_counts(segment: AverageSegment) -> None
 
 def test_small_neighbours_are_one_chunk_and_long_ones_several() -> None:
     """Chunks cover what stretches cover, and are of the length that was asked for at most."""
-    many = tuple(Stretch(64 * i, 16, "F32") for i in range(1000))
+    many = tuple(AverageStretch(64 * i, 16, "F32") for i in range(1000))
     assert [chunk.length for chunk in chunks(many, 2**20)] == [16_000]
     assert sum(chunk.length for chunk in chunks(many, 4096)) == 16_000
     assert max(chunk.kept_bytes for chunk in chunks(many, 4096)) == 4096
-    assert [c.source for c in chunks((Stretch(0, 3000, "BF16"),), 4096)] == [0, 2048, 4096]
-    assert [c.offset for c in chunks((Stretch(0, 3000, "BF16"),), 4096)] == [0, 4096, 8192]
+    assert [c.source for c in chunks((AverageStretch(0, 3000, "BF16"),), 4096)] == [0, 2048, 4096]
+    assert [c.offset for c in chunks((AverageStretch(0, 3000, "BF16"),), 4096)] == [0, 4096, 8192]
 
 
 def test_an_update_that_is_not_what_was_sealed_is_refused(segment: AverageSegment) -> None:
@@ -222,9 +227,9 @@ def test_an_update_that_is_not_what_was_sealed_is_refused(segment: AverageSegmen
     segment.memory[5 * 4096] ^= 1
     with pytest.raises(InvalidRequest, match="not the one that was sealed"):
         segment.update()
-    bring(segment, 2, content(1), (Stretch(0, SIZE + 4096, "F32"),))
+    bring(segment, 2, content(1), (AverageStretch(0, SIZE + 4096, "F32"),))
     with pytest.raises(InvalidRequest, match="longer than its room"):
         segment.update()
-    bring(segment, 3, content(1), (Stretch(0, 10, "F32"), Stretch(8, 10, "F32")))
+    bring(segment, 3, content(1), (AverageStretch(0, 10, "F32"), AverageStretch(8, 10, "F32")))
     with pytest.raises(InvalidRequest, match="overlaps"):
         segment.update()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.staging import average
-from holdfast_formats.staging.average import AverageRecord, AverageUpdate, Stretch
+from holdfast_formats.staging.average import AverageRecord, AverageStretch, AverageUpdate
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 
 GAP_BYTES_MAX = 64  # between F32 stretches that are folded as one: what stands there is never read
@@ -24,7 +24,7 @@ _LOW_BITS = np.uint64(2**29 - 1)  # of a float64's fraction: those that a float3
 _HALF = np.uint64(2**28)
 
 
-class Chunk(NamedTuple):
+class FoldChunk(NamedTuple):
     """What is computed at once: `length` elements from `offset` on in the accumulator, `source` in the update."""
 
     offset: int
@@ -38,19 +38,19 @@ class Chunk(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def chunks(stretches: Sequence[Stretch], chunk_bytes: int) -> tuple[Chunk, ...]:
+def chunks(stretches: Sequence[AverageStretch], chunk_bytes: int) -> tuple[FoldChunk, ...]:
     """The chunks of these stretches; they follow from the stretches alone."""
     return tuple(_cut(_joined(stretches), chunk_bytes))
 
 
-def _joined(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+def _joined(stretches: Sequence[AverageStretch]) -> Iterator[AverageStretch]:
     """Neighbours of F32 as one: of many small tensors, Python's own work would cost more than theirs."""
-    current: Stretch | None = None
+    current: AverageStretch | None = None
     for stretch in stretches:
         end = -1 if current is None else current.offset + current.kept_bytes
         gap = stretch.offset - end
         if current is not None and current.dtype == stretch.dtype == "F32" and gap <= GAP_BYTES_MAX and gap % 4 == 0:
-            current = Stretch(current.offset, (stretch.offset + stretch.kept_bytes - current.offset) // 4, "F32")
+            current = AverageStretch(current.offset, (stretch.offset + stretch.kept_bytes - current.offset) // 4, "F32")
             continue
         if current is not None:
             yield current
@@ -59,7 +59,7 @@ def _joined(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
         yield current
 
 
-def _cut(stretches: Iterator[Stretch], chunk_bytes: int) -> Iterator[Chunk]:
+def _cut(stretches: Iterator[AverageStretch], chunk_bytes: int) -> Iterator[FoldChunk]:
     for stretch in stretches:
         if not stretch.count:
             continue
@@ -67,7 +67,7 @@ def _cut(stretches: Iterator[Stretch], chunk_bytes: int) -> Iterator[Chunk]:
         step = chunk_bytes // kept
         for first in range(0, stretch.count, step):
             count = min(step, stretch.count - first)
-            yield Chunk(stretch.offset + first * kept, stretch.offset + first * brought, count, stretch.dtype)
+            yield FoldChunk(stretch.offset + first * kept, stretch.offset + first * brought, count, stretch.dtype)
 
 
 def fold(segment: AverageSegment, update: AverageUpdate) -> None:
@@ -101,7 +101,7 @@ def _after(record: AverageRecord, update: AverageUpdate) -> AverageRecord:
     return AverageRecord(number, number, number, seed.n, 0, seed.step, *counts, update.layout, update.rule)
 
 
-def _compute(segment: AverageSegment, chunk: Chunk, step: Lerp | None) -> None:
+def _compute(segment: AverageSegment, chunk: FoldChunk, step: Lerp | None) -> None:
     """Put what the chunk becomes into the journal."""
     result = segment.journal(chunk.kept_bytes)
     if chunk.dtype == "U8":
@@ -114,11 +114,11 @@ def _compute(segment: AverageSegment, chunk: Chunk, step: Lerp | None) -> None:
         step(segment.kept(chunk.offset, chunk.kept_bytes).view(np.float32), brought, result.view(np.float32))
 
 
-def _size(chunk: Chunk) -> int:
-    return Stretch(0, chunk.length, chunk.dtype).brought_bytes
+def _size(chunk: FoldChunk) -> int:
+    return AverageStretch(0, chunk.length, chunk.dtype).brought_bytes
 
 
-def _copy(segment: AverageSegment, chunk: Chunk, number: int, index: int) -> None:
+def _copy(segment: AverageSegment, chunk: FoldChunk, number: int, index: int) -> None:
     segment.kept(chunk.offset, chunk.kept_bytes)[:] = segment.journal(chunk.kept_bytes)
     average.note_copied(segment.memory, number, index + 1)
 
