@@ -119,6 +119,7 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
         "every_steps": "",
         "within_hours": "",
         "steps": "5",
+        "keep_full": "1",
         "quota_gigabytes": "1.5",
         "metric": ["accuracy", ""],
         "mode": ["max", "min"],
@@ -137,6 +138,7 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
     assert "The policy was set" in Page(done.text).text
     policy = browser.get("/v1/runs/tiny/policy").json()
     assert (policy["last"], policy["steps"], policy["quota_bytes"]) == (1, [5], 1_500_000_000)
+    assert policy["keep_full"] == 1
     assert policy["best"] == [{"metric": "accuracy", "mode": "max", "count": 2, "keep_unmeasured": False}]
 
 
