@@ -225,6 +225,25 @@ def test_what_is_there_is_not_overwritten(world: CopiesWorld, transfers: Transfe
     assert contents(world.path()) == before
 
 
+def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+    """Its ranks would take it at their next restore. Another run takes it, a dry run only says what would be, and what is
+    queued when the ranks come is refused then.
+    """
+    source = hugging_face(tmp_path / "place" / "hf", sharded=False)
+    wanted = job("import", 9, **{"from": source.name})
+    transfers.trains = lambda run: run == wanted.run
+    for act in (
+        lambda: transfers.check(JobRequest(kind="import", run=wanted.run, step=9, arguments={"from": source.name})),
+        lambda: transfers.import_job(wanted, Quiet()),
+    ):
+        with pytest.raises(InUse, match="ranks of"):
+            act()
+    dry = job("import", 9, **{"from": source.name, "dry_run": True})
+    assert transfers.import_job(dry, Quiet())["dry_run"]
+    transfers.trains = lambda run: run == "another"
+    assert transfers.import_job(wanted, Quiet())["step"] == 9
+
+
 def test_without_a_place_nothing_is_reached(world: CopiesWorld) -> None:
     """A service that was not given one refuses."""
     nowhere = Transfers(world.tier, world.decisions, world.repairer)

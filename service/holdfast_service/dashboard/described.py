@@ -95,7 +95,10 @@ def subjects(described: Mapping[str, Any]) -> list[Subject]:
 def models(described: Mapping[str, Any]) -> list[DescribedBody]:
     """All bodies, by name."""
     schemas = described.get("components", {}).get("schemas", {})
-    return [DescribedBody(name, _prose(one.get("description", "")), tuple(_members(one))) for name, one in sorted(schemas.items())]
+    return [
+        DescribedBody(name, _prose(one.get("description", "")), tuple(_members(one)))
+        for name, one in sorted(schemas.items())
+    ]
 
 
 def type_of(schema: Mapping[str, Any]) -> tuple[Phrase, ...]:

@@ -164,6 +164,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(scrub.close)
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = transfers.repairer
+    transfers.trains = lambda run: run in saver.runs or (cluster is not None and run in cluster.crews.connected())
     about = Serving(config.node, str(root), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
     parts = DataPlane(arena, saver, decisions, adoption, averages, peers)

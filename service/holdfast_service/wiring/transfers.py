@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_formats.whereabouts import check_output_place
@@ -31,6 +31,7 @@ class Transfers:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
         self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
         self._merger = Merger(tier, decisions, self._importer)
+        self.trains: Callable[[str], bool] = lambda run: False  # whether ranks of a run are connected, to any node
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
@@ -43,16 +44,16 @@ class Transfers:
         """Refuse a request of these kinds that must fail, before it becomes a job.
 
         Raises `InvalidRequest` for a path that is not below `place` and for arguments that do not exist, `NoSuchCheckpoint`
-        if there is nothing to export, `AlreadyCommitted` for a step that exists.
+        if there is nothing to export, `AlreadyCommitted` for a step that exists, `InUse` for a run whose ranks are connected.
         """
         run, step = _named(request)
         if request.kind == "import":
             self._reach(_text(request, "from"))
-            _wanted_import(request)
+            self._check_idle(_wanted_import(request))
             self._decisions.imports().attempt(run, step)
             return
         if request.kind == "merge":
-            _wanted_merge(request)
+            self._check_idle(_wanted_merge(request))
             self._merger.check(_text(request, "recipe"), self._model)
             self._decisions.imports().attempt(run, step)
             return
@@ -67,12 +68,15 @@ class Transfers:
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's import from below `place`, as its run and step."""
-        source = self._reach_snapshot(_text(job, "from"))
-        return self.bring(source, _wanted_import(job, again=job.tries > 1), progress)
+        source, wanted = self._reach_snapshot(_text(job, "from")), _wanted_import(job, again=job.tries > 1)
+        self._check_idle(wanted)
+        return self.bring(source, wanted, progress)
 
     def merge_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Do a job's merge, as its run and step."""
-        return self.merge(_text(job, "recipe"), _wanted_merge(job, again=job.tries > 1), self._model, progress)
+        wanted = _wanted_merge(job, again=job.tries > 1)
+        self._check_idle(wanted)
+        return self.merge(_text(job, "recipe"), wanted, self._model, progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair a job's checkpoint; raises the damage that is left."""
@@ -98,6 +102,14 @@ class Transfers:
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
+
+    def _check_idle(self, wanted: WantedImport) -> None:
+        """`InUse` where ranks of the run would restore, or take for their own save, what somebody else brings."""
+        if not wanted.dry_run and self.trains(wanted.run):
+            raise InUse(
+                f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",
+                hint="choose another run for it, or stop the training first",
+            )
 
     def _place_for(self, wanted: Export | ForeignExport) -> PosixTier:
         """`place`, if an export's target may be there."""
