@@ -18,6 +18,7 @@ from holdfast_formats.errors import (
     CheckpointError,
     CorruptExtent,
     CorruptManifest,
+    InUse,
     InvalidRequest,
     NoSpace,
     NoSuchCheckpoint,

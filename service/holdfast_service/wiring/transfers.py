@@ -44,7 +44,7 @@ class Transfers:
         """Refuse a request of these kinds that must fail, before it becomes a job.
 
         Raises `InvalidRequest` for a path that is not below `place` and for arguments that do not exist, `NoSuchCheckpoint`
-        if there is nothing to export, `AlreadyCommitted` for a step that exists, `InUse` for a run whose ranks are connected.
+        if there is nothing to export, `AlreadyCommitted` for a step that exists, `InUse` for a run that trains.
         """
         run, step = _named(request)
         if request.kind == "import":
