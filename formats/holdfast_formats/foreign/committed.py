@@ -147,9 +147,7 @@ class ExportSource(NamedTuple):
         return self.files.read(name)
 
 
-def opened(
-    files: ForeignFiles, made: Manifest, directory: str = "", kept_bytes_max: int = KEPT_BYTES_MAX
-) -> ExportSource:
+def opened(files: ForeignFiles, made: Manifest, directory: str = "", kept_bytes_max: int = KEPT_BYTES_MAX) -> ExportSource:
     """The checkpoint in `directory` that this manifest describes; of its files only state.json is read."""
     verified = CommittedFiles(files, made, directory, kept_bytes_max)
     documents: dict[str, dict[str, Any]] = {}
