@@ -1,0 +1,60 @@
+"""A merged tensor takes no more memory when it is larger, whatever has to be found out about the whole of it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.region import Box, flat_boxes
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.daemon.merging import merged_tensor
+from holdfast_service.daemon.merging.merged_tensor import MergedTensor
+from holdfast_service.daemon.merging.recipe import read_recipe
+
+RECIPE = (
+    "{merge_method: METHOD, base_model: a@1, models: [{model: b@1}], parameters: {weight: 1, density: 0.5, rescale: l1}}"
+)
+COLUMNS = 256
+
+
+def made_up(stored: ForeignTensor, box: Box) -> NDArray[Any]:
+    """Values that follow from their place: nobody holds the whole tensor."""
+    rows = np.arange(box.offset[0], box.stop[0], dtype=np.float32)[:, None]
+    columns = np.arange(box.offset[1], box.stop[1], dtype=np.float32)[None, :]
+    made: NDArray[Any] = np.sin(rows * np.float32(len(stored.spec.name)) + columns)
+    return made
+
+
+def peak(method: str, rows: int) -> int:
+    spec = TensorSpec("model", "w", "F32", (rows, COLUMNS))
+    inputs = tuple(ForeignTensor(TensorSpec("model", name, "F32", spec.shape), ()) for name in ("b", "base"))
+    tensor = MergedTensor(spec, inputs, read_recipe(RECIPE.replace("METHOD", method)).terms("w", 0))
+    elements = rows * COLUMNS
+    tracemalloc.start()
+    try:
+        for at in range(0, elements, 2**15):
+            for box in flat_boxes(at, min(at + 2**15, elements), spec.shape):
+                tensor.decode(box, made_up)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs", "dare_ties", "della"])
+def test_memory_is_bounded(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged_tensor, "CHUNK_BYTES", 2**20)
+    small, large = peak(method, 512), peak(method, 4096)
+    assert large < 1.1 * small + 2**16 < 4 * 4096 * COLUMNS
+
+
+def test_long_rows_are_refused() -> None:
+    """They would have to be sorted as a whole."""
+    spec = TensorSpec("model", "w", "F32", (2, 2**25))
+    with pytest.raises(LimitExceeded, match="row"):
+        MergedTensor(spec, (), read_recipe(RECIPE.replace("METHOD", "della")).terms("w", 0))
