@@ -89,6 +89,9 @@ class Trainers:
         for process in self.ranks:
             process.kill()
             process.wait()
+            assert process.stdout is not None and process.stdin is not None
+            process.stdout.close()
+            process.stdin.close()
 
 
 def check(root: Path, step: int, size: int = SIZE) -> None:
