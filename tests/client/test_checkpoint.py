@@ -281,6 +281,7 @@ def test_the_public_names() -> None:
         "CheckpointError",
         "CheckpointReader",
         "Checkpointer",
+        "Ema",
         "Fragment",
         "Named",
         "OptimizerShards",
