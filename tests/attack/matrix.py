@@ -97,6 +97,7 @@ GET    /events                                                   read  seen
 GET    /tokens                                                   admin all
 POST   /tokens                                                   admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form
+GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
 GET    /enter                                                   open  none
 GET    /login                                                    open  none
