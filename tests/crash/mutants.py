@@ -102,7 +102,7 @@ MUTATIONS = (
     Mutation(
         "digest check of what is copied",
         "service/holdfast_service/daemon/copying/copies.py",
-        "                verification.check(piece, data)\n",
+        "            verification.check(piece, data)\n",
         "",
         ("tests/daemon/copying/test_replicas.py",),
     ),

@@ -323,9 +323,11 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
         api.close()
 
 
+# A shell starts what it puts into the background with SIGINT ignored, and so would this process be, as a test's descendant.
 STARTER = """
-import sys
+import signal, sys
 from holdfast.rest import delegated
+signal.signal(signal.SIGINT, signal.default_int_handler)
 delegated._PROGRAM = "tests.crash.offline_program"
 try:
     delegated.offline(*sys.argv[1:], on_bytes=lambda done, total: None)

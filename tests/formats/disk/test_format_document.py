@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ def test_the_arena_is_as_documented() -> None:
     stated = sentences(11)
     assert f"P is {arena.PAGE_BYTES}" in stated
     assert f"slots, 1 to {arena.SLOTS_MAX}" in stated
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section(11).splitlines() if line.startswith("|")]
+    lines = dropwhile(lambda line: not line.startswith("|"), section(11).splitlines())
+    table = takewhile(lambda line: line.startswith("|"), lines)  # the first one of the section
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
     sizes = {"8 bytes": 8, "128 bytes": 128, "u32": 4, "u64": 8}
     for column, packed in ((0, arena._SUPERBLOCK), (2, arena._HEADER)):
         cells = [row[column].split(", ") for row in rows[2:] if row[column]]
