@@ -81,6 +81,12 @@ def _mixture(x: Tensor, router: Tensor, expert: Any, config: Any) -> Tensor:
     return sum(share[..., number : number + 1] * expert(number, x) for number in range(router.shape[0]))  # type: ignore[return-value]
 
 
+def _experts(x: Tensor, chosen: Tensor, best: Tensor, expert: Any, bias: Tensor) -> Tensor:
+    """The chosen experts' results, each times its weight; `bias` has an element for each expert."""
+    share = (one_hot(chosen, bias.numel()) * best.unsqueeze(-1)).sum(-2)
+    return sum(share[..., number : number + 1] * expert(number) for number in range(bias.numel()))  # type: ignore[return-value]
+
+
 class Paddle:
     """PaddleFormers' modules: weights are [in, out]; `fused` has qkv_proj and up_gate_proj."""
 
@@ -133,6 +139,61 @@ class Paddle:
                 f"{name}.shared_expert", x
             )
         return made
+
+
+class PaddleErnieMoe(Paddle):
+    """ERNIE 4.5 with experts: a bias of its own for each expert takes part in the choice, and not in the weights."""
+
+    def feed_forward(self, layer: int, x: Tensor) -> Tensor:
+        name = f"model.layers.{layer}.mlp"
+        if f"{name}.gate.weight" not in self.weights:
+            return self._dense(name, x)
+        weights = (x @ self.weights[f"{name}.gate.weight"]).softmax(-1)
+        bias = self.weights[f"{name}.moe_statics.e_score_correction_bias"].flatten()
+        chosen = (weights + bias).topk(self.config.moe_k, dim=-1).indices
+        best = weights.gather(-1, chosen)
+        made = _experts(x, chosen, best / best.sum(-1, keepdim=True), lambda e: self._dense(f"{name}.experts.{e}", x), bias)
+        shared = f"{name}.shared_experts"
+        return made + self._dense(shared, x) if f"{shared}.down_proj.weight" in self.weights else made
+
+
+class PaddleDeepseek(Paddle):
+    """DeepSeek-V3: latent attention, and a sigmoid router that first chooses groups of experts."""
+
+    def qkv(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        name, config = f"model.layers.{layer}.self_attn", self.config
+        heads, plain, turned = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        q = self._times(self._normed(self._times(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm"), f"{name}.q_b_proj")
+        latent, k_turned = self._times(x, f"{name}.kv_a_proj_with_mqa").split([config.kv_lora_rank, turned], dim=-1)
+        kv = self._times(self._normed(latent, f"{name}.kv_a_layernorm"), f"{name}.kv_b_proj").unflatten(-1, (heads, -1))
+        k, v = kv.split([plain, config.v_head_dim], dim=-1)
+        k_turned = k_turned.unsqueeze(-2).expand(*k_turned.shape[:-1], heads, turned)
+        return q.unflatten(-1, (heads, -1)), torch.cat([k, k_turned], dim=-1), v
+
+    def rotated(self, x: Tensor) -> Tensor:
+        plain, turned = x.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        return torch.cat([plain, rotated_pairs(turned, self.config.rope_parameters["rope_theta"])], dim=-1)
+
+    def feed_forward(self, layer: int, x: Tensor) -> Tensor:
+        name, config = f"model.layers.{layer}.mlp", self.config
+        if f"{name}.gate.weight" not in self.weights:
+            return self._dense(name, x)
+        scores = (x @ self.weights[f"{name}.gate.weight"]).sigmoid()
+        bias = self.weights[f"{name}.gate.e_score_correction_bias"]
+        groups = (scores + bias).unflatten(-1, (config.n_group, -1))
+        best_groups = groups.topk(2, dim=-1).values.sum(-1).topk(config.topk_group, dim=-1).indices
+        open_groups = one_hot(best_groups, config.n_group).sum(-2).bool()
+        allowed = groups.masked_fill(~open_groups.unsqueeze(-1), 0.0).flatten(-2)
+        chosen = allowed.topk(config.num_experts_per_tok, dim=-1).indices
+        best = scores.gather(-1, chosen)
+        best = best / best.sum(-1, keepdim=True) if config.norm_topk_prob else best
+        best = best * config.routed_scaling_factor
+        return _experts(x, chosen, best, lambda e: self._dense(f"{name}.experts.{e}", x), bias) + self._dense(
+            f"{name}.shared_experts", x
+        )
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], 1e-6)
 
 
 class Megatron:

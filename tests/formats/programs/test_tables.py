@@ -21,7 +21,15 @@ from holdfast_formats.programs.choice import written
 from holdfast_formats.programs.statements import parse_statements
 from tests.formats.layout.rules.test_transformers import ERNIE, LATENT, SMALL
 from tests.formats.programs.arrays import Arrays, applied, key, same, specs
-from tests.formats.programs.reference_models import Megatron, Paddle, System, Titan, logits
+from tests.formats.programs.reference_models import (
+    Megatron,
+    Paddle,
+    PaddleDeepseek,
+    PaddleErnieMoe,
+    System,
+    Titan,
+    logits,
+)
 
 TINY = SMALL | {"num_hidden_layers": 2, "tie_word_embeddings": False}
 MIXED = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -99,6 +107,9 @@ SYSTEMS: list[tuple[str, Build, list[str]]] = [
         lambda w, c: Paddle(w, c, fused=False),
         ["llama", "mistral", "qwen2", "qwen3", "ernie4_5", "qwen2_moe", "qwen3_moe"],
     ),
+    ("paddle", lambda w, c: PaddleErnieMoe(w, c, fused=False), ["ernie4_5_moe"]),
+    ("paddle-fused", lambda w, c: PaddleErnieMoe(w, c, fused=True), ["ernie4_5_moe"]),
+    ("paddle", lambda w, c: PaddleDeepseek(w, c, fused=False), ["deepseek_v3"]),
     ("paddle-fused", lambda w, c: Paddle(w, c, fused=True), ["qwen2", "qwen3", "ernie4_5", "qwen2_moe", "qwen3_moe"]),
     (
         "megatron",
