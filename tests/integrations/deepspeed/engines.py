@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.daemons import free_port
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 VOCABULARY, WIDTH = 61, 24  # odd, so that partitions are padded and end inside of parameters
 
@@ -83,6 +85,9 @@ def engine(chosen: Mapping[str, Any], seed: int = 0, optimizer: Any = None, mode
 
     get_accelerator().is_fp16_supported = lambda: True  # it works on the CPU; DeepSpeed says that it does not
     compatible_ops["deepspeed_shm_comm"] = False  # a minute of compiling, to make gloo faster
+    if "RANK" not in os.environ:  # a script that was started plainly: DeepSpeed would look for MPI
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": str(free_port())})
     if not comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(seed)
