@@ -117,7 +117,7 @@ def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> No
     whole = fill(rank, 0, 1)
     assert rank.open(0, at(1)).data_bytes == SIZE
     assert rank.write(0, "data", chunk(content(1, 0).tobytes()[10:30], 10)).data_bytes == SIZE
-    assert rank.seal(0, whole).state == "sealed"
+    assert rank.seal(0, whole).state in ("sealed", "committed")  # the saver may have been as quick
     wait_until(lambda: rank.seal(0, whole).state == "committed")
     assert rank.open(0, at(1)).state == "committed"
     assert world.committed() == [1]
