@@ -27,7 +27,16 @@ from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
 from holdfast.stage.rhythm import SaveRhythm
-from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_choices, check_metrics, check_step
+from holdfast.stage.save_request import (
+    Check,
+    SaveRequest,
+    Wait,
+    check_check,
+    check_choices,
+    check_flags,
+    check_metrics,
+    check_step,
+)
 from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slot_contents import SlotContents
 from holdfast.stage.slots import Slots
@@ -284,8 +293,10 @@ class Checkpointer:
         `masters="from-model"` sets the masters from them.
         """
         asked = None if step is None else check_step(step)
-        left_out = (*exclusion.check(exclude, "exclude"), *exclusion.check(ignore, "ignore"))
-        part = WantedPart(groups, left_out, strict, prove_first, masters, cast)
+        told = exclusion.check(exclude, "exclude")
+        left_out = (*told, *exclusion.check(ignore, "ignore"))
+        check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast)
+        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, told)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored

@@ -185,6 +185,33 @@ def test_the_model_alone(world: CopiesWorld, transfers: Transfers, tmp_path: Pat
         assert (tmp_path / "place" / "model" / name).read_bytes() == (world.path() / name).read_bytes()
 
 
+@pytest.mark.parametrize("model_only", [False, True])
+@pytest.mark.parametrize("spoiled", ["nothing", "a file more", "a bit", "a file less"])
+def test_a_copy_that_was_killed_when_it_had_its_name(
+    world: CopiesWorld, transfers: Transfers, tmp_path: Path, model_only: bool, spoiled: str
+) -> None:
+    """The next start finds it done, if it is this very copy; another job finds the name taken."""
+    first = job("export", to="out", model_only=model_only)
+    done = transfers.export_job(first, Quiet())
+    out = tmp_path / "place" / "out"
+    weights = next(path for path in sorted(out.iterdir()) if path.suffix == ".safetensors")
+    if spoiled == "a file more":
+        (out / "mine.txt").write_text("kept")
+    elif spoiled == "a bit":
+        flip(weights, weights.stat().st_size - 1)
+    elif spoiled == "a file less":
+        weights.unlink()
+    with pytest.raises(AlreadyCommitted):
+        transfers.export_job(first, Quiet())
+    again = first.model_copy(update={"tries": 2})
+    if spoiled == "nothing":
+        assert transfers.export_job(again, Quiet()) == done
+    else:
+        with pytest.raises(AlreadyCommitted):
+            transfers.export_job(again, Quiet())
+    assert sorted(os.listdir(tmp_path / "place")) == ["out"]
+
+
 @pytest.mark.parametrize("path", ["../out", "/etc/out", "a/../../out", "a//b", "", ".", "a\0b", ".hidden"])
 def test_no_path_leads_out(world: CopiesWorld, transfers: Transfers, tmp_path: Path, path: str) -> None:
     """Neither an export nor an import reaches anything beside the place; nothing is written."""

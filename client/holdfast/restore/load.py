@@ -21,7 +21,7 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
-from holdfast.tensors.leaves import Leaf
+from holdfast.tensors.leaves import Leaf, covers, is_ignored
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
@@ -47,7 +47,8 @@ class RestoreReport(NamedTuple):
 
 class WantedPart(NamedTuple):
     """Which part of a checkpoint to restore, whether names may be missing, whether to verify everything first, and what to
-    do about full-precision masters and other float dtypes.
+    do about full-precision masters and other float dtypes. `told` are those of `ignore` of which notes say if they match
+    nothing.
     """
 
     groups: Collection[str] | None
@@ -56,6 +57,7 @@ class WantedPart(NamedTuple):
     prove_first: bool = False
     masters: Masters | None = None
     cast: bool = False
+    told: Sequence[str] = ()
 
 
 class RestoringRank(NamedTuple):
@@ -80,6 +82,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
+    idle_notes = _idle(wanted.told, stored, state.groups())
     groups = wanted.groups
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
@@ -114,7 +117,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest), *said),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest), *idle_notes, *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -138,6 +141,21 @@ def _thinned(manifest: Manifest) -> list[str]:
     if manifest.thinned is None:
         return []
     return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]
+
+
+def _idle(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
+    """A note of patterns of the user that match nothing: most such patterns are spelled wrongly. Whole groups of the live
+    state are left out on purpose, where the checkpoint has none of them too.
+    """
+    names = {
+        (group, name) for of in (stored.specs, stored.aliases, stored.values) for group, held in of.items() for name in held
+    }
+    idle = [
+        pattern
+        for pattern in patterns
+        if not any(covers(pattern, *name) for name in names) and not any(is_ignored(group, (pattern,)) for group in live)
+    ]
+    return [f"exclude= matches no name of the checkpoint: {', '.join(idle)}"] if idle else []
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:

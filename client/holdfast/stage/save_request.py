@@ -104,6 +104,13 @@ def check_choices(wait: object, existing: object) -> None:
         raise InvalidRequest(f"existing must be one of {', '.join(get_args(Existing))}, not {existing!r}")
 
 
+def check_flags(**given: object) -> None:
+    """Raise `InvalidRequest` for an option that is neither True nor False: `cast="no"` would count as true."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"{name} must be True or False, not {value!r}")
+
+
 def check_step(step: SupportsIndex) -> int:
     """Return the step as an int; numpy integers are accepted. Raises `InvalidRequest` for anything else."""
     try:

@@ -42,11 +42,16 @@ class Exporter:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
+            ahead = going(progress, 2 * size)
             with exporting.alone(place, wanted.target) as staging:
+                made = None
                 if exporting.is_taken(place, wanted.target):
-                    raise exporting.taken(wanted.target)
-                made = exporting.stage(self._tier, place, staging, wanted, going(progress, 2 * size))
-                _publish(place, staging, wanted.target)
+                    made = exporting.stands(self._tier, place, wanted, ahead) if wanted.again else None
+                    if made is None:
+                        raise exporting.taken(wanted.target)
+                if made is None:
+                    made = exporting.stage(self._tier, place, staging, wanted, ahead)
+                    _publish(place, staging, wanted.target)
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | Forei
             raise InvalidRequest(f"an export has no argument {other!r}", hint=f"to, model_only, {', '.join(texts)}")
         if not isinstance(given.get("model_only", False), bool):
             raise InvalidRequest("the argument 'model_only' of an export is not true or false")
-        return Export(*_named(job), target, bool(given.get("model_only", False)))
+        return Export(*_named(job), target, bool(given.get("model_only", False)), again)
     for name, value in given.items():
         if name not in (*texts, "to"):
             raise InvalidRequest(f"an export with `as` has no argument {name!r}", hint=f"to, {', '.join(texts)}")

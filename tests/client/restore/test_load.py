@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast import Checkpointer
 from holdfast_formats import naming
-from holdfast_formats.errors import Damaged, StateMismatch
+from holdfast_formats.errors import Damaged, InvalidRequest, StateMismatch
 from tests.daemons import RunningDaemon, running
 
 ALL = ("model", "optim", "ema", "extra")
@@ -110,3 +110,21 @@ def test_where_the_only_one_with_all_groups_is_damaged_that_is_said(daemon: Runn
     data.write_bytes(data.read_bytes()[:-1])
     with launched(run, state(2), daemon) as checkpointer, pytest.raises(Damaged):
         checkpointer.restore()
+
+
+def test_patterns_that_match_nothing_are_told(daemon: RunningDaemon) -> None:
+    """Most of them are spelled wrongly. A whole group that only the live state has is left out on purpose."""
+    with launched("grown", state(2), daemon) as checkpointer:
+        checkpointer.restore(10, exclude=("ema/*", "model/wieght", "model/bias"))
+        assert checkpointer.last_restore is not None
+        told = [note for note in checkpointer.last_restore.notes if "exclude=" in note]
+        assert told == ["exclude= matches no name of the checkpoint: model/wieght"]
+
+
+@pytest.mark.parametrize("option", ["strict", "healthy", "prove_first", "cast"])
+def test_options_are_true_or_false(daemon: RunningDaemon, option: str) -> None:
+    """`cast="no"` would count as true."""
+    live = state(2, ema=False)
+    with launched("grown", live, daemon) as checkpointer, pytest.raises(InvalidRequest, match=f"{option} must be True"):
+        checkpointer.restore(10, **{option: "no"})  # type: ignore[arg-type]
+    assert live["epoch"] == 2

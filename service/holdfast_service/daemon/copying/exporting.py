@@ -12,22 +12,26 @@ import msgspec
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
 from holdfast_service.daemon.copying import streaming
-from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_pair
-from holdfast_service.storage import Tier
+from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_back, read_pair
+from holdfast_service.storage import Tier, vouched
 from holdfast_service.storage.tier import split_leaf
 
 GROUP = "model"
 
 
 class Export(NamedTuple):
-    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory."""
+    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory.
+
+    `again` is true for a job that an earlier start of the service has begun.
+    """
 
     run: str
     step: int
     target: str
     model_only: bool = False
+    again: bool = False
 
 
 def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going) -> Manifest:
@@ -44,6 +48,25 @@ def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going
     except BaseException:
         target.remove_tree(staging)
         raise
+    return made
+
+
+def stands(source: Tier, target: Tier, wanted: Export, going: Going) -> Manifest | None:
+    """What the directory `wanted.target` consists of, if it is this very copy: no file more, and every byte proven. A job
+    that was killed before it could say that it was done finds it so.
+    """
+    pair = read_pair(source, naming.checkpoint_path(wanted.run, wanted.step))
+    made = only_model(pair.made) if wanted.model_only else pair.made
+    beside = {} if wanted.model_only else {naming.MANIFEST: pair.encoded, naming.COMMIT: pair.commit}
+    there = wanted.target
+    if set(target.list(there)) != {file.name.partition("/")[0] for file in made.files} | beside.keys():
+        return None
+    try:
+        if any(vouched.read_whole(target, f"{there}/{name}", len(data)) != data for name, data in beside.items()):
+            return None
+        read_back(target, there, made, going)
+    except Damaged:
+        return None
     return made
 
 
