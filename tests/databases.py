@@ -21,7 +21,7 @@ from holdfast_service.control.database.schema import CatalogTable
 from tests.daemons import free_port
 
 KINDS = ("sqlite", "postgresql")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 PACKAGES = "Debian's package postgresql, and psycopg (pip install 'psycopg[binary]')"
 MIGRATED = "holdfast"
 _SERVER_USER = "postgres"  # the server refuses to run as root

@@ -304,7 +304,7 @@ def test_a_slot_that_its_rank_took_while_nobody_served_it(node: Node, sealed: bo
         saver.seal(who, 0, 5, f"{header.seal:016x}")
     saver.settle(RUN, 30)
     assert node.committed() == [5]
-    assert [(told.step, told.state) for told in node.told] == [(5, "committed")]
+    assert {(told.step, told.state) for told in node.told} == {(5, "committed")}  # twice, if it was saved meanwhile
 
 
 def test_a_step_that_a_rank_took_a_slot_for_and_may_not_save(node: Node) -> None:
