@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
