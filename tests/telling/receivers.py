@@ -7,7 +7,7 @@ import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email import message_from_bytes
 from email.message import Message
 from email.policy import default
@@ -88,7 +88,7 @@ class _Conversation(socketserver.StreamRequestHandler):
             word, _, rest = line.decode().strip().partition(" ")
             word = word.upper()
             if word == "EHLO":
-                self._say(*(["250-AUTH PLAIN"] if self.secure else ["250-STARTTLS"]), "250 fine")
+                self._say("250-localhost", "250 AUTH PLAIN" if self.secure else "250 STARTTLS")
             elif word == "STARTTLS":
                 self._say("220 go on")
                 self._wrap()
@@ -116,7 +116,14 @@ class _Conversation(socketserver.StreamRequestHandler):
         self.server.got.append(message_from_bytes(b"".join(lines), policy=default))
         self._say("250 taken")
 
+    def finish(self) -> None:
+        with suppress(OSError):
+            super().finish()
+        self.request.close()
+
     def _wrap(self) -> None:
+        self.rfile.close()
+        self.wfile.close()
         self.request = _server_context().wrap_socket(self.request, server_side=True)
         self.rfile, self.wfile, self.secure = self.request.makefile("rb"), self.request.makefile("wb", 0), True
 

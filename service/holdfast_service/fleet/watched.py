@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import ssl
 import stat
 import threading
 import time
@@ -26,6 +25,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Attention, RunSummary
 from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
+from holdfast_service.fleet.connecting import cause, trusting
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Watch:
             raise InvalidRequest(
                 f"--watch-tokens has a token for {unknown}, which is not watched", hint="add --watch, or remove it"
             )
-        self._tokens, self._trust, self._ask_s = tokens, _trust(ca), ask_s
+        self._tokens, self._trust, self._ask_s = tokens, trusting(ca), ask_s
         self._lock = threading.Lock()
         self._states = {url: _State() for url in self.urls}
         self._closing = threading.Event()
@@ -184,7 +184,7 @@ class Watch:
         except httpx.TimeoutException:
             raise _NotReached("no answer in time") from None
         except (httpx.HTTPError, OSError) as error:
-            raise _NotReached(_cause(error)) from None
+            raise _NotReached(cause(error)) from None
 
     def _summaries(self, client: httpx.Client, url: str, limit: float) -> list[RunSummary]:
         found: list[RunSummary] = []
@@ -280,23 +280,3 @@ def _urgency(one: WatchedRun) -> tuple[bool, int, int, bool, str, str]:
 
 def _name(url: str) -> str:
     return urlsplit(url).netloc
-
-
-def _trust(ca: Path | None) -> ssl.SSLContext:
-    try:
-        if ca is not None:
-            return ssl.create_default_context(cafile=ca)
-        made = httpx.create_ssl_context(trust_env=False)
-        made.load_default_certs()
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidRequest(f"--watch-ca: cannot read the certificates of {ca}", hint="a file in PEM format") from error
-    return made
-
-
-def _cause(error: BaseException) -> str:
-    for one in (error, error.__cause__, error.__context__):
-        if isinstance(one, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {one.verify_message}"
-        if isinstance(one, OSError) and one.strerror:
-            return one.strerror
-    return f"no connection ({type(error).__name__})"

@@ -13,17 +13,16 @@ import json
 import logging
 import smtplib
 import socket
-import ssl
 import time
 from email.message import EmailMessage
 from email.utils import format_datetime
-from pathlib import Path
 
 import httpx
 
 from holdfast_formats import moments
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.telling import Notice
+from holdfast_service.fleet.connecting import cause, trusting
 from holdfast_service.telling import words
 from holdfast_service.telling.targets import HttpTarget, MailTarget, read_secret
 
@@ -80,7 +79,11 @@ def _post(target: HttpTarget, notice: Notice) -> None:
     try:
         with (
             httpx.Client(
-                verify=_trust(target.ca_file), proxy=target.proxy, timeout=TIMEOUT_S, trust_env=False, follow_redirects=False
+                verify=trusting(target.ca_file),
+                proxy=target.proxy,
+                timeout=TIMEOUT_S,
+                trust_env=False,
+                follow_redirects=False,
             ) as client,
             client.stream("POST", target.address(), content=body, headers=headers) as answer,
         ):
@@ -89,7 +92,7 @@ def _post(target: HttpTarget, notice: Notice) -> None:
         raise NotDelivered(f"no answer within {TIMEOUT_S:g} s", "check that it can be reached from this machine") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise NotDelivered(
-            f"no connection: {_cause(error)}", "check address, network and certificates from this machine"
+            f"no connection: {cause(error)}", "check address, network and certificates from this machine"
         ) from None
     if not 200 <= status < 300:
         raise NotDelivered(f"it answered with status {status}", _advice(status), _seconds(again))
@@ -100,12 +103,12 @@ def _mail(target: MailTarget, notice: Notice) -> None:
     name = socket.gethostname()  # smtplib would ask a name server, for as long as that takes
     try:
         if target.tls == "tls":
-            server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, name, timeout=TIMEOUT_S, context=_trust(target.ca_file))
+            server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, name, timeout=TIMEOUT_S, context=trusting(target.ca_file))
         else:
             server = smtplib.SMTP(host, port, name, timeout=TIMEOUT_S)
         with server:
             if target.tls == "starttls":
-                server.starttls(context=_trust(target.ca_file))
+                server.starttls(context=trusting(target.ca_file))
             if target.user is not None and target.password_file is not None:
                 password = read_secret(target.password_file, 1)
                 server.login(target.user, password.decode())
@@ -114,10 +117,12 @@ def _mail(target: MailTarget, notice: Notice) -> None:
         raise NotDelivered(f"the server refused the login ({error.smtp_code})", "check user and password_file") from None
     except smtplib.SMTPResponseException as error:
         raise NotDelivered(f"the server answered {error.smtp_code}", "see the mail server's log") from None
+    except smtplib.SMTPNotSupportedError as error:  # STARTTLS or a login
+        raise NotDelivered(f"the server cannot do this: {error}", "check server, tls and user") from None
     except smtplib.SMTPException as error:
         raise NotDelivered(f"the server did not take it: {type(error).__name__}", "see the mail server's log") from None
     except (OSError, UnicodeError) as error:
-        raise NotDelivered(f"no connection: {_cause(error)}", "check server, tls and certificates") from None
+        raise NotDelivered(f"no connection: {cause(error)}", "check server, tls and certificates") from None
     if refused:  # the others have got it, and would get it once more
         log.warning("%d of %d addressees of the target %s were refused", len(refused), len(target.to), target.name)
 
@@ -131,28 +136,6 @@ def _message(target: MailTarget, notice: Notice) -> EmailMessage:
     made["Auto-Submitted"] = "auto-generated"
     made.set_content(words.plain(notice))
     return made
-
-
-def _trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Certificates of the system and of those that httpx brings; of `ca_file` alone if it is given. `InvalidRequest`."""
-    try:
-        if ca_file is not None:
-            return ssl.create_default_context(cafile=ca_file)
-        made = httpx.create_ssl_context(trust_env=False)
-        made.load_default_certs()
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidRequest(f"cannot read the certificates of {ca_file or 'this system'}: {_cause(error)}") from None
-    return made
-
-
-def _cause(error: BaseException) -> str:
-    """What the system says, which has no address in it; else only the kind of error."""
-    for one in (error, error.__cause__, error.__context__, getattr(error.__cause__, "__context__", None)):
-        if isinstance(one, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {one.verify_message}"
-        if isinstance(one, OSError) and one.strerror:
-            return one.strerror
-    return type(error).__name__
 
 
 def _advice(status: int) -> str:
