@@ -22,7 +22,7 @@ from holdfast_formats.rest.telling import Notice, NotificationTarget, TestDelive
 from holdfast_service.telling.delivery import NotDelivered, deliver
 from holdfast_service.telling.due import AlertKey, Told, as_alert, concerns, notice_id, plan
 from holdfast_service.telling.notices import Notices
-from holdfast_service.telling.targets import HttpTarget, MailTarget, TargetFile, read_targets
+from holdfast_service.telling.targets import HttpTarget, MailTarget, NotifyFile, read_targets
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Telling(NamedTuple):
     node: str
 
 
-class Look(NamedTuple):
+class AlertsNow(NamedTuple):
     """What needed attention at one moment, of which the target's thread has not told yet."""
 
     alerts: Mapping[AlertKey, Attention]
@@ -143,7 +143,7 @@ class Notifier:
         """What a target was told of and is going to be; `CatalogUnavailable`."""
         return self._notices.known(target.name)
 
-    def tell(self, target: AnyTarget, look: Look, gone: Mapping[AlertKey, float]) -> bool:
+    def tell(self, target: AnyTarget, look: AlertsNow, gone: Mapping[AlertKey, float]) -> bool:
         """Tell a target what is due; whether there is more. Raises `NotDelivered`, and `CatalogUnavailable`."""
         made = plan(target, look.alerts, self._notices.known(target.name), gone, look.at)
         self._notices.prepare(target.name, made)
@@ -191,7 +191,7 @@ class Notifier:
                 if self._renamed:
                     self._notices.keep_only([sender.target.name for sender in senders])
                     self._renamed = False
-                look = Look(self._alerts(), time.time())
+                look = AlertsNow(self._alerts(), time.time())
                 for sender in senders:
                     sender.hear(look)
             except CheckpointError as away:  # nothing is known, so that nothing is over
@@ -214,7 +214,7 @@ class Notifier:
         log.info("%s has %d targets now", self._path, len(found.target))
         self._take_over(found)
 
-    def _take_over(self, found: TargetFile) -> None:
+    def _take_over(self, found: NotifyFile) -> None:
         self.file, self._renamed = found, True
         wanted = {one.name: one for one in found.target}
         with self._lock:
@@ -234,13 +234,13 @@ class _Sender:
         self.target = target
         self._notifier = notifier
         self._changed = threading.Condition()
-        self._look: Look | None = None
+        self._look: AlertsNow | None = None
         self._gone: dict[AlertKey, float] = {}
         self._stopped = False
         self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
         self.thread.start()
 
-    def hear(self, look: Look | None) -> None:
+    def hear(self, look: AlertsNow | None) -> None:
         """This needs attention now; None: telling it is another node's duty."""
         with self._changed:
             self._look = look
@@ -280,14 +280,14 @@ class _Sender:
         except CheckpointError as away:
             log.info("it is not recorded that %s was not told: %s", self.target.name, away.detail)
 
-    def _next(self) -> Look | None:
+    def _next(self) -> AlertsNow | None:
         """The newest look, once there is one that was not seen; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._look is not None)
             look, self._look = self._look, None
             return None if self._stopped else look
 
-    def _absent(self, look: Look) -> dict[AlertKey, float]:
+    def _absent(self, look: AlertsNow) -> dict[AlertKey, float]:
         """Since when alerts are absent, as far as this process has seen it: what a daemon does not know at its start is not
         over.
         """

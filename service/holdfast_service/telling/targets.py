@@ -131,7 +131,7 @@ class MailTarget(_Target):
 Target = Annotated[HttpTarget | MailTarget, Field(discriminator="kind")]
 
 
-class TargetFile(BaseModel):
+class NotifyFile(BaseModel):
     """The whole file. `dashboard` is where people open the pages, for links in messages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,7 +145,7 @@ class TargetFile(BaseModel):
         return None if value is None else check_url(value).rstrip("/")
 
     @model_validator(mode="after")
-    def _check_names(self) -> TargetFile:
+    def _check_names(self) -> NotifyFile:
         names = [one.name for one in self.target]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -164,7 +164,7 @@ def check_url(url: str) -> str:
     return url
 
 
-def read_targets(path: Path) -> TargetFile:
+def read_targets(path: Path) -> NotifyFile:
     """The targets in a file; `InvalidRequest` says what is wrong with it, without what may be secret."""
     try:
         with open(path, "rb") as file:
@@ -178,7 +178,7 @@ def read_targets(path: Path) -> TargetFile:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--notify: {path} is not TOML: {error}", hint=_HINT) from None
     try:
-        return TargetFile.model_validate(found)
+        return NotifyFile.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
