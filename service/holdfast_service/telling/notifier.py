@@ -11,10 +11,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from holdfast_formats.errors import CheckpointError, InUse, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest, NoSuchResource
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.observed import Attention
 from holdfast_formats.rest.operations import Level
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 DUTY = "notifications"
 LOOK_S = 5.0
+LOOK_PARTS = 50  # a look takes at most one part in so many of a core, however many runs there are
 RETRY_S, RETRY_MAX_S = 5.0, 600.0
 CLOSE_S = 3.0
 OUTCOMES = ("sent", "failed", "dropped")
@@ -130,13 +132,15 @@ class Notifier:
             )
             deliver(target, message)
         except NotDelivered as error:
-            self.not_sent(target, error)
+            with suppress(CatalogUnavailable):
+                self.not_sent(target, error)
             return TestDelivery(target=name, delivered=False, problem=error.problem, hint=error.hint)
         finally:
             with self._lock:
                 self._testing.discard(name)
-        self._notices.tested(name)
         self.counts["sent"] += 1
+        with suppress(CatalogUnavailable):
+            self._notices.tested(name)
         return TestDelivery(target=name, delivered=True)
 
     def known(self, target: AnyTarget) -> dict[AlertKey, Told]:
@@ -179,7 +183,9 @@ class Notifier:
             self._news.add("notification-failed", text, level="warning")
 
     def _run(self) -> None:
-        while not self._closing.wait(self._look_s):
+        took_s = 0.0
+        while not self._closing.wait(max(self._look_s, LOOK_PARTS * took_s)):
+            began = time.thread_time()
             try:
                 self._reread()
                 with self._lock:
@@ -198,6 +204,7 @@ class Notifier:
                 log.info("alerts cannot be told: %s", away.detail)
             except Exception:
                 log.exception("alerts cannot be told")
+            took_s = time.thread_time() - began
 
     def _reread(self) -> None:
         """Take over a file that was changed; one that is wrong changes nothing."""
