@@ -45,7 +45,7 @@ def test_all_runs_of_all_daemons(tmp_path: Path) -> None:
             assert found[names[b.url], "gpt"].url == f"{b.url}/runs/gpt"
             assert httpx.get(found[names[a.url], "llama"].url, trust_env=False).status_code == 200
             assert found[names[a.url], "llama"].summary.newest == 10
-            assert watch.alerts() == []
+            assert watch.alerts(0.0) == []
             gone, kept = watch, names[a.url]
         # its server is closed, and so is the watch: another one begins, and does not reach it
         assert {one.summary.run for one in gone.runs() if one.daemon == kept} == {"llama"}
@@ -56,9 +56,8 @@ def test_all_runs_of_all_daemons(tmp_path: Path) -> None:
             assert first.unreachable_since and first.problem == "Connection refused"
 
 
-def test_a_daemon_that_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_goes_and_comes_back(tmp_path: Path) -> None:
     """It is unreachable since a time that stays, an alert tells of it, and all is well again when it answers."""
-    monkeypatch.setattr(watched, "UNREACHABLE_S", 0.0)
     build_root(tmp_path / "a", {"llama": (5,)})
     with served(tmp_path / "a") as a, closing_proxy(a.url) as proxy, watching(proxy.url) as watch:
         wait_until(lambda: watch.daemons()[0].reachable)
@@ -70,11 +69,11 @@ def test_a_daemon_that_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.M
         one = watch.daemons()[0]
         assert one.unreachable_since == since and one.runs == 1 and one.problem == "it answered with status 500"
         assert [run.reachable for run in watch.runs()] == [False]
-        ((run, alert),) = watch.alerts()
+        ((run, alert),) = watch.alerts(0.0)
         assert (run, alert.code, alert.level) == ("", "daemon-unreachable", "error") and str(since) in alert.text
         proxy.fails = False
         wait_until(lambda: watch.daemons()[0].reachable)
-        assert watch.daemons()[0].unreachable_since is None and watch.alerts() == []
+        assert watch.daemons()[0].unreachable_since is None and watch.alerts(0.0) == []
 
 
 class Proxy(ThreadingHTTPServer):

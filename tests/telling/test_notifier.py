@@ -147,6 +147,29 @@ def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -
         assert web.url not in " ".join(event.text for event in one.events.after(0, 9))
 
 
+def test_a_daemon_that_dies_before_it_notes_that_it_has_told(
+    database: Database, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one tells it once more, under the same ids, so that who receives it can leave it out."""
+    path = targets(tmp_path, web)
+    with monkeypatch.context() as dying:
+
+        def dies(*_: Any) -> None:
+            raise CatalogUnavailable("it has died")
+
+        dying.setattr(Notices, "sent", dies)
+        with daemon(database, path) as one:
+            one.fire("llama")
+            wait_until(lambda: len(web.got) > 0)
+    before = len(web.got)
+    with daemon(database, path) as two:
+        two.fire("llama")
+        wait_until(lambda: two.notifier.targets()[0].sent == 1)
+        two.look_twice()
+    assert len(web.got) == before + 1
+    assert len({got.headers["webhook-id"] for got in web.got}) == 1 and len({alert for _, _, alert in told(web)}) == 1
+
+
 def test_what_is_not_known_is_not_over(database: Database, web: Web, tmp_path: Path) -> None:
     """While the catalog is away nothing is told, and nothing recovers."""
     with daemon(database, targets(tmp_path, web)) as one:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import httpx
 import pytest
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -22,6 +23,8 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import NewToken
 from holdfast_service.config import parse
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.fleet.watched import Watch
+from holdfast_service.telling.alerts import nodes_lost
 from holdfast_service.wiring.telling import event_commands, watched
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
@@ -222,3 +225,23 @@ def test_a_daemon_that_cannot_tell_does_not_start(tmp_path: Path) -> None:
     flags = ["--listen", "none", "--notify", "/nothing"]
     ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2 and "--notify: cannot read" in ended.stderr
+
+
+def test_people_and_prometheus_are_told_the_same() -> None:
+    """Of nodes and watched daemons, in the words of the rules."""
+    rules = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"][0][
+        "rules"
+    ]
+    said = {rule["alert"]: rule["annotations"] for rule in rules}
+    ((_, lost),) = nodes_lost(["c"])
+    words = {name: text.replace("{{ $labels.node }}", "c") for name, text in said["HoldfastNodeLost"].items()}
+    assert (lost.text, lost.hint) == (words["summary"], words["action"])
+    ((_, many),) = nodes_lost([f"n{number}" for number in range(30)])
+    assert "n0, n1" in many.text and "and 10 more" in many.text and list(nodes_lost([])) == []
+    watch = Watch(["http://127.0.0.1:1"], {}, ask_s=0.05)
+    try:
+        wait_until(lambda: watch.daemons()[0].unreachable_since is not None)
+    finally:
+        watch.close()
+    ((_, away),) = watch.alerts(0.0)
+    assert away.hint == said["HoldfastWatchedDown"]["action"] and "127.0.0.1:1 does not answer" in away.text

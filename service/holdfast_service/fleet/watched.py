@@ -120,8 +120,8 @@ class Watch:
         ]
         return sorted(found, key=_urgency)
 
-    def alerts(self) -> list[tuple[str, Attention]]:
-        """An alert for the daemons that have been unreachable for a while."""
+    def alerts(self, after_s: float = UNREACHABLE_S) -> list[tuple[str, Attention]]:
+        """An alert for each daemon that has been unreachable for so long."""
         with self._lock:
             states = dict(self._states)
         now = time.monotonic()
@@ -137,7 +137,7 @@ class Watch:
                 ),
             )
             for url, state in states.items()
-            if state.since_s is not None and now - state.since_s >= UNREACHABLE_S
+            if state.since_s is not None and now - state.since_s >= after_s
         ]
 
     def _run(self, url: str) -> None:
