@@ -126,10 +126,11 @@ def test_events_that_are_not_kept_any_more_are_counted(
     monkeypatch.setattr("holdfast_service.control.catalog.events.EVENTS_MAX", 2)
     monkeypatch.setattr("holdfast_service.control.catalog.events.TRIM_EVERY", 1)
     gate = node.root / "gate"
+    node.events.add("run-lost", "before", "a")
     commands = node.start("import os, time\nwhile not os.path.exists('gate'): time.sleep(0.02)")
     for number in range(8):
         node.events.add("run-lost", f"{number}", "a")
-    wait_until(lambda: len(node.events.after(0, 9)) == 2)
+    assert len(node.events.after(0, 9)) == 2
     gate.touch()
     wait_until(lambda: commands.counts["dropped"] >= 1)
     assert "is too slow: events" in caplog.text

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.telling.targets import MailTarget, read_secret, read_targets
+from holdfast_service.telling.targets import HttpTarget, MailTarget, read_secret, read_targets
 from tests.telling.receivers import secret
 
 SECRET_PATH = "T00/B00/verysecret"
@@ -127,6 +128,16 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_the_place_of_a_mail_server(server: str, place: tuple[str, int]) -> None:
     made = MailTarget(name="m", kind="mail", server=server, sender="a@b", to=("c@d",))
     assert made.place == place
+
+
+def test_the_documents_example_and_table(tmp_path: Path) -> None:
+    """The example is a valid file, and the table has exactly the keys that there are."""
+    text = (Path(__file__).parents[2] / "docs" / "telling.md").read_text()
+    example = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
+    assert [one.kind for one in read_targets(write(tmp_path, example)).target] == ["slack", "webhook", "mail"]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("| key | of |")[2].partition("\n\n")[0], re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert documented == {*HttpTarget.model_fields, *MailTarget.model_fields}
 
 
 def test_secrets_are_in_files_that_not_everybody_reads(tmp_path: Path) -> None:

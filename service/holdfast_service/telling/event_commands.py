@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 4  # commands
 READ_MAX = 100  # events
-LOOK_S = 5.0  # and at once when this process records an event
+LOOK_S = 5.0  # and soon after this process has recorded an event,
+LINGER_S = 0.1  # when it has answered whoever waits: reading hurries what the catalog is still to be told
 OUTCOMES = ("done", "failed", "dropped")
 
 
@@ -76,8 +77,8 @@ class EventCommands:
             except Exception:
                 log.exception("--on-event")
                 more = False
-            if not more:
-                self._changed.wait(LOOK_S)
+            if not more and self._changed.wait(LOOK_S):
+                self._closing.wait(LINGER_S)
 
     def _read(self) -> bool:
         """Start the command for events that are new, and wait for its turn; whether there may be more."""

@@ -87,8 +87,9 @@ class Notifier:
             self._senders = {}
         for sender in senders:
             sender.stop()
+        limit = time.monotonic() + CLOSE_S
         for thread in (self._thread, *(sender.thread for sender in senders)):
-            thread.join(CLOSE_S)
+            thread.join(max(limit - time.monotonic(), 0.0))
 
     def targets(self) -> list[NotificationTarget]:
         """The targets, and how messages to them have fared, over all nodes; `CatalogUnavailable`."""
@@ -169,7 +170,7 @@ class Notifier:
         deliver(target, message)
         self._notices.sent(target.name, made, look.at)
         self.counts["sent"] += 1
-        text = f"{target.name} was told of {len(made.firing)} alerts, and that {len(made.recovered)} are over"
+        text = f"{target.name} was told of {_alerts(len(made.firing))}, and that {_alerts(len(made.recovered))} ended"
         log.info("%s", text)
         self._news.add("notification-sent", text)
         return made.waiting > 0
@@ -301,6 +302,10 @@ class _Sender:
         there = {key for key, item in look.alerts.items() if concerns(self.target, key, item)}
         self._gone = {key: self._gone.get(key, look.at) for key in self._notifier.known(self.target) if key not in there}
         return self._gone
+
+
+def _alerts(count: int) -> str:
+    return f"{count} {'alert' if count == 1 else 'alerts'}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
