@@ -31,6 +31,7 @@ __all__ = ["nodes"]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(due, "SETTLED_S", 0.2)
     monkeypatch.setattr(notifier, "RETRY_S", 0.05)
+    monkeypatch.setattr(notifier, "UNSURE_S", 0.0)
 
 
 @pytest.fixture
@@ -127,6 +128,24 @@ def test_a_daemon_that_is_started_again_goes_on(database: Database, web: Web, tm
         wait_until(lambda: ("firing", "new") in runs(web) and ("recovered", "llama") in runs(web))
         two.look_twice()
     assert sorted(runs(web)) == [("firing", "gpt"), ("firing", "llama"), ("firing", "new"), ("recovered", "llama")]
+
+
+def test_a_daemon_that_has_just_started_knows_of_no_end(
+    database: Database, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may still come back to it: what it does not see yet is not over, and what it sees again is not new."""
+    path = targets(tmp_path, web)
+    with daemon(database, path) as one:
+        one.fire("llama")
+        wait_until(lambda: one.notifier.targets()[0].sent == 1)
+    monkeypatch.setattr(notifier, "UNSURE_S", 3600.0)
+    with daemon(database, path) as two:
+        two.fire("gpt")
+        wait_until(lambda: two.notifier.targets()[0].sent == 2)
+        wait_until(lambda: two.looks > 10)
+        two.fire("llama")
+        two.look_twice()
+    assert runs(web) == [("firing", "llama"), ("firing", "gpt")]
 
 
 def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 DUTY = "notifications"
 LOOK_S = 5.0
 LOOK_PARTS = 50  # a look takes at most one part in so many of a core, however many runs there are
+UNSURE_S = 90.0  # after a start: ranks have a minute to come back, and until then a run that was lost is not known to be
 RETRY_S, RETRY_MAX_S = 5.0, 600.0
 CLOSE_S = 3.0
 OUTCOMES = ("sent", "failed", "dropped")
@@ -244,6 +245,7 @@ class _Sender:
         self._changed = threading.Condition()
         self._look: AlertsNow | None = None
         self._gone: dict[AlertKey, float] = {}
+        self._sure: float | None = None  # from when on what is absent is over
         self._stopped = False
         self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
         self.thread.start()
@@ -253,7 +255,7 @@ class _Sender:
         with self._changed:
             self._look = look
             if look is None:
-                self._gone = {}
+                self._gone, self._sure = {}, None
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -299,8 +301,11 @@ class _Sender:
         """Since when alerts are absent, as far as this process has seen it: what a daemon does not know at its start is not
         over.
         """
+        if self._sure is None:
+            self._sure = look.at + UNSURE_S
+        since = max(look.at, self._sure)
         there = {key for key, item in look.alerts.items() if concerns(self.target, key, item)}
-        self._gone = {key: self._gone.get(key, look.at) for key in self._notifier.known(self.target) if key not in there}
+        self._gone = {key: self._gone.get(key, since) for key in self._notifier.known(self.target) if key not in there}
         return self._gone
 
 

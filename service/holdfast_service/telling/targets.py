@@ -74,10 +74,8 @@ class HttpTarget(_Target):
         assert self.url_file is not None
         try:
             return check_url(read_secret(self.url_file, 1).decode("ascii"))
-        except ValueError as error:  # no cause: it would show the address
-            raise InvalidRequest(f"{self.url_file} has no http:// or https:// address in it", hint=_HINT) from (
-                error if isinstance(error, InvalidRequest) else None
-            )
+        except ValueError:  # no cause: it would show the address
+            raise InvalidRequest(f"{self.url_file} has no http:// or https:// address in it", hint=_HINT) from None
 
     @property
     def shown(self) -> str:
