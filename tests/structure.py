@@ -40,7 +40,7 @@ ELSEWHERE = TOP / "tests" / "elsewhere.toml"
 TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the socket module has it"}
 _IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MULTILINE)
 _STARTED = re.compile(r'"(holdfast_service|holdfast\.demo)"')  # programs that tests start
-_LISTED = re.compile(r'_entry\(\s*"(\w+)"')  # commands, which are imported by their names
+_LISTED = re.compile(r'_entry\(\s*"([\w.]+)"')  # commands, which are imported by their names
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -160,7 +160,8 @@ def test_the_nodes_daemons_share_root_and_catalog_with_the_one_for_the_api() -> 
     """The one for the API takes no ranks, asks for tokens, and has a name that no machine has."""
     node, api = daemon("DaemonSet", "holdfast"), daemon("Deployment", "holdfast-api")
     assert (node.root, node.catalog_url) == (api.root, api.catalog_url) and is_shared(node.catalog_url)
-    assert node.listen == ("127.0.0.1", 8420) and node.exchange == ("10.0.0.1", 8421)
+    assert node.listen == ("0.0.0.0", 8420) and node.metrics_open and not node.insecure_no_tokens  # for Prometheus
+    assert node.exchange == ("10.0.0.1", 8421)
     assert api.listen == ("0.0.0.0", 8420) and api.behind_tls and "holdfast-api" in api.allowed_hosts
     assert (api.arena_bytes_max, api.spill, api.node) == (0, "never", "api")
     assert manifest("Deployment", "holdfast-api")["spec"]["strategy"] == {"type": "Recreate"}

@@ -104,6 +104,7 @@ def test_rules_and_configuration_are_valid() -> None:
     """promtool takes the rules, and the configuration that loads them."""
     assert f"{len(RULES)} rules found" in promtool("check", "rules", "alerts.yml")
     promtool("check", "config", "prometheus.yml")
+    promtool("check", "config", "many-daemons.yml")
 
 
 def test_rules_fire_when_they_should() -> None:

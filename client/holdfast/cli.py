@@ -102,6 +102,9 @@ class Commands(LazyGroup):
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
         "token": _entry("token", "Create, list and revoke the tokens that the service requires.", "app"),
+        "notify": _entry(
+            "telling.notify", "Show whom the daemon tells of alerts (`serve --notify FILE`), and send test messages.", "app"
+        ),
         "programs": _entry(
             "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
         ),

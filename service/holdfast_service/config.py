@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.operations import EVENTS
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
@@ -28,8 +29,9 @@ REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
-ON_COMMIT_TIMEOUT_S = 600.0
+ON_COMMIT_TIMEOUT_S, ON_EVENT_TIMEOUT_S = 600.0, 60.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
+_PLAIN = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"})
 _DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
 _EPILOG = (
     "Every flag can also be set in the environment: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on. Exit status: 0 "
@@ -66,6 +68,13 @@ class Config(BaseModel):
     scrub_every: float = Field(default=SCRUB_EVERY_S, gt=0)
     on_commit: str | None = None
     on_commit_timeout: float = Field(default=ON_COMMIT_TIMEOUT_S, gt=0)
+    on_event: str | None = None
+    on_event_kinds: tuple[str, ...] = ()
+    on_event_timeout: float = Field(default=ON_EVENT_TIMEOUT_S, gt=0)
+    notify: Path | None = None
+    watch: tuple[str, ...] = ()
+    watch_tokens: Path | None = None
+    watch_ca: Path | None = None
     silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
@@ -100,7 +109,23 @@ class Config(BaseModel):
     def _parse_rate(cls, value: object) -> object:
         return 0 if value == NO_SCRUB else value
 
-    @field_validator("on_commit")
+    @field_validator("watch", "on_event_kinds", mode="before")
+    @classmethod
+    def _parse_list(cls, value: object) -> object:
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list):
+            return given
+        return tuple(part.strip() for one in given for part in str(one).split(",") if part.strip())
+
+    @field_validator("on_event_kinds")
+    @classmethod
+    def _check_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = next((kind for kind in value if kind not in EVENTS), None)
+        if unknown is not None:
+            raise ValueError(f"{unknown!r} is no kind of event; docs/api.md lists them")
+        return value
+
+    @field_validator("on_commit", "on_event")
     @classmethod
     def _check_command(cls, value: str | None) -> str | None:
         if value is not None:
@@ -141,6 +166,14 @@ def command_environment(environment: Mapping[str, str] | None = None) -> dict[st
     known = os.environ if environment is None else environment
     own = (ENVIRONMENT_PREFIX, "LISTEN_")
     return {k: v for k, v in known.items() if not k.startswith(own) and k not in ("NOTIFY_SOCKET", "FDSTORE")}
+
+
+def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the command of --on-event inherits: what programs need to start and to write text, and nothing that was meant for
+    the daemon.
+    """
+    known = os.environ if environment is None else environment
+    return {name: value for name, value in known.items() if name in _PLAIN or name.startswith("LC_")}
 
 
 def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
@@ -285,7 +318,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
     )
-    _add_command(parser)
+    _add_commands(parser)
+    _add_telling(parser)
     _add_doors(parser)
     parser.add_argument(
         "--silence-max", metavar="SECONDS", help="a remote rank that is silent for this long counts as dead (default: 60)"
@@ -296,8 +330,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about the command that is run after commits."""
+def _add_telling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags about whom the daemon tells of alerts, and which other daemons it watches."""
+    parser.add_argument(
+        "--notify",
+        metavar="FILE",
+        help="tell the targets in this TOML file of alerts: webhooks, Slack, mail (default: none)",
+    )
+    parser.add_argument(
+        "--watch", metavar="URL", action="append", help="show the runs of the daemon at this address as well; repeatable"
+    )
+    parser.add_argument(
+        "--watch-tokens", metavar="FILE", help="a line `URL TOKEN` for each watched daemon that requires a token"
+    )
+    parser.add_argument("--watch-ca", metavar="FILE", help="certificates to trust for --watch, instead of the system's")
+
+
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the flags about the commands that are run after commits, and for events."""
     parser.add_argument(
         "--on-commit",
         metavar="COMMAND",
@@ -305,6 +355,15 @@ def _add_command(parser: argparse.ArgumentParser) -> None:
         "environment; no shell is used",
     )
     parser.add_argument("--on-commit-timeout", metavar="SECONDS", help="end that command after this time (default: 600)")
+    parser.add_argument(
+        "--on-event",
+        metavar="COMMAND",
+        help="run this command for each event of this node, with the event as JSON on its input; no shell is used",
+    )
+    parser.add_argument(
+        "--on-event-kinds", metavar="KIND,…", help="only for events of these kinds, for example run-lost,save-aborted"
+    )
+    parser.add_argument("--on-event-timeout", metavar="SECONDS", help="end that command after this time (default: 60)")
 
 
 def _add_doors(parser: argparse.ArgumentParser) -> None:

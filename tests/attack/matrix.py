@@ -58,6 +58,10 @@ DELETE /v1/tokens/{name}                                         admin all
 GET    /v1/rounds                                                read  seen
 GET    /v1/nodes                                                 read  seen
 DELETE /v1/nodes/{name}                                          admin all
+GET    /v1/watched/daemons                                       read  seen
+GET    /v1/watched/runs                                          read  seen
+GET    /v1/notifications                                         admin all
+POST   /v1/notifications/{name}/test                             admin all
 GET    /healthz                                                  open  none
 GET    /readyz                                                   open  none
 GET    /metrics                                                  read  seen
@@ -88,6 +92,9 @@ POST   /runs/{run}/checkpoints/{step}/remove                     admin path form
 POST   /runs/{run}/checkpoints/{step}/jobs                       write path form
 GET    /nodes                                                    read  seen
 POST   /nodes/{name}/forget                                      admin all  form
+GET    /daemons                                                  read  seen
+GET    /notifications                                            admin all
+POST   /notifications/{name}/test                                admin all  form
 GET    /jobs                                                     read  seen
 GET    /import                                                   read  seen
 POST   /import                                                   write seen form

@@ -19,7 +19,9 @@ from holdfast_service.config import command_environment, command_words, parse
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.daemon import commit_commands as module
-from holdfast_service.daemon.commit_commands import Command, CommitCommands
+from holdfast_service.daemon import tied_command
+from holdfast_service.daemon.commit_commands import CommitCommands
+from holdfast_service.daemon.tied_command import Command
 from tests.daemons import running, wait_until
 from tests.databases import sqlite_url
 
@@ -162,7 +164,7 @@ def test_what_prints_without_end_is_read_and_cut(start: Any, steps: Steps, caplo
     ran.commands.committed(made(1))
     ran.all_done()
     printed = next(record.getMessage() for record in caplog.records if "printed at last" in record.getMessage())
-    assert printed.endswith("line 29999\\n'") and len(printed) < 2 * module.TAIL_BYTES and steps.failed()
+    assert printed.endswith("line 29999\\n'") and len(printed) < 2 * tied_command.TAIL_BYTES and steps.failed()
 
 
 def test_it_ends_when_its_time_is_over(start: Any, steps: Steps, tmp_path: Path) -> None:
@@ -199,9 +201,9 @@ def test_no_time_is_too_long(start: Any, steps: Steps, tmp_path: Path, seconds_m
 def test_what_prints_for_ever_outside_the_group_holds_up_nobody() -> None:
     """Who has left the command's group is not ended with it, so the end of what it prints is not waited for."""
     with Path("/dev/zero").open("rb", buffering=0) as endless:
-        output = module._Output(endless)
+        output = tied_command._Output(endless)
         output.drain()
-        assert len(output.tail) == module.TAIL_BYTES
+        assert len(output.tail) == tied_command.TAIL_BYTES
 
 
 def test_what_it_leaves_running_ends_with_it(start: Any, steps: Steps, tmp_path: Path) -> None:

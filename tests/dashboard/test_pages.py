@@ -38,6 +38,8 @@ PAGES = {
     f"{STEP}/restore": ("holdfast restore tiny@5", "import holdfast", "curl -o rank0.safetensors"),
     "/runs/other/checkpoints/1/remove": ("Remove step 1?", "Type the step to confirm"),
     "/nodes": ("node-1", "Catalog and storage answer"),
+    "/daemons": ("Daemons", "This daemon watches no other one", "tiny"),
+    "/notifications": ("Notifications", "This daemon notifies nobody"),
     "/jobs": ("Jobs", "Import a checkpoint"),
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
     "/events": ("Events",),

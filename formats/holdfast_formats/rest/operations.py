@@ -42,6 +42,8 @@ EVENTS: dict[str, str] = {
     "scrub-finished": "a scrub has verified the checkpoints that were due",
     "job-ended": "a job is done, has failed, or was cancelled",
     "token-changed": "a token was created or revoked",
+    "notification-sent": "a target of notifications was told of alerts, or that they are over",
+    "notification-failed": "a target of notifications could not be told; recorded again only after it could",
     "request-refused": "a request was refused: no token, an invalid token, or too little scope",
 }
 

@@ -21,6 +21,7 @@ from holdfast_service.api.routes import (
     jobs,
     links,
     nodes,
+    notifications,
     operations,
     replicas,
     retention,
@@ -31,6 +32,7 @@ from holdfast_service.api.routes import (
     tokens,
     upkeep,
     uploads,
+    watched,
 )
 
 from .metrics import Collected
@@ -57,6 +59,8 @@ _TAGS = [
     {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
     {"name": "events", "description": "Events, as a live stream or in pages"},
     {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
+    {"name": "notifications", "description": "Whom the daemon tells of alerts, and how that fares"},
+    {"name": "watched", "description": "Other daemons that this one watches, and their runs"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},
 ]
 
@@ -74,6 +78,8 @@ ROOMS = (
     tokens,
     links,
     nodes,
+    watched,
+    notifications,
     operations,
     upkeep,
     jobs,

@@ -91,6 +91,7 @@ class Collected(Collector):
             **self._arena(),
             **self._held(),
             **self._http(),
+            **self._telling(),
         }
 
     def _told(self) -> Samples:
@@ -129,6 +130,18 @@ class Collected(Collector):
         return {
             "holdfast_save_seconds": [((phase,), phases[phase]) for phase in PHASES],
             "holdfast_saved_bytes": [((), size)],
+        }
+
+    def _telling(self) -> Samples:
+        """What people and programs are told, of a service that tells them."""
+        notifier, commands, watched = self._services.notifier, self._services.event_commands, self._services.watched
+        notified = {} if notifier is None else notifier.counts
+        ran = {} if commands is None else commands.counts
+        daemons = [] if watched is None else watched.daemons()
+        return {
+            "holdfast_notifications": [((outcome,), count) for outcome, count in notified.items()],
+            "holdfast_event_commands": [((outcome,), count) for outcome, count in ran.items()],
+            "holdfast_watched_up": [((one.name,), float(one.reachable)) for one in daemons],
         }
 
     def _arena(self) -> Samples:

@@ -27,7 +27,10 @@ from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.fleet.watched import Watch
 from holdfast_service.storage import PosixStore, Store, Tier
+from holdfast_service.telling.event_commands import EventCommands
+from holdfast_service.telling.notifier import Notifier
 
 LIMIT_MAX = 1000
 
@@ -70,6 +73,9 @@ class Services:
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
+    notifier: Notifier | None = None  # tells people of alerts, if there are any who want it
+    event_commands: EventCommands | None = None
+    watched: Watch | None = None  # other daemons
 
     @cached_property
     def tokens(self) -> Tokens:

@@ -8,50 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.operations import Level
+from holdfast_service.daemon import tied_command
+from holdfast_service.daemon.tied_command import Command
 
 log = logging.getLogger(__name__)
 
 WAITING_MAX = 64  # commits that wait for their command; of more, the oldest go without
 RECORDED_S = 10.0  # how long the catalog may take to know of a commit before the command may ask for it
-GRACE_S = 2.0  # between the request to end and the kill
-KILLED_S = 5.0  # how long a killed command is waited for
-TAIL_BYTES = 4096  # of what a command has printed, in the log
-READ_BYTES = 65_536
-DRAINED = 64  # times of that, after a command has ended: what has left its process group may print for ever
-LOOK_S = 3600.0
-
-# Ends with the daemon, also where that is killed: the kernel kills it then.
-_TIED = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the daemon has ended")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
-class Command(NamedTuple):
-    """What to run: the words, of which the first is a program's path, the environment, and for how long at most."""
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    seconds_max: float
 
 
 class CommandNews(Protocol):
@@ -131,7 +105,7 @@ class CommitCommands:
         if not self._is_mine(made):
             return
         began = time.monotonic()
-        ended = self._ended(made)
+        ended = tied_command.run(self._command, self._root, self._wake, _about(made, self._root))
         log.info(
             "--on-commit for %s@%s: %s after %.1f s", made.run, made.step, ended.how or "done", time.monotonic() - began
         )
@@ -153,90 +127,9 @@ class CommitCommands:
             log.warning("--on-commit for %s@%s: its start is not recorded: %s", made.run, made.step, away.detail)
             return True
 
-    def _ended(self, made: Manifest) -> _End:
-        words = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *self._command.words]
-        process = subprocess.Popen(
-            words,
-            env={**self._command.environment, **_about(made, self._root)},
-            cwd=self._root,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        output = _Output(process.stdout)
-        why = "could not be watched"
-        try:
-            exited = os.pidfd_open(process.pid)
-            try:
-                why = self._watch(exited, output)
-                if why:
-                    _signal(process, signal.SIGTERM)
-                    _wait(exited, GRACE_S)
-            finally:
-                os.close(exited)
-        finally:
-            status = _killed(process)  # with what it has left running
-            output.drain()
-            process.stdout.close()
-        if not why and status:
-            why = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
-        return _End(why, output.tail.decode(errors="replace"))
-
-    def _watch(self, exited: int, output: _Output) -> str:
-        """Read what it prints until it ends; why it is ended before, empty if it is not."""
-        limit = time.monotonic() + self._command.seconds_max
-        with selectors.DefaultSelector() as selector:
-            for what in (exited, self._wake, output.fd):
-                selector.register(what, selectors.EVENT_READ)
-            while True:
-                left = min(max(limit - time.monotonic(), 0.0), LOOK_S)  # the system takes no longer times than some weeks
-                ready = {key.fd for key, _ in selector.select(left)}
-                if self._wake in ready:
-                    return "was ended, because the daemon ended"
-                if exited in ready:
-                    return ""
-                if output.fd in ready and not output.read():
-                    selector.unregister(output.fd)
-                if time.monotonic() >= limit:
-                    return f"was ended after {self._command.seconds_max:g} s (--on-commit-timeout)"
-
     def _failed(self, made: Manifest, how: str) -> None:
         text = f"the command of --on-commit for step {made.step} {how}"
         self._news.add("commit-command-failed", text, made.run, made.step, "warning", attempt=made.attempt, why=how)
-
-
-class _End(NamedTuple):
-    """How it ended, empty if as it should; and the end of what it printed."""
-
-    how: str
-    output: str
-
-
-class _Output:
-    """What a command prints, of which the end is kept."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self.fd, self.tail = pipe.fileno(), b""
-        os.set_blocking(self.fd, False)
-
-    def read(self) -> bool:
-        """Take what is there; False at its end."""
-        try:
-            chunk = os.read(self.fd, READ_BYTES)
-        except BlockingIOError:
-            return True
-        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
-        return bool(chunk)
-
-    def drain(self) -> None:
-        """Take what is still there."""
-        with suppress(OSError):
-            for _ in range(DRAINED):
-                before = self.tail
-                if not self.read() or self.tail is before:
-                    return
 
 
 def _about(made: Manifest, root: Path) -> dict[str, str]:
@@ -248,25 +141,3 @@ def _about(made: Manifest, root: Path) -> dict[str, str]:
         "HOLDFAST_GROUPS": ",".join(made.groups),
         "HOLDFAST_BYTES": str(made.bytes),
     }
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the command and all that it started: it is not reaped yet, so its number is still its own."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _killed(process: subprocess.Popen[bytes]) -> int:
-    """Kill a command, if it still runs, and all that it started; returns its status."""
-    _signal(process, signal.SIGKILL)
-    try:
-        return process.wait(KILLED_S)
-    except subprocess.TimeoutExpired:  # in a call that the kernel does not interrupt, as on a file system that hangs
-        log.warning("the command of --on-commit with the process number %d does not end", process.pid)
-        return -signal.SIGKILL
-
-
-def _wait(exited: int, seconds: float) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(exited, selectors.EVENT_READ)
-        selector.select(seconds)

@@ -74,6 +74,17 @@ METRICS: dict[str, Metric] = {
     ),
     "holdfast_catalog_waiting": Metric("gauge", "Records of saves and events that wait for the catalog"),
     "holdfast_events": Metric("counter", "Events recorded by this node since its start, by kind", ("kind",)),
+    "holdfast_notifications": Metric(
+        "counter",
+        "Messages to targets of notifications since the start: sent, failed; and alerts that were over before (dropped)",
+        ("outcome",),
+    ),
+    "holdfast_event_commands": Metric(
+        "counter",
+        "Commands of --on-event since the start: done, failed; and times that it was too slow and lost events (dropped)",
+        ("outcome",),
+    ),
+    "holdfast_watched_up": Metric("gauge", "1 if a watched daemon answers, otherwise 0", ("daemon",)),
     "holdfast_http_request_seconds": Metric(
         "histogram",
         "Seconds until a request was answered, by route, method and class of status",

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +41,7 @@ from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, H
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
-from holdfast_service.daemon.commit_commands import Command, CommitCommands
+from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -51,14 +52,17 @@ from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
+from holdfast_service.daemon.tied_command import Command
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
 from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
+from holdfast_service.telling.event_commands import EventCommands
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
+from holdfast_service.wiring.telling import event_commands, notifier, watched
 from holdfast_service.wiring.watching import watch
 
 if TYPE_CHECKING:
@@ -97,6 +101,7 @@ class NodeParts(NamedTuple):
     arena_bytes_max: int
     url: str | None  # of its API
     exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
+    on_event: EventCommands | None
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -153,7 +158,9 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
     averages = saver.averages = Averages(arena)
-    commands = _commit_commands(config, control, url)
+    commands, on_event = _commit_commands(config, control, url), event_commands(config, decisions.events, root)
+    if on_event is not None:
+        stack.callback(on_event.close)
     if commands is not None:
         stack.callback(commands.close)
         decisions.on_commit = commands.committed
@@ -170,8 +177,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     parts = DataPlane(arena, saver, decisions, adoption, averages, peers)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
-    if commands is not None:
-        daemon.at_work = commands.busy
+    busy = [one.busy for one in (commands, on_event) if one is not None]
+    daemon.at_work = lambda: any(one() for one in busy)
     stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
@@ -182,7 +189,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event)
 
 
 def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
@@ -241,7 +248,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
         take_part(cluster, control.decisions, saver, told, stack)
-    return Services(
+    made = Services(
         tier=control.tier,
         catalog=control.catalog,
         book=control.decisions.book,
@@ -266,7 +273,11 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
         forget=no_other_node if cluster is None else cluster.membership.forget,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
+        event_commands=node.on_event,
+        watched=watched(config, stack),
     )
+    duties = None if cluster is None else cluster.duties
+    return replace(made, notifier=notifier(config, made, duties, stack))
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:

@@ -21,6 +21,7 @@ METRICS = "/metrics"
 API = "/v1/"
 TOKENS = "/v1/tokens"
 CATALOG = "/v1/catalog/"  # what it says is about all runs, and some of it about none
+NOTIFICATIONS = "/v1/notifications"  # whom the daemon tells of all runs
 JOBS = "/v1/jobs"
 LINKS = "/v1/links"  # a way in for a browser, with the rights of who asks
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -33,11 +34,16 @@ _RUNS_JOBS = frozenset({"verify", "scrub"})  # what they do is about the run the
 
 def needed(method: str, path: str) -> Scope:
     """The least scope that may do this. Pages need no more than reading: what they do, they ask the API for."""
-    if path == TOKENS or path.startswith((f"{TOKENS}/", CATALOG)):
+    if _is_admins(path):
         return "admin"
     if method in SAFE or path == LINKS or not path.startswith(API):
         return "read"
     return "write" if _WRITES.fullmatch(path) else "admin"
+
+
+def _is_admins(path: str) -> bool:
+    """Whether even reading is for admins of all runs."""
+    return path in (TOKENS, NOTIFICATIONS) or path.startswith((f"{TOKENS}/", f"{NOTIFICATIONS}/", CATALOG))
 
 
 def is_open(method: str, path: str) -> bool:
@@ -51,7 +57,7 @@ def check(principal: Principal, method: str, path: str, query: bytes) -> None:
     Raises `Forbidden`, or `NoSuchRun` where a run that is not to be seen is read: nothing tells whether there is one.
     """
     principal.require(needed(method, path))
-    if path == TOKENS or path.startswith((f"{TOKENS}/", CATALOG)):
+    if _is_admins(path):
         principal.require_run(None)
     asked = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("run", [])
     at = _RUN.match(path)

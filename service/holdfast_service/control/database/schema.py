@@ -10,6 +10,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     DateTime,
+    Float,
     ForeignKey,
     Index,
     Integer,
@@ -477,3 +478,37 @@ class SecretRow(CatalogTable):
 
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     value: Mapped[str] = mapped_column(String(128))
+
+
+class NoticeRow(CatalogTable):
+    """An alert that a target of notifications was told of, or is going to be: `told` times so far, and `last` when.
+    Times are seconds since the epoch. `run` is empty for what is about no run.
+    """
+
+    __tablename__ = "notices"
+
+    target: Mapped[str] = mapped_column(String(64), primary_key=True)
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    code: Mapped[str] = mapped_column(String(64), primary_key=True)
+    level: Mapped[str] = mapped_column(String(16))
+    text: Mapped[str] = mapped_column(FreeText)
+    hint: Mapped[str] = mapped_column(FreeText)
+    step: Mapped[int | None]
+    since: Mapped[float] = mapped_column(Float(53))
+    told: Mapped[int]
+    last: Mapped[float | None] = mapped_column(Float(53))
+
+
+class DeliveryRow(CatalogTable):
+    """How messages to a target of notifications fare: how many were accepted, failed, or came too late to be told."""
+
+    __tablename__ = "deliveries"
+
+    target: Mapped[str] = mapped_column(String(64), primary_key=True)
+    node: Mapped[str] = mapped_column(String(64))
+    sent: Mapped[int]
+    failed: Mapped[int]
+    dropped: Mapped[int]
+    last_sent: Mapped[str | None] = mapped_column(_TIME)
+    problem: Mapped[str | None] = mapped_column(FreeText)
+    problem_since: Mapped[str | None] = mapped_column(_TIME)

@@ -22,6 +22,7 @@ LATE_S = 20.0  # a node renews its membership every 10 s
 FIRST = ("lost", "returned", "live", "stopped")
 DUTIES = {
     "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
+    "notifications": "tells people of alerts",
 }
 
 

@@ -1,0 +1,19 @@
+"""Targets of notifications, over the REST API. One function per route."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from holdfast.rest.api import Api
+from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
+
+
+def targets(api: Api) -> list[NotificationTarget]:
+    """All targets; `NoSuchResource` if the daemon notifies nobody."""
+    return list(api.pages("/v1/notifications", NotificationTarget))
+
+
+def send_test(api: Api, name: str) -> TestDelivery:
+    """What came of a test message; `NoSuchResource`, `InUse`."""
+    answer = api.request("POST", f"/v1/notifications/{quote(name, safe='')}/test")
+    return TestDelivery.model_validate_json(answer.content)

@@ -1,0 +1,36 @@
+"""Routes: whom the daemon tells of alerts, for admins of all runs. Targets are set in the file of `--notify` alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS
+from holdfast_service.api.services import Services, Wired
+from holdfast_service.telling.notifier import Notifier
+
+router = APIRouter(prefix="/v1", tags=["notifications"], responses=problems.RESPONSES)
+
+
+@router.get("/notifications", dependencies=ADMINS, summary="Targets of notifications, without their secrets")
+def list_notifications(services: Wired) -> bodies.Page[NotificationTarget]:
+    """What was sent, failed and dropped is counted over all nodes and starts. 404 if the daemon runs without `--notify`."""
+    return bodies.Page(items=_notifier(services).targets())
+
+
+@router.post("/notifications/{name}/test", dependencies=ADMINS, summary="Send a test message to a target, now")
+def test_notification(services: Wired, name: Annotated[str, Path(max_length=63)]) -> TestDelivery:
+    """Answers when the target has accepted it, or says why it did not; of the target's answer only the status is told."""
+    return _notifier(services).test(name)
+
+
+def _notifier(services: Services) -> Notifier:
+    if services.notifier is None:
+        hint = "start it with `holdfast serve --notify FILE`; docs/operating.md describes the file"
+        raise NoSuchResource("this daemon notifies nobody", hint=hint)
+    return services.notifier

@@ -1,0 +1,52 @@
+"""Routes: other daemons that this one watches. A caller sees of them the runs that its token is for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import READS
+from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
+from holdfast_service.control.catalog.pages import decode_cursor, integer, page
+from holdfast_service.fleet.watched import Watch
+
+router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
+
+
+@router.get("/daemons", dependencies=READS, summary="Watched daemons, and since when one is unreachable")
+def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[WatchedDaemon]:
+    """A token for some runs sees the daemons that have one of them. 404 if the daemon runs without `--watch`."""
+    watch = _watch(services)
+    if viewer.sees_all:
+        return bodies.Page(items=watch.daemons())
+    return bodies.Page(items=watch.daemons({one.summary.run for one in watch.runs() if viewer.sees(one.summary.run)}))
+
+
+@router.get("/runs", dependencies=READS, summary="Runs of all watched daemons, those that need attention first")
+def list_watched_runs(
+    services: Wired,
+    viewer: Viewer,
+    prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> bodies.Page[WatchedRun]:
+    """As each daemon said it last. What changes between two requests may be missed, or come twice."""
+    after = decode_cursor("watched", cursor)
+    first = 0 if after is None else integer(after) + 1
+    found = [one for one in _watch(services).runs() if viewer.sees(one.summary.run) and one.summary.run.startswith(prefix)]
+    numbered = list(enumerate(found))[first : first + limit + 1]
+    cut = page("watched", numbered, limit, lambda one: one[0])
+    return bodies.Page(items=[run for _, run in cut.items], next=cut.next)
+
+
+def _watch(services: Services) -> Watch:
+    if services.watched is None:
+        raise NoSuchResource(
+            "this daemon watches no other one", hint="start it with `holdfast serve --watch URL`, once for each daemon"
+        )
+    return services.watched

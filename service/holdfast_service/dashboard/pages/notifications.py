@@ -1,0 +1,33 @@
+"""Notifications: whom the daemon tells of alerts, how that fares, and a test message."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from fastapi import Request
+from starlette.responses import Response
+
+from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
+from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import Posted, page_router
+
+router = page_router()
+
+
+@router.get("/notifications")
+async def show_notifications(request: Request, api: Asked) -> Response:
+    return await _page(request, api, None)
+
+
+@router.post("/notifications/{name}/test")
+async def send_test(request: Request, api: Asked, name: str, _: Posted) -> Response:
+    """Send a test message. The answer is not a redirect, because it says what came of it."""
+    answer = await api.ask("POST", f"/v1/notifications/{quote(name, safe='')}/test")
+    return await _page(request, api, TestDelivery.model_validate_json(answer.content))
+
+
+async def _page(request: Request, api: ViewerApi, tested: TestDelivery | None) -> Response:
+    found = await shown(api.page(NotificationTarget, "/v1/notifications"))
+    listed = found.value.items if found.value else []
+    return page(request, "notifications.html", targets=found, listed=listed, tested=tested)

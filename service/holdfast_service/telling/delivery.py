@@ -1,0 +1,152 @@
+"""Sends one notice to one target, over HTTP or by mail. What is raised and logged has no secret and no whole address in it.
+
+No redirect is followed, and of an answer only the status is looked at: nothing of it goes anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import smtplib
+import socket
+import time
+from email.message import EmailMessage
+from email.utils import format_datetime
+
+import httpx
+
+from holdfast_formats import moments
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.telling import Notice
+from holdfast_service.fleet.connecting import cause, trusting
+from holdfast_service.telling import words
+from holdfast_service.telling.targets import HttpTarget, MailTarget, read_secret
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0  # for each step: connecting, sending, the answer's head
+RETRY_AFTER_MAX_S = 600.0
+STANDARD_PREFIX = b"whsec_"  # a secret of the Standard Webhooks is base64 behind this
+
+
+class NotDelivered(Exception):
+    """A notice was not accepted. `again_s`: how long its target asks to wait."""
+
+    def __init__(self, problem: str, hint: str, again_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.problem, self.hint, self.again_s = problem, hint, again_s
+
+
+def deliver(target: HttpTarget | MailTarget, notice: Notice) -> None:
+    """Send a notice; returns when its target has accepted it. Raises `NotDelivered`."""
+    try:
+        if isinstance(target, HttpTarget):
+            _post(target, notice)
+        else:
+            _mail(target, notice)
+    except InvalidRequest as error:  # a secret's file
+        raise NotDelivered(error.detail, error.hint or "correct the file of --notify") from None
+
+
+def signature(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
+    """The `webhook-signature` of the Standard Webhooks: HMAC-SHA256 over id, time and body."""
+    if secret.startswith(STANDARD_PREFIX):
+        try:
+            key = base64.b64decode(secret.removeprefix(STANDARD_PREFIX), validate=True)
+        except binascii.Error:
+            raise InvalidRequest("the secret begins with whsec_ and is not base64 behind it") from None
+    else:
+        key = secret
+    signed = b".".join([message_id.encode(), str(timestamp).encode(), body])
+    return "v1," + base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+
+
+def _post(target: HttpTarget, notice: Notice) -> None:
+    if target.kind == "slack":
+        body = json.dumps({"text": words.slack(notice)}).encode()
+    else:
+        body = notice.model_dump_json().encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "holdfast"}
+    if target.kind == "webhook":
+        now = int(time.time())
+        headers |= {"webhook-id": notice.id, "webhook-timestamp": str(now)}
+        if target.secret_file is not None:
+            headers["webhook-signature"] = signature(read_secret(target.secret_file), notice.id, now, body)
+    try:
+        with (
+            httpx.Client(
+                verify=trusting(target.ca_file),
+                proxy=target.proxy,
+                timeout=TIMEOUT_S,
+                trust_env=False,
+                follow_redirects=False,
+            ) as client,
+            client.stream("POST", target.address(), content=body, headers=headers) as answer,
+        ):
+            status, again = answer.status_code, answer.headers.get("retry-after", "")
+    except httpx.TimeoutException:
+        raise NotDelivered(f"no answer within {TIMEOUT_S:g} s", "check that it can be reached from this machine") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise NotDelivered(
+            f"no connection: {cause(error)}", "check address, network and certificates from this machine"
+        ) from None
+    if not 200 <= status < 300:
+        raise NotDelivered(f"it answered with status {status}", _advice(status), _seconds(again))
+
+
+def _mail(target: MailTarget, notice: Notice) -> None:
+    host, port = target.place
+    name = socket.gethostname()  # smtplib would ask a name server, for as long as that takes
+    try:
+        if target.tls == "tls":
+            server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, name, timeout=TIMEOUT_S, context=trusting(target.ca_file))
+        else:
+            server = smtplib.SMTP(host, port, name, timeout=TIMEOUT_S)
+        with server:
+            if target.tls == "starttls":
+                server.starttls(context=trusting(target.ca_file))
+            if target.user is not None and target.password_file is not None:
+                password = read_secret(target.password_file, 1)
+                server.login(target.user, password.decode())
+            refused = server.send_message(_message(target, notice), target.sender, list(target.to))
+    except smtplib.SMTPAuthenticationError as error:
+        raise NotDelivered(f"the server refused the login ({error.smtp_code})", "check user and password_file") from None
+    except smtplib.SMTPResponseException as error:
+        raise NotDelivered(f"the server answered {error.smtp_code}", "see the mail server's log") from None
+    except smtplib.SMTPNotSupportedError as error:  # STARTTLS or a login
+        raise NotDelivered(f"the server cannot do this: {error}", "check server, tls and user") from None
+    except smtplib.SMTPException as error:
+        raise NotDelivered(f"the server did not take it: {type(error).__name__}", "see the mail server's log") from None
+    except (OSError, UnicodeError) as error:
+        raise NotDelivered(f"no connection: {cause(error)}", "check server, tls and certificates") from None
+    if refused:  # the others have got it, and would get it once more
+        log.warning("%d of %d addressees of the target %s were refused", len(refused), len(target.to), target.name)
+
+
+def _message(target: MailTarget, notice: Notice) -> EmailMessage:
+    made = EmailMessage()
+    made["Subject"] = words.subject(notice)
+    made["From"], made["To"] = target.sender, ", ".join(target.to)
+    made["Date"] = format_datetime(moments.read(notice.at))
+    made["Message-ID"] = f"<{notice.id}@{target.sender.rpartition('@')[2]}>"
+    made["Auto-Submitted"] = "auto-generated"
+    made.set_content(words.plain(notice))
+    return made
+
+
+def _advice(status: int) -> str:
+    if 300 <= status < 400:
+        return "redirects are not followed: give the address to which it leads"
+    if status in (401, 403, 404, 410):
+        return "check the address, which may be revoked, and the secret"
+    if status == 413:
+        return "it takes no message of this length"
+    return "see the log of what receives it; it is tried again"
+
+
+def _seconds(again: str) -> float:
+    return min(float(again), RETRY_AFTER_MAX_S) if again.isascii() and again.isdigit() and len(again) < 9 else 0.0

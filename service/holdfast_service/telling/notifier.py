@@ -1,0 +1,321 @@
+"""Tells people of alerts. Nothing that saves ever waits for it: it reads the catalog, in threads of its own.
+
+One thread looks what needs attention; each target has a thread that sends, and to which only the newest look matters. So
+nothing is queued but rows of the catalog: one for each alert and target. On several nodes, one has the duty.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest, NoSuchResource
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.observed import Attention
+from holdfast_formats.rest.operations import Level
+from holdfast_formats.rest.telling import Notice, NotificationTarget, TestDelivery
+from holdfast_service.telling.delivery import NotDelivered, deliver
+from holdfast_service.telling.due import AlertKey, Told, as_alert, concerns, notice_id, plan
+from holdfast_service.telling.notices import Notices
+from holdfast_service.telling.targets import HttpTarget, MailTarget, NotifyFile, read_targets
+
+log = logging.getLogger(__name__)
+
+DUTY = "notifications"
+LOOK_S = 5.0
+LOOK_PARTS = 50  # a look takes at most one part in so many of a core, however many runs there are
+UNSURE_S = 90.0  # after a start: ranks have a minute to come back, and until then a run that was lost is not known to be
+RETRY_S, RETRY_MAX_S = 5.0, 600.0
+CLOSE_S = 3.0
+OUTCOMES = ("sent", "failed", "dropped")
+
+AnyTarget = HttpTarget | MailTarget
+
+
+class News(Protocol):
+    """Where it is recorded what became of messages."""
+
+    def add(self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info") -> None: ...
+
+
+class Telling(NamedTuple):
+    """What a notifier works with. `on_duty` says whether telling is this node's."""
+
+    notices: Notices
+    alerts: Callable[[], Mapping[AlertKey, Attention]]
+    news: News
+    on_duty: Callable[[], bool]
+    node: str
+
+
+class AlertsNow(NamedTuple):
+    """What needed attention at one moment, of which the target's thread has not told yet."""
+
+    alerts: Mapping[AlertKey, Attention]
+    at: float
+
+
+class Notifier:
+    """Tells the targets of a file what needs attention, as long as that is this node's duty. Thread-safe."""
+
+    def __init__(self, path: Path, of: Telling, look_s: float = LOOK_S) -> None:
+        """Raises `InvalidRequest` if the file is not as it should be."""
+        self._path, self._look_s = path, look_s
+        self._notices, self._alerts, self._news, self._on_duty, self._node = of
+        self.counts = {outcome: 0 for outcome in OUTCOMES}  # of this process
+        self._stamp = _stamp(path)
+        self.file = read_targets(path)
+        self._lock = threading.Lock()
+        self._senders: dict[str, _Sender] = {}
+        self._testing: set[str] = set()
+        self._renamed = True
+        self._closing = threading.Event()
+        self._take_over(self.file)
+        self._thread = threading.Thread(target=self._run, name="holdfast-notify", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; a message that is being sent is sent once more by the next daemon if its end is not seen."""
+        self._closing.set()
+        with self._lock:
+            senders = list(self._senders.values())
+            self._senders = {}
+        for sender in senders:
+            sender.stop()
+        limit = time.monotonic() + CLOSE_S
+        for thread in (self._thread, *(sender.thread for sender in senders)):
+            thread.join(max(limit - time.monotonic(), 0.0))
+
+    def targets(self) -> list[NotificationTarget]:
+        """The targets, and how messages to them have fared, over all nodes; `CatalogUnavailable`."""
+        listed = self.file.target
+        fared = self._notices.delivered([one.name for one in listed])
+        return [
+            NotificationTarget(
+                name=one.name,
+                kind=one.kind,
+                to=one.shown,
+                runs=one.runs,
+                level=one.level,
+                after_s=one.after_s,
+                repeat_s=one.repeat_s or None,
+                recovery=one.recovery,
+                firing=fared[one.name].firing,
+                sent=fared[one.name].sent,
+                failed=fared[one.name].failed,
+                dropped=fared[one.name].dropped,
+                last_sent=fared[one.name].last_sent,
+                last_node=fared[one.name].node,
+                problem=fared[one.name].problem,
+                problem_since=fared[one.name].problem_since,
+            )
+            for one in listed
+        ]
+
+    def test(self, name: str) -> TestDelivery:
+        """Send a test message now, from this node. `NoSuchResource`; `InUse` while another one is being sent."""
+        target = next((one for one in self.file.target if one.name == name), None)
+        if target is None:
+            raise NoSuchResource(f"no target is called {name!r}", hint="`holdfast notify ls` lists them")
+        with self._lock:
+            if name in self._testing:
+                raise InUse(f"a test message to {name} is being sent", hint="wait for it")
+            self._testing.add(name)
+        try:
+            at = utc_now()
+            message = Notice(
+                kind="test", id=notice_id(f"test {name} {at}", ()), at=at, target=name, node=self._node, alerts=[]
+            )
+            deliver(target, message)
+        except NotDelivered as error:
+            with suppress(CatalogUnavailable):
+                self.not_sent(target, error)
+            return TestDelivery(target=name, delivered=False, problem=error.problem, hint=error.hint)
+        finally:
+            with self._lock:
+                self._testing.discard(name)
+        self.counts["sent"] += 1
+        with suppress(CatalogUnavailable):
+            self._notices.tested(name)
+        return TestDelivery(target=name, delivered=True)
+
+    def known(self, target: AnyTarget) -> dict[AlertKey, Told]:
+        """What a target was told of and is going to be; `CatalogUnavailable`."""
+        return self._notices.known(target.name)
+
+    def tell(self, target: AnyTarget, look: AlertsNow, gone: Mapping[AlertKey, float]) -> bool:
+        """Tell a target what is due; whether there is more. Raises `NotDelivered`, and `CatalogUnavailable`."""
+        made = plan(target, look.alerts, self._notices.known(target.name), gone, look.at)
+        self._notices.prepare(target.name, made)
+        self.counts["dropped"] += made.dropped
+        if not (made.firing or made.recovered) or self._closing.is_set() or not self._on_duty():
+            return False
+        dashboard = self.file.dashboard
+        alerts = [as_alert(target.name, told, False, dashboard) for told in made.firing]
+        alerts += [as_alert(target.name, told, True, dashboard) for told in made.recovered]
+        message = Notice(
+            kind="alerts",
+            id=notice_id(target.name, alerts),
+            at=utc_now(),
+            target=target.name,
+            node=self._node,
+            alerts=alerts,
+            waiting=made.waiting,
+        )
+        deliver(target, message)
+        self._notices.sent(target.name, made, look.at)
+        self.counts["sent"] += 1
+        text = f"{target.name} was told of {_alerts(len(made.firing))}, and that {_alerts(len(made.recovered))} ended"
+        log.info("%s", text)
+        self._news.add("notification-sent", text)
+        return made.waiting > 0
+
+    def not_sent(self, target: AnyTarget, error: NotDelivered) -> None:
+        """A message was not accepted: recorded once until one is accepted again."""
+        self.counts["failed"] += 1
+        text = f"{target.name} ({target.kind}) was not told: {error.problem}"
+        log.warning("%s; %s", text, error.hint)
+        if self._notices.failed(target.name, error.problem):
+            self._news.add("notification-failed", text, level="warning")
+
+    def _run(self) -> None:
+        took_s = 0.0
+        while not self._closing.wait(max(self._look_s, LOOK_PARTS * took_s)):
+            began = time.thread_time()
+            try:
+                self._reread()
+                with self._lock:
+                    senders = list(self._senders.values())
+                if not self._on_duty():
+                    for sender in senders:
+                        sender.hear(None)
+                    continue
+                if self._renamed:
+                    self._notices.keep_only([sender.target.name for sender in senders])
+                    self._renamed = False
+                look = AlertsNow(self._alerts(), time.time())
+                for sender in senders:
+                    sender.hear(look)
+            except CheckpointError as away:  # nothing is known, so that nothing is over
+                log.info("alerts cannot be told: %s", away.detail)
+            except Exception:
+                log.exception("alerts cannot be told")
+            took_s = time.thread_time() - began
+
+    def _reread(self) -> None:
+        """Take over a file that was changed; one that is wrong changes nothing."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            found = read_targets(self._path)
+        except InvalidRequest as error:
+            log.error("%s; the targets stay as they were", error.detail)
+            self._news.add("notification-failed", f"{error.detail}; the targets stay as they were", level="error")
+            return
+        log.info("%s has %d targets now", self._path, len(found.target))
+        self._take_over(found)
+
+    def _take_over(self, found: NotifyFile) -> None:
+        self.file, self._renamed = found, True
+        wanted = {one.name: one for one in found.target}
+        with self._lock:
+            before, self._senders = self._senders, {}
+            for name, target in wanted.items():
+                old = before.get(name)
+                self._senders[name] = old if old is not None and old.target == target else _Sender(self, target)
+            ended = [old for name, old in before.items() if self._senders.get(name) is not old]
+        for old in ended:
+            old.stop()
+
+
+class _Sender:
+    """The thread of one target. It sees the newest look only; while its target does not answer it tries ever less often."""
+
+    def __init__(self, notifier: Notifier, target: AnyTarget) -> None:
+        self.target = target
+        self._notifier = notifier
+        self._changed = threading.Condition()
+        self._look: AlertsNow | None = None
+        self._gone: dict[AlertKey, float] = {}
+        self._sure: float | None = None  # from when on what is absent is over
+        self._stopped = False
+        self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
+        self.thread.start()
+
+    def hear(self, look: AlertsNow | None) -> None:
+        """This needs attention now; None: telling it is another node's duty."""
+        with self._changed:
+            self._look = look
+            if look is None:
+                self._gone, self._sure = {}, None
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        tries = 0
+        while (look := self._next()) is not None:
+            wait_s = 0.0
+            try:
+                while self._notifier.tell(self.target, look, self._absent(look)) and not self._stopped:
+                    pass
+                tries = 0
+            except NotDelivered as error:
+                tries += 1
+                wait_s = max(min(RETRY_S * 2 ** min(tries - 1, 20), RETRY_MAX_S), error.again_s) * random.uniform(0.8, 1.2)
+                self._note(error)
+            except CheckpointError as away:
+                log.info("%s cannot be told: %s", self.target.name, away.detail)
+            except Exception:
+                log.exception("%s cannot be told", self.target.name)
+                wait_s = RETRY_MAX_S
+            if wait_s:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped, wait_s)
+
+    def _note(self, error: NotDelivered) -> None:
+        try:
+            self._notifier.not_sent(self.target, error)
+        except CheckpointError as away:
+            log.info("it is not recorded that %s was not told: %s", self.target.name, away.detail)
+
+    def _next(self) -> AlertsNow | None:
+        """The newest look, once there is one that was not seen; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._look is not None)
+            look, self._look = self._look, None
+            return None if self._stopped else look
+
+    def _absent(self, look: AlertsNow) -> dict[AlertKey, float]:
+        """Since when alerts are absent, as far as this process has seen it: what a daemon does not know at its start is not
+        over.
+        """
+        if self._sure is None:
+            self._sure = look.at + UNSURE_S
+        since = max(look.at, self._sure)
+        there = {key for key, item in look.alerts.items() if concerns(self.target, key, item)}
+        self._gone = {key: self._gone.get(key, since) for key in self._notifier.known(self.target) if key not in there}
+        return self._gone
+
+
+def _alerts(count: int) -> str:
+    return f"{count} {'alert' if count == 1 else 'alerts'}"
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

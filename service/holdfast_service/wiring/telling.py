@@ -1,0 +1,71 @@
+"""Wires what people and other programs are told, and which other daemons are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.observed import Attention
+from holdfast_service.config import Config, command_words, plain_environment
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.cluster.duties import Duties
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.daemon.tied_command import Command
+from holdfast_service.fleet.watched import Watch, read_tokens
+from holdfast_service.telling.alerts import AlertSources, nodes_lost
+from holdfast_service.telling.event_commands import EventCommands
+from holdfast_service.telling.notices import Notices
+from holdfast_service.telling.notifier import DUTY, Notifier, Telling
+
+if TYPE_CHECKING:
+    from holdfast_service.api.services import Services
+
+
+def event_commands(config: Config, events: Events, root: Path) -> EventCommands | None:
+    """The command of --on-event, if there is one."""
+    if config.on_event is None:
+        if config.on_event_kinds:
+            raise InvalidRequest("--on-event-kinds needs --on-event", hint="give the command as well, or leave both out")
+        return None
+    command = Command(
+        command_words(config.on_event), plain_environment(), config.on_event_timeout, limited_by="--on-event-timeout"
+    )
+    return EventCommands(command, events, config.node, config.on_event_kinds, root)
+
+
+def watched(config: Config, stack: ExitStack) -> Watch | None:
+    """The daemons of --watch, asked until the `stack` unwinds."""
+    if not config.watch:
+        if config.watch_tokens is not None or config.watch_ca is not None:
+            raise InvalidRequest("--watch-tokens and --watch-ca need --watch", hint="give --watch URL as well")
+        return None
+    tokens = {} if config.watch_tokens is None else read_tokens(config.watch_tokens)
+    made = Watch(config.watch, tokens, config.watch_ca)
+    stack.callback(made.close)
+    return made
+
+
+def notifier(config: Config, services: Services, duties: Duties | None, stack: ExitStack) -> Notifier | None:
+    """Who tells the targets of --notify, until the `stack` unwinds; on several nodes, the one that has the duty."""
+    if config.notify is None:
+        return None
+
+    def others() -> Iterator[tuple[str, Attention]]:
+        yield from nodes_lost(services.census().lost)
+        if services.watched is not None:
+            yield from services.watched.alerts()
+
+    summaries = Summaries(services.tier, services.catalog, services.lives)
+    telling = Telling(
+        Notices(services.catalog.database, config.node),
+        AlertSources(summaries, others).now,
+        services.events,
+        (lambda: True) if duties is None else (lambda: duties.has(DUTY)),
+        config.node,
+    )
+    made = Notifier(config.notify, telling)
+    stack.callback(made.close)
+    return made

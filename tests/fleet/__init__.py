@@ -1,0 +1,1 @@
+"""Other daemons that one watches."""

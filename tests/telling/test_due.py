@@ -1,0 +1,168 @@
+"""What a target is told, and when: once, again when it is time, and that it is over. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_formats.rest.observed import Attention
+from holdfast_service.telling.due import ALERTS_MAX, SETTLED_S, AlertKey, Told, alert_id, as_alert, current, notice_id, plan
+from holdfast_service.telling.targets import HttpTarget
+
+T0 = 1_800_000_000.0
+
+
+def target(**more: Any) -> HttpTarget:
+    return HttpTarget(name="ops", kind="webhook", url="http://a/", **more)
+
+
+def alert(code: str = "run-lost", level: Any = "error", text: str = "it is lost") -> Attention:
+    return Attention(level=level, code=code, text=text, hint="look", step=5)
+
+
+class World:
+    """A target, and what it has been told: as notifier and catalog keep it."""
+
+    def __init__(self, told: HttpTarget) -> None:
+        self.target, self.known = told, dict[AlertKey, Told]()
+        self.gone: dict[AlertKey, float] = {}
+        self.dropped = 0
+
+    def look(self, now: float, alerts: Mapping[AlertKey, Attention], accepted: bool = True) -> list[tuple[str, str]]:
+        """What is told at this time of these alerts."""
+        self.gone = {key: self.gone.get(key, now) for key in self.known if key not in alerts}
+        made = plan(self.target, alerts, self.known, self.gone, now)
+        self.known |= {told.key: told for told in made.added}
+        self.dropped += made.dropped
+        for key in made.forgotten:
+            del self.known[key]
+        if accepted:
+            for told in made.firing:
+                self.known[told.key] = told._replace(times=told.times + 1, last=now)
+            for told in made.recovered:
+                del self.known[told.key]
+        return [("firing", told.key.run) for told in made.firing] + [("over", told.key.run) for told in made.recovered]
+
+
+LOST = {AlertKey("llama", "run-lost"): alert()}
+
+
+def test_an_alert_is_told_once_repeated_and_over() -> None:
+    world = World(target(after_s=30, repeat_s=3600))
+    assert world.look(T0, LOST) == []
+    assert world.look(T0 + 29, LOST) == []
+    assert world.look(T0 + 30, LOST) == [("firing", "llama")]
+    assert world.look(T0 + 35, LOST) == []
+    assert world.look(T0 + 30 + 3600, LOST) == [("firing", "llama")]
+    assert world.look(T0 + 4000, {}) == []
+    assert world.look(T0 + 4000 + SETTLED_S, {}) == [("over", "llama")]
+    assert world.look(T0 + 9000, {}) == [] and world.known == {} and world.dropped == 0
+
+
+def test_what_flutters_is_told_once() -> None:
+    """An alert that is away for a moment is neither over nor new."""
+    world = World(target(after_s=0))
+    assert world.look(T0, LOST) == [("firing", "llama")]
+    for second in range(1, 200, 10):
+        assert world.look(T0 + second, LOST if second % 20 == 1 else {}) == []
+
+
+def test_what_is_over_before_it_was_told_is_counted() -> None:
+    """While a receiver was away, an alert came and went: nobody is told of it any more."""
+    world = World(target(after_s=0))
+    assert world.look(T0, LOST, accepted=False) == [("firing", "llama")]
+    assert world.look(T0 + 5, LOST, accepted=False) == [("firing", "llama")]
+    assert world.look(T0 + 10, {}) == []
+    assert world.look(T0 + 10 + SETTLED_S, {}) == []
+    assert world.dropped == 1 and world.known == {}
+
+
+def test_a_warning_that_becomes_an_error_is_told_at_once() -> None:
+    world = World(target(after_s=0))
+    key = AlertKey("llama", "disk-nearly-full")
+    assert world.look(T0, {key: alert(level="warning")}) == [("firing", "llama")]
+    assert world.look(T0 + 1, {key: alert(level="error")}) == [("firing", "llama")]
+    assert world.look(T0 + 2, {key: alert(level="warning")}) == []
+
+
+def test_never_again_and_no_recovery() -> None:
+    world = World(target(after_s=0, repeat_s=0, recovery=False))
+    assert world.look(T0, LOST) == [("firing", "llama")]
+    assert world.look(T0 + 10**7, LOST) == []
+    world.look(T0 + 10**7 + 1, {})
+    assert world.look(T0 + 10**7 + 100, {}) == [] and world.known == {}
+
+
+def test_patterns_and_levels() -> None:
+    """Alerts about no run are for targets of all runs."""
+    alerts = {
+        AlertKey("llama-1", "a"): alert("a"),
+        AlertKey("llama-2", "b"): alert("b", "warning"),
+        AlertKey("gpt", "a"): alert("a"),
+        AlertKey("", "node-lost"): alert("node-lost", "warning"),
+    }
+    for more, runs in (
+        ({}, {"llama-1", "llama-2", "gpt", ""}),
+        ({"runs": "llama-*"}, {"llama-1", "llama-2"}),
+        ({"runs": "gpt"}, {"gpt"}),
+        ({"level": "error"}, {"llama-1", "gpt"}),
+    ):
+        assert {run for _, run in World(target(after_s=0, **more)).look(T0, alerts)} == runs
+
+
+def test_a_message_has_a_length_and_the_next_one_has_the_rest() -> None:
+    """Errors first; nothing is lost."""
+    world = World(target(after_s=0))
+    alerts = {AlertKey(f"run-{n}", "a"): alert(level="error" if n % 2 else "warning") for n in range(120)}
+    turns = [world.look(T0 + n, alerts) for n in range(4)]
+    assert [len(turn) for turn in turns] == [ALERTS_MAX, ALERTS_MAX, 20, 0]
+    assert all(int(run[4:]) % 2 for _, run in turns[0])
+    assert {run for turn in turns for _, run in turn} == {key.run for key in alerts}
+
+
+def test_alerts_of_one_code_are_one() -> None:
+    found = current([("a", alert(text="one", level="warning")), ("a", alert(text="two")), ("b", alert(text="three"))])
+    assert {key.run: (item.level, item.text) for key, item in found.items()} == {
+        "a": ("error", "one; two"),
+        "b": ("error", "three"),
+    }
+
+
+def test_ids_are_the_same_after_a_restart_and_new_for_a_new_alert() -> None:
+    told = Told(AlertKey("llama", "run-lost"), "error", "text", "hint", 5, T0)
+    again = told._replace(text="another text", times=3, last=T0 + 9)
+    assert alert_id("ops", told) == alert_id("ops", again)
+    assert len({alert_id("ops", told), alert_id("other", told), alert_id("ops", told._replace(since=T0 + 0.001))}) == 3
+    first, second = (as_alert("ops", one, False, "https://h") for one in (told, again))
+    assert (first.url, first.since, first.told) == ("https://h/runs/llama", "2027-01-15T08:00:00.000Z", 0)
+    assert notice_id("ops", [first]) == notice_id("ops", [as_alert("ops", told, False, None)]) != notice_id("ops", [second])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.sets(st.sampled_from(["a", "b"])), st.booleans()), min_size=1, max_size=40),
+    st.sampled_from([0.0, 30.0]),
+    st.sampled_from([0.0, 300.0]),
+)
+def test_whatever_happens_nobody_is_told_twice(
+    looks: list[tuple[int, set[str], bool]], after_s: float, repeat_s: float
+) -> None:
+    """Over all histories: firing and over alternate but for repeats, which have their time between them."""
+    world, now = World(target(after_s=after_s, repeat_s=repeat_s)), T0
+    fires: dict[str, float] = {}
+    for passed, runs, accepted in looks:
+        now += passed
+        told = world.look(now, {AlertKey(run, "c"): alert("c") for run in runs}, accepted)
+        if not accepted:
+            continue
+        for status, run in told:
+            if status == "over":
+                assert run in fires and run not in runs
+                del fires[run]
+                continue
+            assert run in runs
+            if run in fires:
+                assert repeat_s and now - fires[run] >= repeat_s
+            fires[run] = now
