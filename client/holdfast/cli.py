@@ -72,6 +72,11 @@ class Commands(LazyGroup):
             "Remove a checkpoint.",
             "rm",
         ),
+        "note": _entry("runs.care", "Set owner and notes of a run, or show what is remembered of it.", "note"),
+        "acknowledge": _entry(
+            "runs.care", "Acknowledge that a run has died: it raises no alert until it dies again.", "acknowledge"
+        ),
+        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",

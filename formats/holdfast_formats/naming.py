@@ -13,6 +13,7 @@ COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RUN_FILE = "run.json"
+LAUNCHES_FILE = "launches.json"  # what trainers said when they began
 CHECKPOINTS = "checkpoints"
 STAGING = "staging"
 TRASH = "trash"

@@ -18,6 +18,8 @@ SCOPES = ("read", "write", "admin")
 _TABLE = """
 GET    /v1/runs                                                  read  seen
 GET    /v1/runs/{run}                                            read  path
+PATCH  /v1/runs/{run}                                            write path json
+GET    /v1/runs/{run}/about                                      read  path
 GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/summaries                                             read  seen
@@ -164,6 +166,7 @@ def _json(value: Any) -> Callable[[str], bytes]:
 
 
 BODIES: dict[str, Callable[[str], bytes]] = {
+    "/v1/runs/{run}": _json({"notes": "as they are"}),
     "/v1/runs/{run}/policy": _json({"last": 3}),
     "/v1/ranks/{rank_id}": _json(hello),
     "/v1/ranks/{rank_id}/segment": _json({"slots": 1, "data_bytes": 64, "table_bytes": 64}),

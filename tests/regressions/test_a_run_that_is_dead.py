@@ -74,8 +74,8 @@ def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> N
         assert 'class="dot error"' in httpx.get(daemon.url).text
         shown = CliRunner().invoke(app, ["top", "--once", "--url", daemon.url]).stdout
         listed = CliRunner().invoke(app, ["ls", "--url", daemon.url]).stdout.splitlines()
-        assert [line.split()[-1] for line in listed] == ["STATE", "lost"]
-        assert "lost" in shown and "it continues from step 1" in " ".join(shown.split())
+        assert [line.split()[-1] for line in listed] == ["STATE", "died"]
+        assert "died" in shown and "it continues from step 1" in " ".join(shown.split())
         with trainer(daemon, "killed", "two", step=2):
             assert of(daemon, "killed").state == "running"
             assert "run-lost" not in codes(daemon, "killed")

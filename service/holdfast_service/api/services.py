@@ -21,6 +21,7 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
@@ -78,6 +79,10 @@ class Services:
     @cached_property
     def store(self) -> Store:
         return PosixStore(self.tier)
+
+    @cached_property
+    def abouts(self) -> RunAbouts:
+        return RunAbouts(self.tier, self.catalog, self.rotation.files, self.events)
 
     @cached_property
     def refusals(self) -> Refusals:

@@ -25,6 +25,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
+from holdfast_formats.rest.runs import RunLaunch
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
 from holdfast_formats.staging.joint import JointlyStaged
@@ -43,6 +44,7 @@ from holdfast_service.control.checkpoints import planner, roots, share_planner
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
 from holdfast_service.control.cluster.duties import THINNING
@@ -90,6 +92,7 @@ class Decisions:
         self.statistics = StatisticsStore(catalog.database)
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
+        self.abouts = RunAbouts(tier, catalog, self._files, self.events)
         self.readers = Readers()
         self.rotation = Rotation(self.store, catalog, self._files, self.readers)
         self.rotation.events = self.events
@@ -195,8 +198,15 @@ class Decisions:
             text = f"attempt {attempt} has started with {world} {'rank' if world == 1 else 'ranks'}"
             self._tell("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         self._wishes.take(run, keep_last, attempt, new)
+        if new:
+            self.book.tell(f"that {run} is trained again", lambda: self.abouts.resumed(run))
         self.standing.learn(run)
         return attempt
+
+    def launched(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
+        """Remember what the trainer of an attempt says of it; returns at once where the catalog is away."""
+        made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
+        self.book.tell(f"what attempt {attempt} of {run} says of itself", lambda: self.abouts.launched(run, made))
 
     def admit_run(self, run: str, tenant: str) -> None:
         """`LimitExceeded` for a new run of a caller who has too many runs without a save."""

@@ -1,0 +1,36 @@
+"""Runs as a whole over the REST API: what is remembered of them, changes, removal and the trash. One function per route."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from holdfast.rest.api import Api, Model
+from holdfast_formats.errors import StorageFailed
+from holdfast_formats.rest.runs import RunAbout, RunChange
+
+
+def about(api: Api, run: str) -> RunAbout:
+    """What is remembered of a run; `NoSuchRun`."""
+    return api.get(f"{_run(run)}/about", RunAbout)
+
+
+def change(api: Api, run: str, wanted: RunChange) -> RunAbout:
+    """Set owner or notes, archive it or take it back, acknowledge its death; returns what is remembered of it then."""
+    return _parsed(api.request("PATCH", _run(run), json=wanted.model_dump(exclude_none=True)), RunAbout)
+
+
+def _run(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _parsed(answer: httpx.Response, model: type[Model]) -> Model:
+    try:
+        return model.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise StorageFailed(
+            f"{answer.url} sent an invalid answer: {error.errors()[0]['msg']}",
+            hint="check that it is a Holdfast service of the same version",
+        ) from error
