@@ -18,6 +18,10 @@ SCOPES = ("read", "write", "admin")
 _TABLE = """
 GET    /v1/runs                                                  read  seen
 GET    /v1/runs/{run}                                            read  path
+DELETE /v1/runs/{run}                                            admin path
+POST   /v1/runs/{run}/undelete                                   admin path
+DELETE /v1/runs/{run}/trash                                      admin path
+GET    /v1/trash                                                 read  seen
 PATCH  /v1/runs/{run}                                            write path json
 GET    /v1/runs/{run}/about                                      read  path
 GET    /v1/runs/{run}/checkpoints                                read  path

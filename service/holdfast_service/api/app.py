@@ -29,6 +29,7 @@ from holdfast_service.api.routes import (
     statistics,
     summaries,
     tokens,
+    trash,
     upkeep,
     uploads,
 )
@@ -65,6 +66,7 @@ ROOMS = (
     runs,
     summaries,
     retention,
+    trash,
     replicas,
     files,
     comparisons,

@@ -62,6 +62,7 @@ from holdfast_service.control.publishing import Publishing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
 from holdfast_service.control.root_care import RootCare
@@ -98,8 +99,11 @@ class Decisions:
         self.rotation.events = self.events
         self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
+        self.trash = RunTrash(tier, self.store, catalog, self.attempts, self.rotation, self.events)
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
+        self._admission.empty_trash = self.trash.make_room
         self.standing = Standing(self.store, catalog, self.book, self.findings)
+        self.trash.forgotten = self.standing.forget
         known = Known(self._health, self.findings, self.readers, self.standing.left)
         self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
         self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
@@ -170,6 +174,12 @@ class Decisions:
 
     def _returned(self) -> None:
         self._following.returned(self.claim)
+        try:
+            self.trash.recover()
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:  # the next start tries again
+            log.error("cannot finish what was begun with deleted runs: %s", error.detail)
 
     def hello(  # noqa: PLR0913 - each is one thing that a rank says
         self,

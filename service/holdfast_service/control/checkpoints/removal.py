@@ -11,7 +11,7 @@ from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Readable, Store, Tier
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # the run's own file last: it says that this is a run
-_OF_A_RUN = frozenset({*_FILES, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
+OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 
 def remove_checkpoint(store: Store, run: str, step: int) -> CheckpointError | None:
@@ -47,7 +47,7 @@ def is_bare(tier: Tier, run: str) -> bool:
     """Whether a run's directory, if there is one, holds nothing but a plain run file in which nobody has set anything."""
     names = set(tier.list(naming.check_run(run)))
     rooms = [f"{run}/{name}" for name in names - {*_FILES}]
-    if not names <= _OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
+    if not names <= OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
         return False  # what is no directory has no stamp
     try:
         file = read_run_file(tier, run)

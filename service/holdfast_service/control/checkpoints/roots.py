@@ -111,11 +111,12 @@ def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: 
     absences = absences or Absences()
     problems: list[Unreadable] = []
     known, found = catalog.known_runs(), runs(store.files)
+    for run in found:
+        problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
     settings = run_settings.known(catalog)
     for run in found:
         if (said := settings_of(store.files, run)) is not None and said != settings.get(run, RunSettings()):
             run_settings.note(catalog, run, said)
-        problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
     for run in known.keys() - set(found):
         if listed := catalog.stamps(run):
             gone = absences.gone(run, listed)
@@ -160,6 +161,14 @@ def _reconcile_run(
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
     return problems + _relist(store, catalog, run, absences, thorough)
+
+
+def list_run(store: Store, catalog: Catalog, run: str) -> list[Unreadable]:
+    """As `reconcile`, for one run that is there."""
+    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), Absences(), thorough=False)
+    if (said := settings_of(store.files, run)) is not None:
+        run_settings.note(catalog, run, said)
+    return problems
 
 
 class Look(NamedTuple):
