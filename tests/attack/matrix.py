@@ -75,6 +75,15 @@ DELETE /v1/jobs/{job_id}                                         write seen
 GET    /v1/events                                                read  seen
 GET    /                                                         read  seen
 GET    /runs/{run}                                               read  path
+GET    /runs/{run}/about                                         read  path
+POST   /runs/{run}/about                                         write path form
+POST   /runs/{run}/life                                          write path form
+GET    /runs/{run}/delete                                        read  path
+POST   /runs/{run}/delete                                        admin path form
+POST   /runs/{run}/undelete                                      admin path form
+GET    /runs/{run}/purge                                         read  path
+POST   /runs/{run}/purge                                         admin path form
+GET    /trash                                                    read  seen
 GET    /runs/{run}/policy                                        read  path
 POST   /runs/{run}/policy/preview                                read  path form
 POST   /runs/{run}/policy                                        admin path form
@@ -133,8 +142,9 @@ class Route(NamedTuple):
     def target(self, run: str) -> str:
         """The path about this run."""
         removes = (self.method == "DELETE" and self.path.endswith("{step}")) or self.path.endswith("/remove")
+        deletes = (self.method, self.path) == ("DELETE", "/v1/runs/{run}")
         filled = self.path.format(
-            run=run,
+            run=f"{run}-gone" if deletes else run,
             step=GONE if removes else STEP,
             name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
             label="good",

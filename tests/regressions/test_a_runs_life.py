@@ -214,3 +214,37 @@ def test_an_archived_run_is_put_away_until_it_is_launched(daemon: RunningDaemon)
         assert life(daemon, "old") == "training"
     wait_until(lambda: life(daemon, "old") == "finished")
     assert about(daemon, "old").archived is None
+
+
+def test_a_deleted_run_comes_back_as_it_was(daemon: RunningDaemon) -> None:
+    """By the command line, with a living daemon: gone from every list and from `latest`, and restored from again."""
+    weights = {"w": torch.arange(8.0)}
+    with Checkpointer("gone", weights, at=daemon.socket) as checkpointer:
+        checkpointer.save(3).result(60)
+        refused = CliRunner().invoke(app, ["rm", "gone", "--yes", "--url", daemon.url])
+        assert refused.exit_code == 4 and "connected" in refused.output
+    holdfast("rm", "gone", "--dry-run", "--url", daemon.url)
+    declined = CliRunner().invoke(app, ["rm", "gone", "--url", daemon.url], input="n\n")
+    assert declined.exit_code == 1 and life(daemon, "gone") == "finished"
+    assert "deleted gone (1 checkpoint" in holdfast("rm", "gone", "--yes", "--url", daemon.url)
+    assert "gone" not in holdfast("ls", "--all", "--url", daemon.url)
+    assert "gone" not in holdfast("ls", "--root", str(daemon.root))
+    assert CliRunner().invoke(app, ["show", "gone", "--url", daemon.url]).exit_code == 3
+    assert "gone" in holdfast("trash", "--url", daemon.url)
+    with Checkpointer("gone", {"w": torch.zeros(8)}, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 0, "nothing in the trash is restored"
+    with Api(daemon.url) as api:
+        (entry,) = (one.entry for one in runs.trash(api).items if one.run == "gone")
+        assert api.run("gone").checkpoints == 0
+    holdfast("rm", "gone", "--yes", "--url", daemon.url)
+    assert "brought gone back" in holdfast("undelete", "gone", "--entry", entry, "--url", daemon.url)
+    wait_until(lambda: "verified" in holdfast("ls", "gone", "--url", daemon.url))
+    restored = {"w": torch.zeros(8)}
+    with Checkpointer("gone", restored, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() > 0
+    assert torch.equal(restored["w"], torch.arange(8.0))
+    with Api(daemon.url) as api:
+        assert runs.delete(api, "gone").checkpoints == 1
+        assert f"holdfast_trash_bytes {runs.trash(api).bytes}" in httpx.get(f"{daemon.url}/metrics").text
+    holdfast("trash", "--empty", "gone", "--yes", "--url", daemon.url)
+    assert "empty" in holdfast("trash", "--url", daemon.url)

@@ -12,6 +12,7 @@ from . import (
     health,
     importing,
     jobs,
+    life,
     nodes,
     overview,
     policy,
@@ -21,12 +22,15 @@ from . import (
     sign_in,
     tensors,
     tokens,
+    trash,
 )
 
 router = APIRouter(include_in_schema=False)
 for _page in (
     overview,
     run,
+    life,
+    trash,
     policy,
     compare,
     checkpoint,
