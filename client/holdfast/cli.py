@@ -79,6 +79,7 @@ class Commands(LazyGroup):
             "runs.care", "Acknowledge that a run has died: it raises no alert until it dies again.", "acknowledge"
         ),
         "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
+        "rename": _entry("runs.care", "Rename a run that nobody trains.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",

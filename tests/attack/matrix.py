@@ -20,6 +20,7 @@ GET    /v1/runs                                                  read  seen
 GET    /v1/runs/{run}                                            read  path
 DELETE /v1/runs/{run}                                            admin path
 POST   /v1/runs/{run}/undelete                                   admin path
+POST   /v1/runs/{run}/rename                                     admin path
 DELETE /v1/runs/{run}/trash                                      admin path
 GET    /v1/trash                                                 read  seen
 PATCH  /v1/runs/{run}                                            write path json
@@ -78,6 +79,8 @@ GET    /runs/{run}                                               read  path
 GET    /runs/{run}/about                                         read  path
 POST   /runs/{run}/about                                         write path form
 POST   /runs/{run}/life                                          write path form
+GET    /runs/{run}/rename                                        read  path
+POST   /runs/{run}/rename                                        admin path form
 GET    /runs/{run}/delete                                        read  path
 POST   /runs/{run}/delete                                        admin path form
 POST   /runs/{run}/undelete                                      admin path form

@@ -24,6 +24,7 @@ PAGES = {
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
     "/runs/tiny/about": ("Owner and notes", "No launch has said anything of itself"),
     "/runs/other/delete": ("Delete other?", "Type the run’s name to confirm"),
+    "/runs/other/rename": ("Rename other?", "Change the name in your trainer too"),
     "/runs/nobody/purge": ("The trash holds no run of this name",),
     "/trash": ("The trash is empty", "when the disk is full"),
     "/runs/tiny/policy": ("A checkpoint stays if", "no rule limits what is kept", "Preview"),

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from holdfast.rest.api import Api, Model
 from holdfast_formats.errors import StorageFailed
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange, Trash, TrashedRun
 
 
@@ -30,6 +31,11 @@ def delete(api: Api, run: str, marked: bool = False, dry_run: bool = False) -> T
 def undelete(api: Api, run: str, entry: str | None = None) -> TrashedRun:
     """Bring a run back as it was deleted last, or as this entry of the trash."""
     return _parsed(api.request("POST", f"{_run(run)}/undelete", params=_entry(entry)), TrashedRun)
+
+
+def rename(api: Api, run: str, to: str) -> bodies.Run:
+    """Give a run another name; returns it as it was."""
+    return _parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}), bodies.Run)
 
 
 def trash(api: Api) -> Trash:

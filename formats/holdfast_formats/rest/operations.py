@@ -24,6 +24,7 @@ EVENTS: dict[str, str] = {
     "run-swept": "a run without any save, whose ranks are long gone, was removed from the list",
     "run-changed": "owner, notes or archive of a run were changed, or its death was acknowledged",
     "run-deleted": "a run was moved to the trash, from which it can be brought back",
+    "run-renamed": "a run got another name; `detail` has the old one",
     "run-undeleted": "a run was brought back from the trash",
     "run-purged": "a run was removed from the trash for good; `detail` says why",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",

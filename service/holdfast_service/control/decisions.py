@@ -62,6 +62,7 @@ from holdfast_service.control.publishing import Publishing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_renaming import RunRenaming
 from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
@@ -104,6 +105,8 @@ class Decisions:
         self._admission.empty_trash = self.trash.make_room
         self.standing = Standing(self.store, catalog, self.book, self.findings)
         self.trash.forgotten = self.standing.forget
+        self.renaming = RunRenaming(tier, catalog, self.attempts, self.rotation, self.trash, self.events)
+        self.renaming.renamed, self.renaming.is_alone = self.standing.forget, cluster is None
         known = Known(self._health, self.findings, self.readers, self.standing.left)
         self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
         self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
@@ -175,11 +178,12 @@ class Decisions:
     def _returned(self) -> None:
         self._following.returned(self.claim)
         try:
+            self.renaming.recover()
             self.trash.recover()
         except CatalogUnavailable:
             raise
         except CheckpointError as error:  # the next start tries again
-            log.error("cannot finish what was begun with deleted runs: %s", error.detail)
+            log.error("cannot finish what was begun with deleted and renamed runs: %s", error.detail)
 
     def hello(  # noqa: PLR0913 - each is one thing that a rank says
         self,

@@ -38,6 +38,7 @@ SAID = {
     "acknowledged": "Acknowledged. The run raises no alert until it dies again.",
     "archived": "Archived. A new launch takes the run back.",
     "unarchived": "Taken back from the archive.",
+    "renamed": "The run was renamed. Change the name in your trainer too.",
     "deleted": "The run was deleted. It can be brought back from here.",
     "undeleted": "The run was brought back. It is read back now, and verified.",
     "purged": "Removed for good.",

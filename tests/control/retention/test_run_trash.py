@@ -21,10 +21,10 @@ from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.run_deletion import delete_run
 from holdfast_service.storage import PosixTier
+from tests.control.retention.conftest import STEPS
 from tests.daemon.saver_world import RUN, saver_world
 from tests.databases import sqlite_url
 
-STEPS = [1, 2]
 _CHANGES = ("put", "replace", "publish", "remove_file", "remove_tree", "sync_directory")
 
 
@@ -86,20 +86,6 @@ class Root(NamedTuple):
         return known is not None
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with a run of two checkpoints, whose ranks have gone."""
-    root = tmp_path_factory.mktemp("saved") / "root"
-    with saver_world(PosixTier(root)) as world:
-        (rank,) = world.launch(1)
-        for step in STEPS:
-            rank.save(step)
-            assert rank.wait(step).state == "committed"
-        world.checked()
-        rank.leave()
-    return root
-
-
 @contextmanager
 def opened(at: Path) -> Iterator[Root]:
     """A daemon's start on this root, and its end."""
@@ -114,12 +100,6 @@ def opened(at: Path) -> Iterator[Root]:
         tier.mortal(0)
         decisions.close()
         catalog.close()
-
-
-@pytest.fixture
-def at(saved: Path, tmp_path: Path) -> Path:
-    shutil.copytree(saved, tmp_path / "root", symlinks=True)
-    return tmp_path
 
 
 @pytest.fixture
@@ -206,7 +186,7 @@ def test_killed_at_every_step(at: Path, act: str) -> None:
     assert ended == {True, False}, "no step was one that decides"
 
 
-def test_what_holds_a_run_refuses_it_by_name(root: Root, tmp_path: Path) -> None:
+def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
     """Pins, links, readers, and files that are not ours; nothing is moved."""
     rotation = root.decisions.rotation
     rotation.mark(RUN, 2, lambda file: run_files.pinned(file, 2))
@@ -214,9 +194,9 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, tmp_path: Path) -> None
         root.trash.delete(RUN)
     assert root.trash.delete(RUN, marked=True, dry_run=True).checkpoints == 2
     rotation.unmark(RUN, lambda file: run_files.unpinned(file, 2))
-    links = tmp_path / "links"
+    links = at / "links"
     links.mkdir()
-    (links / "last").symlink_to(tmp_path / "root" / naming.checkpoint_path(RUN, 1))
+    (links / "last").symlink_to(at / "root" / naming.checkpoint_path(RUN, 1))
     root.decisions.watch_links(RUN, str(links))
     with pytest.raises(Pinned, match="last"):
         root.trash.delete(RUN, marked=True)
@@ -224,10 +204,10 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, tmp_path: Path) -> None
     with root.decisions.reading(RUN, 1), pytest.raises(InUse, match="being read: 1"):
         root.trash.delete(RUN)
     for foreign in (f"{RUN}/mine", f"{RUN}/{naming.CHECKPOINTS}/mine", f"{naming.checkpoint_path(RUN, 1)}/mine"):
-        (tmp_path / "root" / foreign).write_text("mine")
+        (at / "root" / foreign).write_text("mine")
         with pytest.raises(InUse, match=r"did not write.*mine"):
             root.trash.delete(RUN)
-        (tmp_path / "root" / foreign).unlink()
+        (at / "root" / foreign).unlink()
     assert root.stands() and root.listed() and root.trash.entries() == []
     with root.decisions.checking(RUN, 1):  # a check finds out by itself that what it reads is gone
         root.trash.delete(RUN)
@@ -274,9 +254,9 @@ def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.Monke
         rank.leave()
 
 
-def test_what_is_not_ours_in_the_trash_is_left_alone(root: Root, tmp_path: Path) -> None:
+def test_what_is_not_ours_in_the_trash_is_left_alone(root: Root, at: Path) -> None:
     """Neither listed, nor removed, nor brought back."""
-    there = tmp_path / "root" / naming.RUN_TRASH
+    there = at / "root" / naming.RUN_TRASH
     for name in ("mine", f"{RUN}@12", "other@5", f"{RUN}@x"):
         (there / name).mkdir(parents=True)
     (there / "other@5" / naming.DELETED_FILE).write_text("{")

@@ -247,3 +247,13 @@ def test_delete_bring_back_and_remove_for_good(service: Served, browser: httpx.C
     assert "This cannot be undone" in Page(browser.get("/runs/tiny/purge").text).text
     done = browser.post("/runs/tiny/purge", data={"confirm": "tiny"})
     assert "Removed for good" in Page(done.text).text and "The trash is empty" in Page(done.text).text
+
+
+def test_rename(browser: httpx.Client) -> None:
+    """Nothing happens before its name was typed, or to a name that is taken."""
+    assert browser.post("/runs/tiny/rename", data={"name": "better", "confirm": "other"}).status_code == 400
+    assert browser.post("/runs/tiny/rename", data={"name": "other", "confirm": "tiny"}).status_code == 409
+    done = browser.post("/runs/tiny/rename", data={"name": "better", "confirm": "tiny"})
+    assert done.url.path == "/runs/better" and "The run was renamed" in Page(done.text).text
+    assert browser.get("/runs/tiny").status_code == 404
+    assert browser.get("/v1/runs/better").json()["checkpoints"] == 3

@@ -1,4 +1,6 @@
-"""`holdfast note`, `acknowledge` and `archive`: who owns a run, that its death was seen, and that it is put away."""
+"""`holdfast note`, `acknowledge`, `archive` and `rename`: who owns a run, that its death was seen, that it is put away, and
+its name.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ Owner = Annotated[
     str | None, typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is whom its trainer names.')
 ]
 Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]
 Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
 
 
@@ -39,6 +42,16 @@ def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson =
 def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
     """Put a run away: it keeps its checkpoints, raises no alert and is listed by `holdfast ls --all` alone."""
     _change(run, RunChange(archived=not undo), url, as_json)
+
+
+def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
+    """Rename a run that nobody trains. Nothing is copied; the checkpoints get new manifests."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = runs.rename(api, run, name)
+    if as_json:
+        console.print_json({"renamed": found.model_dump(), "to": name})
+    else:
+        console.out().print(f"renamed {run} to {name}", markup=False)
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:

@@ -7,10 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import Trash, TrashedRun
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import ADMINS_RUN, READS
-from holdfast_service.api.services import Services, Wired
+from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.control.retention.run_trash import RunTrash
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
@@ -29,6 +30,23 @@ def delete_run(services: Wired, run: str, marked: Marked = False, dry_run: DryRu
     if services.delete_run is None:
         raise _without_daemon()
     return services.delete_run(run, marked=marked, dry_run=dry_run)
+
+
+@router.post("/runs/{run}/rename", dependencies=ADMINS_RUN, summary="Rename a run; returns it as it was")
+def rename_run(
+    services: Wired,
+    viewer: Viewer,
+    run: str,
+    to: Annotated[str, Query(max_length=128, description="the new name")],
+    dry_run: Annotated[bool, Query(description="change nothing; only say whether it would work")] = False,
+) -> bodies.Run:
+    """409 while the run is in use (see `DELETE`), or if there is a run of the new name. Its checkpoints get new manifests,
+    and the run of the old name goes to the trash.
+    """
+    viewer.require_run(to)
+    if services.rename_run is None:
+        raise _without_daemon()
+    return services.rename_run(run, to, dry_run=dry_run)
 
 
 @router.get("/trash", dependencies=READS, summary="Deleted runs that can be brought back, and the space that they take")

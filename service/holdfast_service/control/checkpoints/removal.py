@@ -11,7 +11,7 @@ from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Readable, Store, Tier
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # the run's own file last: it says that this is a run
-OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
+OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 
 def remove_checkpoint(store: Store, run: str, step: int) -> CheckpointError | None:

@@ -61,7 +61,10 @@ class RunAbouts:
                 f"{run} has not died: it is {life}",
                 hint="only a death can be acknowledged; `holdfast show` says what it does",
             )
-        wanted: dict[str, Any] = {name: said for name in ("owner", "notes") if (said := getattr(change, name)) is not None}
+        launches = launch_records.read(self._tier, run)
+        own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set
+        said = {name: getattr(change, name) for name in own if getattr(change, name) is not None}
+        wanted: dict[str, Any] = {name: "" if text == own[name] else text for name, text in said.items()}
         if change.acknowledged is not None:
             wanted["acknowledged"] = attempt if change.acknowledged else 0
         told = list(_told(change))

@@ -27,7 +27,7 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import PosixStore, Tier
 
 SHOWN_MAX = 5
-_OF_A_RUN = (AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
+OF_A_RUN = (AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
 def refuse(tier: Tier, catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:
@@ -63,7 +63,7 @@ def forget(catalog: Catalog, run: str) -> None:
     """
     with catalog.database.write() as session:
         row = lock_run(session, run)
-        for table in _OF_A_RUN:
+        for table in OF_A_RUN:
             session.execute(delete(table).where(table.run == run))
         session.execute(update(ReplicaRow).where(ReplicaRow.run == run).values(state="gone"))
         if session.scalar(select(ReplicaRow.step).where(ReplicaRow.run == run).limit(1)) is None:

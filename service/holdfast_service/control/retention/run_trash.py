@@ -18,6 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, NoSuchResource
 from holdfast_formats.moments import later, seconds_of, utc_now
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import Trash, TrashedRun
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
@@ -89,28 +90,23 @@ class RunTrash:
         known = self._catalog.run(run)
         with self._rotation.deciding(run):
             run_removal.refuse(self._tier, self._catalog, self._rotation, run, marked)
-            launches = self._attempts.known().get(run)
-            note = _Note(
-                run=run,
-                deleted=utc_now(),
-                checkpoints=known.checkpoints,
-                newest=known.newest,
-                bytes=known.bytes,
-                attempt=max(known.attempt, 0 if launches is None else launches.attempt),
-                launch=next(reversed(launches.launches), None) if launches is not None and launches.launches else None,
-            )
-            made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), note)
+            made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
             if dry_run:
                 return made
             if self._tier.list(run):
-                self._tier.replace(f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n")
-                self._rotation.still_deciding()
-                made = self._told(self._moved(run), note)  # it is deleted
+                made = self.put_away(run, known)  # it is deleted
             self._forget(run)
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
         self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
         return made
+
+    def put_away(self, run: str, known: bodies.Run) -> TrashedRun:
+        """The half of a deletion on the disk, while it is decided about the run; `known` says what is in it."""
+        note = self._noted(run, known)
+        self._tier.replace(f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n")
+        self._rotation.still_deciding()
+        return self._told(self._moved(run), note)
 
     def undelete(self, run: str, entry: str | None = None) -> TrashedRun:
         """Bring a run back, by default as it was deleted last; it is read back again before it counts as verified.
@@ -175,6 +171,18 @@ class RunTrash:
                     if not self._tier.list(note.run) and self._has_attempts_of(note):
                         self._forget(note.run)
                         log.info("%s was deleted: the catalog has forgotten it", note.run)
+
+    def _noted(self, run: str, known: bodies.Run) -> _Note:
+        launches = self._attempts.known().get(run)
+        return _Note(
+            run=run,
+            deleted=utc_now(),
+            checkpoints=known.checkpoints,
+            newest=known.newest,
+            bytes=known.bytes,
+            attempt=max(known.attempt, 0 if launches is None else launches.attempt),
+            launch=next(reversed(launches.launches), None) if launches is not None and launches.launches else None,
+        )
 
     def _has_attempts_of(self, note: _Note) -> bool:
         """Whether what is known of the run's attempts is that of the deleted one, and not of one that was begun since."""

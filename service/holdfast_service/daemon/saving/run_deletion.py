@@ -1,4 +1,4 @@
-"""Delete a whole run, while no rank of it is here and none can join."""
+"""Delete or rename a whole run, while no rank of it is here and none can join."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ class Deleting(Protocol[_Deleted]):
     def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> _Deleted: ...
 
 
+class Renaming(Protocol[_Deleted]):
+    """What control does of a renaming."""
+
+    def rename(self, run: str, name: str, dry_run: bool = False) -> _Deleted: ...
+
+
 def delete_run(
     trash: Deleting[_Deleted], saver: Saver, arena: Arena, run: str, *, marked: bool = False, dry_run: bool = False
 ) -> _Deleted:
@@ -35,6 +41,24 @@ def delete_run(
         if arena.has(run) or not saver.vacate(run):
             raise _in_use(run)
         return trash.delete(run, marked)
+
+
+def rename_run(
+    renaming: Renaming[_Deleted], saver: Saver, arena: Arena, run: str, name: str, *, dry_run: bool = False
+) -> _Deleted:
+    """Rename a run; raises as `delete_run` does, and what `renaming` raises. The in-memory checkpoint is dropped."""
+    first, second = sorted({run, name} if run != name else {run, ""})
+    with saver.entering(first), saver.entering(second):
+        for one in (run, name):
+            if one in saver.runs:
+                raise _in_use(one)
+        found = renaming.rename(run, name, dry_run=True)
+        if dry_run:
+            return found
+        saver.holds.end(run)
+        if arena.has(run) or not saver.vacate(run):
+            raise _in_use(run)
+        return renaming.rename(run, name)
 
 
 def _in_use(run: str) -> InUse:

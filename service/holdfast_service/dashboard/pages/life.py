@@ -13,7 +13,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange, TrashedRun
 from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
-from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.routing import Form, Posted, page_router
 
 router = page_router()
 _DONE = {
@@ -67,12 +67,31 @@ async def confirm_deletion(request: Request, api: Asked, run: str) -> Response:
 @router.post("/runs/{run}/delete")
 async def delete(api: Asked, run: str, form: Posted) -> Response:
     """Move it to the trash, if its name was typed once more."""
+    _confirmed(form, run)
+    await api.ask("DELETE", at(run), marked="true" if form.text("marked") else None)
+    return see("/trash", "deleted")
+
+
+@router.get("/runs/{run}/rename")
+async def ask_name(request: Request, api: Asked, run: str) -> Response:
+    """Ask for the new name, and for the old one once more."""
+    return page(request, "rename.html", run=await api.get(bodies.Run, at(run)))
+
+
+@router.post("/runs/{run}/rename")
+async def rename(api: Asked, run: str, form: Posted) -> Response:
+    """Rename it, if its name was typed once more."""
+    _confirmed(form, run)
+    name = form.text("name")
+    await api.ask("POST", at(run) + "/rename", to=name)
+    return see(to(name), "renamed")
+
+
+def _confirmed(form: Form, run: str) -> None:
     if form.text("confirm") != run:
         raise InvalidRequest(
             f"you typed {form.text('confirm')!r}, but the run is {run!r}", hint="go back and type the run's name"
         )
-    await api.ask("DELETE", at(run), marked="true" if form.text("marked") else None)
-    return see("/trash", "deleted")
 
 
 def _others(info: dict[str, Any]) -> dict[str, str]:
