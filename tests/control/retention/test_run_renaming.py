@@ -89,6 +89,25 @@ def test_killed_at_every_step(at: Path) -> None:
     assert names == {RUN, NEW}
 
 
+def test_what_changes_meanwhile_is_not_lost(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that comes while the files get their second names: nothing is renamed."""
+    renaming, rotation = root.decisions.renaming, root.decisions.rotation
+    build = renaming._build
+
+    def pinned(run: str, name: str, attempt: int) -> object:
+        built = build(run, name, attempt)
+        rotation.mark(RUN, 1, lambda file: run_files.pinned(file, 1))
+        return built
+
+    monkeypatch.setattr(renaming, "_build", pinned)
+    with pytest.raises(InUse, match="changed"):
+        renaming.rename(RUN, NEW)
+    assert root.stands() and not root.tier.list(NEW) and rotation.file(RUN).pins == (1,)
+    monkeypatch.undo()
+    renaming.rename(RUN, NEW)
+    assert root.stands(NEW) and rotation.file(NEW).pins == (1,)
+
+
 def test_what_was_trained_meanwhile_stays(at: Path) -> None:
     """A launch of the old name, between the kill and the start that would finish: both stay."""
     with opened(at) as root:

@@ -209,6 +209,7 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
             root.trash.delete(RUN)
         (at / "root" / foreign).unlink()
     assert root.stands() and root.listed() and root.trash.entries() == []
+    (at / "root" / RUN / ".run.json.new").write_text("{")  # a crash left it
     with root.decisions.checking(RUN, 1):  # a check finds out by itself that what it reads is gone
         root.trash.delete(RUN)
 

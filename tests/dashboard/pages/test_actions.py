@@ -221,6 +221,10 @@ def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     assert "raises no alert until it dies again" in page.text and "somebody has seen that" in page.text
     assert "acknowledge" not in [e.attributes.get("value") for e in page.all("input")]
     assert "c0ffee" in Page(browser.get("/runs/tiny/about").text).text
+    odd = {"git": "v1", "command": {"a": [1]}, "host": ["<b>"], "items": {"keys": None}, "config": {"lr": 1}}
+    decisions.launched("tiny", RunLaunch(attempt=2, at="then", world=1, info=odd))
+    shown = Page(browser.get("/runs/tiny/about").text)
+    assert "v1" in shown.text and "<b>" in shown.text and shown.faults() == []
 
 
 def test_owner_and_notes(browser: httpx.Client) -> None:

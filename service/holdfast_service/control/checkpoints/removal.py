@@ -11,6 +11,7 @@ from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Readable, Store, Tier
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # the run's own file last: it says that this is a run
+_OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
 OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 
@@ -41,6 +42,11 @@ def foreign_files(tier: Readable, made: Manifest) -> list[str]:
     """Names inside a checkpoint's directory that its manifest does not know: somebody else's, so it is not removed."""
     known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
     return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
+
+
+def is_half_written(name: str) -> bool:
+    """Whether a file of a run's directory is one that a crash has left where a file of ours was being replaced."""
+    return name.startswith(".") and name.endswith(".new") and any(name[1:].startswith(own) for own in _OWN_FILES)
 
 
 def is_bare(tier: Tier, run: str) -> bool:

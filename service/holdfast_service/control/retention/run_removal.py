@@ -30,7 +30,7 @@ SHOWN_MAX = 5
 OF_A_RUN = (AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
-def refuse(tier: Tier, catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:
+def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:
     """Raise `Pinned` or `InUse`, with what holds the run, unless it may be deleted. To be asked while deciding."""
     file = rotation.files.read(run)
     steps = {*file.pins, *(step for labelled in file.labels.values() for step in labelled)}
@@ -50,6 +50,10 @@ def refuse(tier: Tier, catalog: Catalog, rotation: Rotation, run: str, marked: b
         raise InUse(f"checkpoints of {run} are being read: {_some(read)}", hint="try again when the readers have finished")
     if going_on := list(_going_on(catalog, run)):
         raise InUse(f"{run} is in use: {', '.join(going_on)}", hint="try again when that has ended, or stop it")
+
+
+def refuse_foreign(tier: Tier, run: str) -> None:
+    """`InUse` for a run in which somebody else has put files. It reads every manifest: ask it before deciding, not while."""
     if foreign := _some(_foreign(tier, run)):
         raise InUse(
             f"{run} contains files that Holdfast did not write: {foreign}",
@@ -84,7 +88,9 @@ def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
 
 
 def _foreign(tier: Tier, run: str) -> list[str]:
-    found = [f"{run}/{name}" for name in tier.list(run) if name not in removal.OF_A_RUN]
+    found = [
+        f"{run}/{name}" for name in tier.list(run) if name not in removal.OF_A_RUN and not removal.is_half_written(name)
+    ]
     there = f"{run}/{naming.CHECKPOINTS}"
     found += [f"{there}/{name}" for name in tier.list(there) if naming.parse_step_directory(name) is None]
     for step in PosixStore(tier).steps(run):

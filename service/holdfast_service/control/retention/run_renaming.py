@@ -17,7 +17,7 @@ from sqlalchemy import delete, update
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
@@ -69,19 +69,29 @@ class RunRenaming:
                 "a run of a root that several daemons share cannot be renamed",
                 hint="stop all but one, or import its checkpoints under the other name",
             )
+        run_removal.refuse_foreign(self._tier, run)
+        built: object = None
+        if not dry_run:
+            with self._rotation.deciding(run):  # what refuses it refuses it before anything is made
+                self._refuse(run, name)
+            built = self._build(run, name, known.attempt)
         with self._rotation.deciding(run):
-            run_removal.refuse(self._tier, self._catalog, self._rotation, run, marked=True)
-            if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
-                raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
+            self._refuse(run, name)
             if dry_run:
                 return known
+            if built != self._contents(run):
+                raise InUse(f"{run} was changed while it was renamed", hint="try again")
             if self._tier.list(run):
-                self._build(run, name, known.attempt)
                 self._tier.publish(_staged(name), name)  # from here on there is the run of the new name, complete
             self._finish(run, name)
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
         return known
+
+    def _refuse(self, run: str, name: str) -> None:
+        run_removal.refuse(self._catalog, self._rotation, run, marked=True)
+        if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
+            raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
 
     def recover(self) -> None:
         """Remove what was not complete, and finish what was; called when the catalog is there."""
@@ -104,9 +114,14 @@ class RunRenaming:
         known = self._attempts.known().get(mark.old)
         return known is None or known.attempt == mark.attempt or (known.attempt < mark.attempt and not known.launches)
 
-    def _build(self, run: str, name: str, attempt: int) -> None:
-        """Everything of the run, where nobody looks."""
-        there = _staged(name)
+    def _contents(self, run: str) -> object:
+        """What changes where somebody changes the run: its checkpoints, and what people have set."""
+        files = [self._tier.stamp(f"{run}/{file}") for file in _MOVED]
+        return PosixStore(self._tier).stamps(run), files
+
+    def _build(self, run: str, name: str, attempt: int) -> object:
+        """Everything of the run, where nobody looks; returns what the run was then."""
+        there, built = _staged(name), self._contents(run)
         self._tier.remove_tree(there)
         store = PosixStore(self._tier)
         for step in store.steps(run):
@@ -120,6 +135,7 @@ class RunRenaming:
         if self._tier.list(f"{there}/{naming.CHECKPOINTS}"):
             self._tier.sync_directory(f"{there}/{naming.CHECKPOINTS}")
         self._tier.sync_directory(there)
+        return built
 
     def _checkpoint(self, run: str, name: str, step: int) -> None:
         source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"

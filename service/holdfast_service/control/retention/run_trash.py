@@ -88,8 +88,9 @@ class RunTrash:
         Raises `NoSuchRun`, `Pinned`, or `InUse` with what holds it.
         """
         known = self._catalog.run(run)
+        run_removal.refuse_foreign(self._tier, run)
         with self._rotation.deciding(run):
-            run_removal.refuse(self._tier, self._catalog, self._rotation, run, marked)
+            run_removal.refuse(self._catalog, self._rotation, run, marked)
             made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
             if dry_run:
                 return made

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.runs import RunAbout, RunChange, TrashedRun
+from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch, TrashedRun
 from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
 
 router = page_router()
+
+
+class LaunchLine(NamedTuple):
+    """What the page shows of a launch: its commit, and what it said beside what has a line of its own."""
+
+    launch: RunLaunch
+    commit: Any
+    git: str
+    facts: dict[str, str]
+    others: dict[str, str]
+
+
 _DONE = {
     "acknowledge": (RunChange(acknowledged=True), "acknowledged"),
     "archive": (RunChange(archived=True), "archived"),
@@ -29,8 +41,7 @@ _SHOWN = ("git", "command", "owner", "notes", *_LINES)
 async def show_about(request: Request, api: Asked, run: str) -> Response:
     """Owner, notes and launches, with a form for what people may set."""
     found = await api.get(RunAbout, at(run) + "/about")
-    others = [_others(launch.info) for launch in found.launches]
-    return page(request, "about.html", run=run, about=found, others=others, lines=_LINES)
+    return page(request, "about.html", run=run, about=found, launches=[_line(launch) for launch in found.launches])
 
 
 @router.post("/runs/{run}/about")
@@ -94,10 +105,25 @@ def _confirmed(form: Form, run: str) -> None:
         )
 
 
-def _others(info: dict[str, Any]) -> dict[str, str]:
-    """What a trainer has said beside what has a line of its own."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
-        for name, value in info.items()
-        if name not in _SHOWN
-    }
+def _line(launch: RunLaunch) -> LaunchLine:
+    """Trainers may have said anything under any name."""
+    info = launch.info
+    git, command = info.get("git"), info.get("command")
+    facts = {"Command": " ".join(map(str, command)) if isinstance(command, list) else command}
+    facts |= {name.capitalize(): info.get(name) for name in _LINES}
+    return LaunchLine(
+        launch,
+        git.get("commit") if isinstance(git, dict) else git,
+        _git_notes(git) if isinstance(git, dict) else "",
+        {name: str(value) for name, value in facts.items() if value},
+        {
+            name: value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
+            for name, value in info.items()
+            if name not in _SHOWN
+        },
+    )
+
+
+def _git_notes(git: dict[str, Any]) -> str:
+    dirty = "with changes that are not committed" if git.get("dirty") else ""
+    return ", ".join(str(said) for said in (git.get("branch"), dirty) if said)
