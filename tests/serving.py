@@ -56,7 +56,13 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
     runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))
     try:
         made = Services(tier, catalog, str(root), "9.9", node, decisions.rotation, decisions.events, root)
-        yield replace(made, runner=runner)
+        yield replace(
+            made,
+            runner=runner,
+            trash=decisions.trash,
+            delete_run=decisions.trash.delete,
+            rename_run=decisions.renaming.rename,
+        )
     finally:
         runner.close()
         scrub.close()

@@ -56,6 +56,8 @@ from holdfast_formats.staging.slot_table import digests_bytes
 
 from . import checkpointer_options as options
 from . import launch as launches
+from .link import run_info
+from .link.run_info import RunInfo
 from .tickets import SaveTicket, Tickets, settle
 
 if TYPE_CHECKING:
@@ -84,6 +86,10 @@ class Checkpointer:
     local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
     and which config.json hold. DTensors and Fragments go on saying themselves where they lie.
 
+    `info` is remembered with the run, for people: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …},
+    of at most 64 KiB. Git commit, command line (secrets are masked), user, host and versions are added; under the same name
+    what is given counts, and None leaves it out. Rank 0's is remembered.
+
     `model="from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master of
     their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to nearest
     even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits and raises
@@ -91,7 +97,7 @@ class Checkpointer:
     with a warning that says what to write.
     """
 
-    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, ten options, named
+    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eleven options, named
         self,
         run: str,
         state: Mapping[str, Any],
@@ -106,6 +112,7 @@ class Checkpointer:
         layout: LayoutSource | ParallelLayout | None = None,
         model: ModelSource | None = None,
         ema: Ema | None = None,
+        info: Mapping[str, Any] | None = None,
         **old: Unpack[options.OldOptions],
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
@@ -122,7 +129,8 @@ class Checkpointer:
         self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded)
         self._tickets, self._origin = Tickets(), TrainingOrigin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
-        self._session = Session(who, meant.place, self._tickets)
+        said = run_info.check(info)
+        self._session = Session(who, meant.place, self._tickets, RunInfo(said) if who.rank == 0 else None)
         self._links = CheckpointLinks(run, self._session)
         self._reservation = Reservation(self._session, slots)
         self._task: SaveTask | None = None

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     layout: LayoutSource | ParallelLayout | None
     model: ModelSource | None
     ema: Ema | None
+    info: Mapping[str, Any] | None
 
 
 class OldOptions(TypedDict, total=False):

@@ -69,9 +69,17 @@ class Commands(LazyGroup):
         "label": _entry("marks", "Label a checkpoint.", "label"),
         "rm": _entry(
             "marks",
-            "Remove a checkpoint.",
+            "Remove a checkpoint, or move a whole run to the trash.",
             "rm",
         ),
+        "undelete": _entry("runs.trash", "Bring a deleted run back from the trash.", "undelete"),
+        "trash": _entry("runs.trash", "List deleted runs that can be brought back, and the space that they take.", "trash"),
+        "note": _entry("runs.care", "Set owner and notes of a run, or show what is remembered of it.", "note"),
+        "acknowledge": _entry(
+            "runs.care", "Acknowledge that a run has died: it raises no alert until it dies again.", "acknowledge"
+        ),
+        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
+        "rename": _entry("runs.care", "Rename a run that nobody trains.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",

@@ -13,6 +13,7 @@ COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RUN_FILE = "run.json"
+LAUNCHES_FILE = "launches.json"  # what trainers said when they began
 CHECKPOINTS = "checkpoints"
 STAGING = "staging"
 TRASH = "trash"
@@ -22,10 +23,15 @@ DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be 
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
 CLAIMS = ".holdfast.claims"  # the attempts that the daemons of several nodes have given out
 ROOT_FILE = ".holdfast.root"  # the root's id
+RUN_TRASH = ".holdfast.trash"  # deleted runs, which can be brought back
+RENAMING = ".holdfast.renaming"  # runs under new names, until they are complete
+RENAMED_FILE = "renamed.json"  # in a run with a new name, until the old one is gone
+DELETED_FILE = "deleted.json"  # in a run that is there, or is about to be
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
 _PROGRESS = ".progress"
+_GONE = "~gone"
 _LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
 ROUND_ID_MAX = 10**18 - 1
@@ -197,6 +203,28 @@ def without_progress(name: str) -> str:
 def checkpoint_path(run: str, step: int) -> str:
     """The path of a committed checkpoint, relative to the root."""
     return f"{check_run(run)}/{CHECKPOINTS}/{step_directory(step)}"
+
+
+def trash_entry(run: str, deleted_ms: int) -> str:
+    """The name in `RUN_TRASH` of a run that was deleted then, in milliseconds since 1970."""
+    return f"{check_run(run)}@{deleted_ms}"
+
+
+def parse_trash_entry(name: str) -> tuple[str, int] | None:
+    """Which run this is, and when it was deleted; None for anything else."""
+    run, at, deleted = name.rpartition("@")
+    if not at or not is_run_name(run) or not re.fullmatch("[0-9]{1,15}", deleted):
+        return None
+    return run, int(deleted)
+
+
+def purged_entry(name: str) -> str:
+    """The name that an entry of `RUN_TRASH` has while it is removed for good: it cannot be brought back any more."""
+    return f"{name}{_GONE}"
+
+
+def is_purged_entry(name: str) -> bool:
+    return name.endswith(_GONE) and parse_trash_entry(name.removesuffix(_GONE)) is not None
 
 
 def export_staging(name: str) -> str:

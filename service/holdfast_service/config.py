@@ -23,13 +23,14 @@ from holdfast_formats.rest.operations import EVENTS
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
 LISTEN = "127.0.0.1:8420"
-NO_LISTENER = NO_SCRUB = "none"
+NO_LISTENER = NO_SCRUB = NO_END = "none"
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
 ON_COMMIT_TIMEOUT_S, ON_EVENT_TIMEOUT_S = 600.0, 60.0
+TRASH_DAYS = 7.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _PLAIN = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"})
 _DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
@@ -66,6 +67,7 @@ class Config(BaseModel):
     exchange: tuple[str, int] | None = None
     scrub_bytes_per_second: int = Field(default=SCRUB_BYTES_PER_SECOND, ge=0)
     scrub_every: float = Field(default=SCRUB_EVERY_S, gt=0)
+    trash_days: float | None = Field(default=TRASH_DAYS, ge=0, le=36_500)
     on_commit: str | None = None
     on_commit_timeout: float = Field(default=ON_COMMIT_TIMEOUT_S, gt=0)
     on_event: str | None = None
@@ -124,6 +126,11 @@ class Config(BaseModel):
         if unknown is not None:
             raise ValueError(f"{unknown!r} is no kind of event; docs/api.md lists them")
         return value
+
+    @field_validator("trash_days", mode="before")
+    @classmethod
+    def _parse_days(cls, value: object) -> object:
+        return None if value == NO_END else value
 
     @field_validator("on_commit", "on_event")
     @classmethod
@@ -317,6 +324,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
+    )
+    parser.add_argument(
+        "--trash-days", metavar="DAYS", help="keep deleted runs for so long, or for ever with 'none' (default: 7)"
     )
     _add_commands(parser)
     _add_telling(parser)

@@ -18,6 +18,13 @@ SCOPES = ("read", "write", "admin")
 _TABLE = """
 GET    /v1/runs                                                  read  seen
 GET    /v1/runs/{run}                                            read  path
+DELETE /v1/runs/{run}                                            admin path
+POST   /v1/runs/{run}/undelete                                   admin path
+POST   /v1/runs/{run}/rename                                     admin path
+DELETE /v1/runs/{run}/trash                                      admin path
+GET    /v1/trash                                                 read  seen
+PATCH  /v1/runs/{run}                                            write path json
+GET    /v1/runs/{run}/about                                      read  path
 GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/summaries                                             read  seen
@@ -73,6 +80,17 @@ DELETE /v1/jobs/{job_id}                                         write seen
 GET    /v1/events                                                read  seen
 GET    /                                                         read  seen
 GET    /runs/{run}                                               read  path
+GET    /runs/{run}/about                                         read  path
+POST   /runs/{run}/about                                         write path form
+POST   /runs/{run}/life                                          write path form
+GET    /runs/{run}/rename                                        read  path
+POST   /runs/{run}/rename                                        admin path form
+GET    /runs/{run}/delete                                        read  path
+POST   /runs/{run}/delete                                        admin path form
+POST   /runs/{run}/undelete                                      admin path form
+GET    /runs/{run}/purge                                         read  path
+POST   /runs/{run}/purge                                         admin path form
+GET    /trash                                                    read  seen
 GET    /runs/{run}/policy                                        read  path
 POST   /runs/{run}/policy/preview                                read  path form
 POST   /runs/{run}/policy                                        admin path form
@@ -134,8 +152,9 @@ class Route(NamedTuple):
     def target(self, run: str) -> str:
         """The path about this run."""
         removes = (self.method == "DELETE" and self.path.endswith("{step}")) or self.path.endswith("/remove")
+        deletes = (self.method, self.path) == ("DELETE", "/v1/runs/{run}")
         filled = self.path.format(
-            run=run,
+            run=f"{run}-gone" if deletes else run,
             step=GONE if removes else STEP,
             name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
             label="good",
@@ -171,6 +190,7 @@ def _json(value: Any) -> Callable[[str], bytes]:
 
 
 BODIES: dict[str, Callable[[str], bytes]] = {
+    "/v1/runs/{run}": _json({"notes": "as they are"}),
     "/v1/runs/{run}/policy": _json({"last": 3}),
     "/v1/ranks/{rank_id}": _json(hello),
     "/v1/ranks/{rank_id}/segment": _json({"slots": 1, "data_bytes": 64, "table_bytes": 64}),

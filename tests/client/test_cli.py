@@ -271,9 +271,15 @@ def test_rm(service: Served) -> None:
 
 
 def test_rm_wants_a_step_and_a_service(service: Served) -> None:
-    """What is removed is never guessed, and --json never asks."""
-    for arguments in (["rm", "tiny", "--yes"], ["rm", "tiny@latest", "--yes"], ["rm", "tiny@5", "--json"]):
+    """What is removed is never guessed, and --json never asks; a run without a step is the whole run, which comes back."""
+    for arguments in (["rm", "tiny@latest", "--yes"], ["rm", "tiny@5", "--json"], ["rm", "tiny", "--json"]):
         assert call(*arguments, "--url", service.url).exit_code == 2
+    assert call("rm", "tiny", "--force", "newest-verified", "--url", service.url).exit_code == 2
+    assert call("rm", "tiny", "--url", service.url, stdin="n\n").exit_code == 1
+    assert step_5(service.root).is_dir()
+    assert call_json("rm", "tiny", "--yes", "--url", service.url)["deleted"]["checkpoints"] == 2
+    assert not step_5(service.root).is_dir()
+    assert call("undelete", "tiny", "--url", service.url).exit_code == 0
     assert step_5(service.root).is_dir()
     assert call("rm", "tiny@5", "--yes", "--url", "http://127.0.0.1:9").exit_code == 6
 

@@ -34,6 +34,8 @@ Healthy = Annotated[
     bool, typer.Option("--healthy", help="Only checkpoints in which the service found no new NaN or infinities.")
 ]
 
+All = Annotated[bool, typer.Option("--all", help="List archived runs too.")]
+
 
 def ls(  # noqa: PLR0913 — one an option
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="List this run's checkpoints.")] = None,
@@ -43,6 +45,7 @@ def ls(  # noqa: PLR0913 — one an option
     root: Root = None,
     url: Url = None,
     healthy: Healthy = False,
+    everything: All = False,
     as_json: AsJson = False,
 ) -> None:
     """List runs, or the checkpoints of one run, newest first."""
@@ -52,13 +55,14 @@ def ls(  # noqa: PLR0913 — one an option
             raise InvalidRequest("--label, --state, --since and --healthy need a run", hint="pass the run's name")
         with closing(open_library(root, url)) as library:
             if run is None:
-                _list_runs(library, as_json)
+                _list_runs(library, everything, as_json)
             else:
                 _list_checkpoints(library, run, wanted, healthy, as_json)
 
 
-def _list_runs(library: Library, as_json: bool) -> None:
-    runs = library.runs()
+def _list_runs(library: Library, everything: bool, as_json: bool) -> None:
+    found = library.runs()
+    runs = [run for run in found if everything or run.life != "archived"]
     if as_json:
         console.print_json([run.model_dump() for run in runs])
         return
@@ -66,8 +70,11 @@ def _list_runs(library: Library, as_json: bool) -> None:
     table = console.table("RUN", *right, "STATE", right=right)
     for run in runs:
         newest = "-" if run.newest is None else str(run.newest)
-        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), run.state or "-")
+        life = run.life if isinstance(library, ServiceLibrary) else "-"
+        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life)
     console.out().print(table if runs else f"No runs in {library.label}.", markup=False)
+    if left := len(found) - len(runs):
+        _warn(f"{left} archived {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
 
 def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
+from holdfast.commands.runs.trash import remove_run
 from holdfast.config import default_url
 from holdfast.read.library import parse_target
 from holdfast.rest import retention
@@ -22,6 +23,10 @@ Label = Annotated[
 Remove = Annotated[bool, typer.Option("--remove", help="Remove the label.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; only check whether it could be removed.")]
+Target = Annotated[str, typer.Argument(metavar="RUN@STEP|RUN", help="The checkpoint, with its step number; or a whole run.")]
+AlsoPinned = Annotated[
+    bool, typer.Option("--pinned", help="Delete a run although some of its checkpoints are pinned or labelled.")
+]
 Forced = Annotated[
     str | None,
     typer.Option(
@@ -72,15 +77,22 @@ def _print(result: dict[str, object], told: str, as_json: bool) -> None:
         console.out().print(told, markup=False)
 
 
-def rm(
-    checkpoint: Checkpoint,
+def rm(  # noqa: PLR0913 - one an option
+    checkpoint: Target,
     yes: Yes = False,
     dry_run: DryRun = False,
     force: Forced = None,
+    pinned: AlsoPinned = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a checkpoint. This needs the service, because only it knows about readers, pins and labels."""
+    """Remove a checkpoint, or move a whole run to the trash. This needs the service: it knows readers, pins and labels."""
+    if "@" not in checkpoint:
+        if force is not None:
+            with console.reporting(as_json):
+                raise InvalidRequest("--force is for one checkpoint", hint="holdfast rm RUN@STEP, or `holdfast rm RUN`")
+        remove_run(checkpoint, url, marked=pinned, yes=yes, dry_run=dry_run, as_json=as_json)
+        return
     with console.reporting(as_json):
         run, step = named(checkpoint)
         which = _which(force)

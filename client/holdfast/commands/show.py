@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 from rich.text import Text
 
 from holdfast.read import ancestry
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.library import ServiceLibrary, open_library, open_source, parse_target
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import HttpSource
-from holdfast.rest import replicas
-from holdfast.terminal import console
+from holdfast.read.sources import HttpSource, Source
+from holdfast.rest import replicas, runs
+from holdfast.terminal import about, console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.thinning import USABLE_FOR
+from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import RunAbout
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show a checkpoint: origin, files and tensors."""
-    with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
-        reader = CheckpointReader.open(source, complete=False)
-        made, origin = reader.manifest, ancestry.origin_of(reader)
-        copies, known = [], None
-        if isinstance(source, HttpSource):
-            copies = replicas.of(source.api, source.run, source.step)
-            known = source.api.checkpoint(source.run, source.step)
-        descent = None if origin is None else ancestry.Descent(source, origin)
-        drawn = [] if descent is None else list(ancestry.lines(descent))
+    """Show a checkpoint: origin, files and tensors. RUN alone shows what is remembered of the run, and its newest one."""
+    with console.reporting(as_json):
+        target = parse_target(checkpoint)
+        told = None if "@" in checkpoint or target.directory is not None else _remembered(target.run, root, url)
+        if told is not None and not as_json:
+            console.out().print(*about.lines(told), sep="\n")
+        try:
+            with open_source(target, root, url) as source:
+                _show(source, told, as_json)
+        except NoSuchCheckpoint:
+            if told is None:
+                raise
+            if as_json:
+                console.print_json({"run": told.run, "about": told.model_dump()})
+
+
+def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
+    """What a service remembers of a run; None of a directory, and of a service that remembers nothing."""
+    with closing(open_library(root, url)) as library:
+        if not isinstance(library, ServiceLibrary):
+            return None
+        try:
+            return runs.about(library.api, run)
+        except NoSuchResource:  # an older service
+            return None
+
+
+def _show(source: Source, told: RunAbout | None, as_json: bool) -> None:
+    reader = CheckpointReader.open(source, complete=False)
+    made, origin = reader.manifest, ancestry.origin_of(reader)
+    copies, known = [], None
+    if isinstance(source, HttpSource):
+        copies = replicas.of(source.api, source.run, source.step)
+        known = source.api.checkpoint(source.run, source.step)
+    descent = None if origin is None else ancestry.Descent(source, origin)
+    drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        console.print_json({**_document(made, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin})
+        document = {**_document(made, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin}
+        console.print_json(document if told is None else {**document, "about": told.model_dump()})
         return
+    if told is not None:
+        console.out().print()
     out = console.out()
     out.print(Text(f"{made.run}@{made.step}", "bold"))
     mesh = " × ".join(f"{name} {size}" for name, size in made.mesh.items())

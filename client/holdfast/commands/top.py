@@ -94,7 +94,7 @@ def render(shown: list[RunSummary]) -> RenderableType:
 def _cells(summary: RunSummary) -> list[str]:
     lost = "-" if summary.goodput_lost is None else f"{summary.goodput_lost:.2%}"
     return [
-        summary.state or "-",
+        summary.life,
         "-" if summary.newest is None else str(summary.newest),
         human_seconds(summary.last_commit_age_s),
         human_seconds(summary.exposed_s),

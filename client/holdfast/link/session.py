@@ -13,6 +13,7 @@ from holdfast.config import take_over
 from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
 from holdfast.link.connect import connect
+from holdfast.link.run_info import RunInfo
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.peer_slots import PeerSlots, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
@@ -70,9 +71,9 @@ class Session:
     `notices` tell the user about the daemon and the staging memory.
     """
 
-    def __init__(self, who: Who, place: DaemonAddress, tickets: Tickets) -> None:
-        """Nothing is contacted yet."""
-        self._who, self._place, self._tickets = who, place, tickets
+    def __init__(self, who: Who, place: DaemonAddress, tickets: Tickets, info: RunInfo | None = None) -> None:
+        """Nothing is contacted yet. `info` is what this rank says of its launch."""
+        self._who, self._place, self._tickets, self._info = who, place, tickets, info
         self._id = uuid.uuid4().hex
         self._link: Transport | None = None
         self._welcome: wire.Welcome | None = None
@@ -111,6 +112,7 @@ class Session:
             process=launch.this_process(),
             session=self._id,
             take_over=take_over(),
+            info=None if self._info is None else self._info.told(),
             **self._who._asdict(),
         )
         return BackgroundRequests(link).request(hello, wire.Welcome)

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from holdfast_formats.lineage import Rewind
-from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.observed import Life, RunLife
 from holdfast_formats.staging import messages
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ class Run(BaseModel):
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
     state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
+    life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
+    life_since: str | None = Field(default=None, description="since when, if that is known")
+    owner: str | None = Field(default=None, description="who answers for the run")
 
 
 NodeState = Literal["live", "returned", "stopped", "lost"]

@@ -72,6 +72,9 @@ class Attention(BaseModel):
 
 # Of a run whose ranks connected to a service: some are connected; all have said goodbye; some are gone without that.
 Life = Literal["running", "ended", "lost"]
+# What a run is doing: its ranks save; nobody trains it, or its ranks are here and have long begun no save; they have closed
+# in order; they have disappeared, and nobody has dealt with it yet; a person has put it away.
+RunLife = Literal["training", "idle", "finished", "died", "archived"]
 
 
 class RunSummary(BaseModel):
@@ -81,6 +84,10 @@ class RunSummary(BaseModel):
     attempt: int
     state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
     state_since: str | None = Field(default=None, description="time at which it ended or was lost")
+    life: RunLife = Field(default="idle", description="what the run is doing")
+    life_since: str | None = Field(default=None, description="since when, if that is known")
+    verdict: str = Field(default="", description="the same in a sentence, with what to do")
+    owner: str | None = Field(default=None, description="who answers for the run")
     checkpoints: int
     bytes: int
     quota_bytes: int | None

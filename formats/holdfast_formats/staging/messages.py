@@ -16,6 +16,7 @@ from holdfast_formats.lineage import Existing, Intent
 Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dropped if storage is slower than the saves
 
 WORLD_MAX = 2**18  # ranks of a run: what is kept of each must not fill the daemon's memory
+INFO_BYTES_MAX = 65_536  # of JSON, of what a trainer says about its launch
 COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
@@ -33,6 +34,9 @@ class Introduction(BaseModel):
     process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
     session: str = Field(
         default="", max_length=64, description="ID of this checkpointer, the same on all its connections and rank IDs"
+    )
+    info: dict[str, Any] | None = Field(
+        default=None, description="what to remember of this launch: git commit, command, config, … (64 KiB of JSON; rank 0)"
     )
     take_over: bool = Field(
         default=False, description="start although another job of this run is active, and shut that job out"

@@ -14,6 +14,7 @@ from holdfast_formats.errors import Damaged, NoSuchResource
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import TrashedRun
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.refusals import Refusals
 from holdfast_service.control.access.owner import Owner
@@ -21,11 +22,13 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.fleet.watched import Watch
 from holdfast_service.storage import PosixStore, Store, Tier
@@ -60,6 +63,9 @@ class Services:
     suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
     runner: JobRunner | None = None
     lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
+    trash: RunTrash | None = None  # of a service with a daemon
+    delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join
+    rename_run: Callable[..., bodies.Run] | None = None
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     book: Book | None = None  # what the catalog is still to be told, of a service that saves
@@ -84,6 +90,10 @@ class Services:
     @cached_property
     def store(self) -> Store:
         return PosixStore(self.tier)
+
+    @cached_property
+    def abouts(self) -> RunAbouts:
+        return RunAbouts(self.tier, self.catalog, self.rotation.files, self.events)
 
     @cached_property
     def refusals(self) -> Refusals:

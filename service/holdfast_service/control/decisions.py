@@ -25,6 +25,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
+from holdfast_formats.rest.runs import RunLaunch
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
 from holdfast_formats.staging.joint import JointlyStaged
@@ -43,6 +44,7 @@ from holdfast_service.control.checkpoints import planner, roots, share_planner
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
 from holdfast_service.control.cluster.duties import THINNING
@@ -60,6 +62,8 @@ from holdfast_service.control.publishing import Publishing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_renaming import RunRenaming
+from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
 from holdfast_service.control.root_care import RootCare
@@ -90,13 +94,19 @@ class Decisions:
         self.statistics = StatisticsStore(catalog.database)
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
+        self.abouts = RunAbouts(tier, catalog, self._files, self.events)
         self.readers = Readers()
         self.rotation = Rotation(self.store, catalog, self._files, self.readers)
         self.rotation.events = self.events
         self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
+        self.trash = RunTrash(tier, self.store, catalog, self.attempts, self.rotation, self.events)
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
+        self._admission.empty_trash = self.trash.make_room
         self.standing = Standing(self.store, catalog, self.book, self.findings)
+        self.trash.forgotten = self.standing.forget
+        self.renaming = RunRenaming(tier, catalog, self.attempts, self.rotation, self.trash, self.events)
+        self.renaming.renamed, self.renaming.is_alone = self.standing.forget, cluster is None
         known = Known(self._health, self.findings, self.readers, self.standing.left)
         self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
         self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
@@ -167,6 +177,13 @@ class Decisions:
 
     def _returned(self) -> None:
         self._following.returned(self.claim)
+        try:
+            self.renaming.recover()
+            self.trash.recover()
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:  # the next start tries again
+            log.error("cannot finish what was begun with deleted and renamed runs: %s", error.detail)
 
     def hello(  # noqa: PLR0913 - each is one thing that a rank says
         self,
@@ -195,8 +212,15 @@ class Decisions:
             text = f"attempt {attempt} has started with {world} {'rank' if world == 1 else 'ranks'}"
             self._tell("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         self._wishes.take(run, keep_last, attempt, new)
+        if new:
+            self.book.tell(f"that {run} is trained again", lambda: self.abouts.resumed(run))
         self.standing.learn(run)
         return attempt
+
+    def launched(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
+        """Remember what the trainer of an attempt says of it; returns at once where the catalog is away."""
+        made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
+        self.book.tell(f"what attempt {attempt} of {run} says of itself", lambda: self.abouts.launched(run, made))
 
     def admit_run(self, run: str, tenant: str) -> None:
         """`LimitExceeded` for a new run of a caller who has too many runs without a save."""

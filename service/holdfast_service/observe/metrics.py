@@ -52,6 +52,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_run_bytes": Metric("gauge", "Bytes of the checkpoints of a run", ("run",)),
     "holdfast_run_quota_bytes": Metric("gauge", "Quota of a run in bytes, if it has one", ("run",)),
     "holdfast_checkpoints": Metric("gauge", "Checkpoints, by the worst known finding", ("state",)),
+    "holdfast_trash_bytes": Metric("gauge", "Bytes of deleted runs that can be brought back"),
     "holdfast_scrub_lag_seconds": Metric("gauge", "Age in seconds of the oldest verification"),
     "holdfast_replica_missing": Metric("gauge", "Committed checkpoints without a copy in a tier", ("tier",)),
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),

@@ -47,6 +47,7 @@ from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
@@ -179,7 +180,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(daemon.close)
     busy = [one.busy for one in (commands, on_event) if one is not None]
     daemon.at_work = lambda: any(one() for one in busy)
-    stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
+    decisions.trash.days, decisions.trash.restored = config.trash_days, scrub.check_soon
+    stack.callback(Sweeper(decisions.empty_runs, saver, arena, tidy=decisions.trash.expire).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
@@ -262,6 +264,9 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         suspect=saver.checks.suspect,
         runner=node.runner,
         lives=lambda: control.decisions.lives(saver.lives()),
+        trash=control.decisions.trash,
+        delete_run=partial(delete_run, control.decisions.trash, saver, node.arena),
+        rename_run=partial(rename_run, control.decisions.renaming, saver, node.arena),
         door=door,
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),

@@ -7,7 +7,9 @@ import pytest
 from sqlalchemy import update
 
 from holdfast_formats import naming
+from holdfast_formats.rest.runs import RunLaunch
 from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.insight.facts import Lived
 from tests.control.published import mark_verified
 from tests.dashboard.reading import Page
 from tests.serving import Served
@@ -195,3 +197,67 @@ def test_jobs_and_tokens_answer_as_the_api_does(browser: httpx.Client) -> None:
     assert (token.status_code == 200) == (browser.get("/v1/tokens").status_code == 200)
     assert Page(job.text).faults() == Page(token.text).faults() == []
     assert browser.post(f"{STEP}/jobs", data={"kind": "rebuild"}).status_code == 400
+
+
+def test_archive_and_take_back(browser: httpx.Client) -> None:
+    """By buttons of the run's page, which say what they did; what is no action is refused."""
+    page = Page(browser.post("/runs/tiny/life", data={"what": "archive"}).text)
+    assert browser.get("/v1/runs/tiny").json()["life"] == "archived"
+    assert "Archived. A new launch takes the run back." in page.text and "Take back" in page.text
+    page = Page(browser.post("/runs/tiny/life", data={"what": "unarchive"}).text)
+    assert browser.get("/v1/runs/tiny").json()["life"] == "idle" and "Archive" in page.text
+    assert browser.post("/runs/tiny/life", data={"what": "acknowledge"}).status_code == 400
+    assert browser.post("/runs/tiny/life", data={"what": "explode"}).status_code == 400
+
+
+def test_acknowledge(service: Served, browser: httpx.Client) -> None:
+    """A run that died has the button, and one that was dealt with has not."""
+    decisions = service.services.abouts
+    decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
+    lives = {"tiny": Lived("lost", "2026-01-02T00:00:00Z")}
+    service.app.state.summaries._lives = lambda: lives
+    assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
+    page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)
+    assert "raises no alert until it dies again" in page.text and "somebody has seen that" in page.text
+    assert "acknowledge" not in [e.attributes.get("value") for e in page.all("input")]
+    assert "c0ffee" in Page(browser.get("/runs/tiny/about").text).text
+    odd = {"git": "v1", "command": {"a": [1]}, "host": ["<b>"], "items": {"keys": None}, "config": {"lr": 1}}
+    decisions.launched("tiny", RunLaunch(attempt=2, at="then", world=1, info=odd))
+    shown = Page(browser.get("/runs/tiny/about").text)
+    assert "v1" in shown.text and "<b>" in shown.text and shown.faults() == []
+
+
+def test_owner_and_notes(browser: httpx.Client) -> None:
+    """As text and not as markup."""
+    page = Page(browser.post("/runs/tiny/about", data={"owner": "ana", "notes": "<b>bold</b>"}).text)
+    about = browser.get("/v1/runs/tiny/about").json()
+    assert (about["owner"], about["notes"]) == ("ana", "<b>bold</b>") and "<b>bold</b>" in page.text
+    assert "Owner ana" in Page(browser.get("/runs/tiny").text).text
+
+
+def test_delete_bring_back_and_remove_for_good(service: Served, browser: httpx.Client) -> None:
+    """Nothing goes before the run's name was typed; what keeps it is said, and the pinned ones want a second yes."""
+    assert browser.post("/runs/tiny/delete", data={"confirm": "other"}).status_code == 400
+    browser.post(f"{STEP}/pin")
+    assert "marked" in [e.attributes.get("name") for e in Page(browser.get("/runs/tiny/delete").text).all("input")]
+    assert browser.post("/runs/tiny/delete", data={"confirm": "tiny"}).status_code == 409
+    done = browser.post("/runs/tiny/delete", data={"confirm": "tiny", "marked": "yes"})
+    assert done.url.path == "/trash" and "It can be brought back" in Page(done.text).text
+    assert browser.get("/runs/tiny").status_code == 404 and not (service.root / "tiny").exists()
+    back = browser.post("/runs/tiny/undelete", data={"entry": field(Page(done.text), "entry")})
+    assert back.url.path == "/runs/tiny" and verdict(browser, 5)["pinned"]
+    browser.post("/runs/tiny/delete", data={"confirm": "tiny", "marked": "yes"})
+    assert browser.post("/runs/tiny/purge", data={"confirm": "x"}).status_code == 400
+    assert "This cannot be undone" in Page(browser.get("/runs/tiny/purge").text).text
+    done = browser.post("/runs/tiny/purge", data={"confirm": "tiny"})
+    assert "Removed for good" in Page(done.text).text and "The trash is empty" in Page(done.text).text
+
+
+def test_rename(browser: httpx.Client) -> None:
+    """Nothing happens before its name was typed, or to a name that is taken."""
+    assert browser.post("/runs/tiny/rename", data={"name": "better", "confirm": "other"}).status_code == 400
+    assert browser.post("/runs/tiny/rename", data={"name": "other", "confirm": "tiny"}).status_code == 409
+    done = browser.post("/runs/tiny/rename", data={"name": "better", "confirm": "tiny"})
+    assert done.url.path == "/runs/better" and "The run was renamed" in Page(done.text).text
+    assert browser.get("/runs/tiny").status_code == 404
+    assert browser.get("/v1/runs/better").json()["checkpoints"] == 3

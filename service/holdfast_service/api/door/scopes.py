@@ -38,7 +38,8 @@ def needed(method: str, path: str) -> Scope:
         return "admin"
     if method in SAFE or path == LINKS or not path.startswith(API):
         return "read"
-    return "write" if _WRITES.fullmatch(path) else "admin"
+    changes_run = method == "PATCH" and _RUN.fullmatch(path)
+    return "write" if changes_run or _WRITES.fullmatch(path) else "admin"
 
 
 def _is_admins(path: str) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
 from holdfast_service.api.content import open_checkpoints, selectors
 from holdfast_service.api.content.marks import Marks
-from holdfast_service.api.door.needs import READS, READS_RUN
+from holdfast_service.api.door.needs import READS, READS_RUN, WRITES_RUN_JSON
+from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Wired
 from holdfast_service.control.catalog.listing import Within
-from holdfast_service.control.insight.facts import UNKNOWN, Lived
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 Prefix = Annotated[str, Query(max_length=128, description="only runs whose names start with this")]
@@ -25,18 +25,43 @@ State = Annotated[
 
 
 @router.get("/runs", dependencies=READS, summary="Runs, sorted by name")
-def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> bodies.Page[bodies.Run]:
-    page, lives = services.catalog.runs(cursor, limit, prefix), services.lives()
-    return page.model_copy(update={"items": [_alive(run, lives) for run in page.items]})
+def list_runs(
+    request: Request, services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = ""
+) -> bodies.Page[bodies.Run]:
+    page = services.catalog.runs(cursor, limit, prefix)
+    return page.model_copy(update={"items": summaries.of_app(request).states(page.items)})
 
 
 @router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
-def get_run(services: Wired, run: str) -> bodies.Run:
-    return _alive(services.catalog.run(run), services.lives())
+def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
+    return _one(request, services, run)
 
 
-def _alive(run: bodies.Run, lives: Mapping[str, Lived]) -> bodies.Run:
-    return run.model_copy(update={"state": lives.get(run.name, UNKNOWN).life})
+@router.get(
+    "/runs/{run}/about",
+    dependencies=READS_RUN,
+    summary="What is remembered of a run: owner, notes, and of each launch git commit, command and config",
+)
+def get_about(request: Request, services: Wired, run: str) -> RunAbout:
+    found = _one(request, services, run)
+    return services.abouts.of(run, found.life, found.life_since)
+
+
+@router.patch(
+    "/runs/{run}",
+    dependencies=WRITES_RUN_JSON,
+    summary="Set owner and notes, archive a run or take it back, acknowledge its death",
+)
+def patch_run(request: Request, services: Wired, run: str, change: RunChange) -> RunAbout:
+    """409 for a run whose ranks are connected and that is to be archived."""
+    found = _one(request, services, run)
+    services.abouts.change(run, change, found.life, trains=found.state == "running")
+    found = _one(request, services, run)
+    return services.abouts.of(run, found.life, found.life_since)
+
+
+def _one(request: Request, services: Wired, run: str) -> bodies.Run:
+    return summaries.of_app(request).states([services.catalog.run(run)])[0]
 
 
 @router.get("/runs/{run}/checkpoints", dependencies=READS_RUN, summary="A run's committed checkpoints, newest step first")

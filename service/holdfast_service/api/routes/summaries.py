@@ -21,14 +21,14 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
     dependencies=READS,
     summary="Summaries of all runs, sorted by name or by need for attention",
 )
-def list_summaries(
+def listof_app(
     request: Request,
     prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
     sort: Annotated[Order, Query(description="sort by name, or by need for attention (up to a minute old)")] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[RunSummary]:
-    return _summaries(request).page(cursor, limit, prefix, sort)
+    return of_app(request).page(cursor, limit, prefix, sort)
 
 
 @router.get(
@@ -37,7 +37,7 @@ def list_summaries(
     summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
 def get_summary(request: Request, run: str) -> RunSummary:
-    return _summaries(request).one(run)
+    return of_app(request).one(run)
 
 
 def of(services: Services) -> Summaries:
@@ -45,7 +45,8 @@ def of(services: Services) -> Summaries:
     return Summaries(services.tier, services.catalog, services.lives)
 
 
-def _summaries(request: Request) -> Summaries:
+def of_app(request: Request) -> Summaries:
+    """The summaries of the application that answers."""
     found = request.app.state.summaries
     assert isinstance(found, Summaries)
     return found

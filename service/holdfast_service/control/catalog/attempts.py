@@ -283,6 +283,13 @@ class Attempts:
             if run in self.known():
                 self._store({}, without=run)
 
+    def rename(self, run: str, name: str) -> None:
+        """What is known of a run is known under another name from now on, durably; nothing where nothing is."""
+        with self._writing:
+            known = self.known().get(run)
+            if known is not None:
+                self._store({name: known.merged(self._of(name))}, without=run)
+
     def _of(self, run: str) -> RunAttempts:
         with self._lock:
             return self._runs.get(run, RunAttempts())

@@ -10,7 +10,9 @@ from holdfast_formats.errors import CheckpointError, CorruptManifest
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Readable, Store, Tier
 
-_OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
+_FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # the run's own file last: it says that this is a run
+_OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
+OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 
 def remove_checkpoint(store: Store, run: str, step: int) -> CheckpointError | None:
@@ -42,17 +44,22 @@ def foreign_files(tier: Readable, made: Manifest) -> list[str]:
     return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
 
 
+def is_half_written(name: str) -> bool:
+    """Whether a file of a run's directory is one that a crash has left where a file of ours was being replaced."""
+    return name.startswith(".") and name.endswith(".new") and any(name[1:].startswith(own) for own in _OWN_FILES)
+
+
 def is_bare(tier: Tier, run: str) -> bool:
     """Whether a run's directory, if there is one, holds nothing but a plain run file in which nobody has set anything."""
     names = set(tier.list(naming.check_run(run)))
-    rooms = [f"{run}/{name}" for name in names - {naming.RUN_FILE}]
-    if not names <= _OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
+    rooms = [f"{run}/{name}" for name in names - {*_FILES}]
+    if not names <= OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
         return False  # what is no directory has no stamp
     try:
         file = read_run_file(tier, run)
     except CorruptManifest:
         return False
-    return file.policy is None and not file.pins and not file.labels
+    return not any((file.policy, file.pins, file.labels, file.owner, file.notes, file.archived))
 
 
 def remove_bare_run(tier: Tier, run: str) -> bool:
@@ -63,10 +70,11 @@ def remove_bare_run(tier: Tier, run: str) -> bool:
     if not is_bare(tier, run):
         return False
     names = tier.list(run)
-    if not all(tier.remove_empty(f"{run}/{name}") for name in names if name != naming.RUN_FILE):
+    if not all(tier.remove_empty(f"{run}/{name}") for name in names if name not in _FILES):
         return False
-    if naming.RUN_FILE in names:
-        tier.remove_file(f"{run}/{naming.RUN_FILE}")
+    for name in _FILES:
+        if name in names:
+            tier.remove_file(f"{run}/{name}")
     return tier.remove_empty(run)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.orm import Session
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
@@ -107,6 +108,7 @@ class ReplicaBook:
             log.info("%s@%s was already gone from replica %s", run, step, name)
         with self._database.write() as session:
             session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
+            _forget_deleted(session, run)
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""
@@ -215,6 +217,16 @@ def removed(database: Database, run: str, step: int) -> None:
     """A checkpoint was removed: so are its copies, as soon as their tiers can be reached."""
     with database.write() as session:
         session.execute(update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).values(state="gone"))
+
+
+def _forget_deleted(session: Session, run: str) -> None:
+    """Of a deleted run nothing is left in the catalog with its last copy (`retention/run_removal.py`)."""
+    row = session.get(RunRow, run, with_for_update=True)
+    if row is None or row.attempt:
+        return
+    left = (select(table.run).where(table.run == run) for table in (ReplicaRow, CheckpointRow))
+    if all(session.scalar(rows.limit(1)) is None for rows in left):
+        session.delete(row)
 
 
 def _holds(tier: Tier, path: str, data: bytes) -> bool:

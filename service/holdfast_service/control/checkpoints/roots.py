@@ -12,9 +12,12 @@ from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.rest import bodies
+from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
-from holdfast_service.control.checkpoints.run_files import read_run_file
+from holdfast_service.control.catalog.run_settings import RunSettings
+from holdfast_service.control.checkpoints import launch_records
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.storage import Readable, Store, vouched
 
 
@@ -110,11 +113,25 @@ def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: 
     known, found = catalog.known_runs(), runs(store.files)
     for run in found:
         problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
+    settings = run_settings.known(catalog)
+    for run in found:
+        if (said := settings_of(store.files, run)) is not None and said != settings.get(run, RunSettings()):
+            run_settings.note(catalog, run, said)
     for run in known.keys() - set(found):
         if listed := catalog.stamps(run):
             gone = absences.gone(run, listed)
             catalog.relist(run, gone={step: listed[step] for step in gone}, found=[], stamps={})
     return problems
+
+
+def settings_of(tier: Readable, run: str, file: RunFile | None = None) -> RunSettings | None:
+    """What the run's files, or this run file, say of it as a whole; None where its file cannot be read."""
+    try:
+        file = file or read_run_file(tier, run)
+    except CheckpointError:
+        return None
+    owner = file.owner or launch_records.owner_of(launch_records.read(tier, run))
+    return RunSettings(owner, file.archived or None, file.acknowledged or None)
 
 
 def stamp(store: Store, run: str, step: int) -> str | None:
@@ -144,6 +161,14 @@ def _reconcile_run(
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
     return problems + _relist(store, catalog, run, absences, thorough)
+
+
+def list_run(store: Store, catalog: Catalog, run: str) -> list[Unreadable]:
+    """As `reconcile`, for one run that is there."""
+    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), Absences(), thorough=False)
+    if (said := settings_of(store.files, run)) is not None:
+        run_settings.note(catalog, run, said)
+    return problems
 
 
 class Look(NamedTuple):

@@ -1,4 +1,6 @@
-"""run.json, the only mutable file of a run: its retention policy, pins and labels. docs/format.md § 9 states it."""
+"""run.json, what people have set of a run: its retention policy, pins, labels, owner and notes, and whether it is archived.
+docs/format.md § 9 states it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
+from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX
 from holdfast_service.storage import Readable, Tier, vouched
 
 RUN_FILE_BYTES_MAX = 2**20
@@ -44,6 +47,10 @@ class RunFile(BaseModel):
     labels: dict[str, tuple[Step, ...]] = {}
     policy: RetentionPolicy | None = None
     link_directories: tuple[LinkDirectory, ...] = ()
+    owner: Annotated[str, Field(max_length=OWNER_LENGTH_MAX)] = ""
+    notes: Annotated[str, Field(max_length=NOTES_LENGTH_MAX)] = ""
+    archived: Annotated[str, Field(max_length=40)] = ""  # when
+    acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen
 
     @property
     def in_force(self) -> RetentionPolicy:
@@ -83,7 +90,8 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
     # Versions before these members read the file of who has none.
-    unused: dict[str, bool | set[str]] = {} if file.link_directories else {"link_directories": True}
+    later = ("link_directories", "owner", "notes", "archived", "acknowledged")
+    unused: dict[str, bool | set[str]] = {name: True for name in later if not getattr(file, name)}
     if file.policy is not None and file.policy.keep_full is None:
         unused["policy"] = {"keep_full"}
     encoded = file.model_dump_json(indent=1, exclude=unused).encode() + b"\n"

@@ -79,7 +79,8 @@ class OwnerRow(CatalogTable):
 
 class RunRow(CatalogTable):
     """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are
-    what is known of its ranks.
+    what is known of its ranks. From `owner` on stands what its files say: `archived` is when it was put away, `acknowledged`
+    the attempt whose death somebody has seen.
     """
 
     __tablename__ = "runs"
@@ -89,6 +90,9 @@ class RunRow(CatalogTable):
     keep_last: Mapped[int | None]
     life: Mapped[str | None] = mapped_column(String(16))
     since: Mapped[str | None] = mapped_column(_TIME)
+    owner: Mapped[str | None] = mapped_column(FreeText)
+    archived: Mapped[str | None] = mapped_column(_TIME)
+    acknowledged: Mapped[int | None]
 
 
 class AttemptRow(CatalogTable):

@@ -16,6 +16,7 @@ OFF_BY = 3.0  # saving so many times more or less often than recommended is wort
 SAVES_LEFT_FEW = 3
 REPLICA_BEHIND = 3  # checkpoints
 CLOCK_S = 60.0
+_OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
 
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
@@ -24,6 +25,8 @@ def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attenti
     found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
+    if summary.life == "archived":  # put away: what was committed is still watched, and nothing else
+        found = [item for item in found if item.code in _OF_WHAT_IS_STORED]
     return sorted(found, key=lambda item: item.level != "error")
 
 
@@ -34,14 +37,14 @@ def weight(summary: RunSummary) -> tuple[int, int]:
 
 
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
-    if facts.life == "lost":
+    if summary.life == "died":
         since = "" if facts.since is None else f" since {facts.since}"
         goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
         yield Attention(
             level="error",
             code="run-lost",
             text=f"ranks disappeared{since} without closing their Checkpointer",
-            hint=f"see the trainer's log, then start it again: {goes_on}",
+            hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
             step=summary.newest,
         )
 

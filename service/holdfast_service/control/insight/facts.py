@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from holdfast_formats.rest.observed import Life
+from holdfast_service.control.catalog.run_settings import RunSettings
 
 NOTHING: Mapping[str, float] = {}
 
@@ -72,3 +73,4 @@ class Facts(NamedTuple):
     makes_room: bool = False  # its policy lets old checkpoints go
     life: Life | None = None  # of its ranks, None where nothing is known of them
     since: str | None = None  # when it ended or was lost
+    settings: RunSettings = RunSettings()

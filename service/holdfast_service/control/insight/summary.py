@@ -9,7 +9,7 @@ from statistics import median
 
 from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest.observed import RunSummary
-from holdfast_service.control.insight import intervals
+from holdfast_service.control.insight import intervals, run_lives
 from holdfast_service.control.insight.attention import attention, failing
 from holdfast_service.control.insight.facts import Facts, Save
 
@@ -34,6 +34,7 @@ def summarise(facts: Facts) -> RunSummary:
         attempt=facts.attempt,
         state=facts.life,
         state_since=facts.since,
+        owner=facts.settings.owner,
         checkpoints=held.checkpoints,
         bytes=held.bytes,
         quota_bytes=facts.quota_bytes,
@@ -59,6 +60,8 @@ def summarise(facts: Facts) -> RunSummary:
         recommended_interval_s=intervals.recommended(cost, failures, quantile(durable, 0.95)),
         failures_mean_s=failures,
     )
+    summary.life, summary.life_since = run_lives.state_of(facts, interval_s)
+    summary.verdict = run_lives.verdict(facts, summary)
     summary.attention = attention(facts, summary, training(facts))
     return summary
 

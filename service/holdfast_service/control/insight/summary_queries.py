@@ -17,15 +17,18 @@ from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
+from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
+from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, ReplicaRow, RoundRow, RunRow
 from holdfast_service.control.database.visible import visible
+from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.attention import weight
 from holdfast_service.control.insight.cached_value import Remembered
 from holdfast_service.control.insight.facts import NOTHING, UNKNOWN, CheckpointFacts, Facts, Lived, ReplicaCounts, Save
-from holdfast_service.control.insight.summary import SAVES, summarise
+from holdfast_service.control.insight.summary import SAVES, interval, summarise
 from holdfast_service.storage import Tier
 
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
@@ -123,17 +126,18 @@ class Summaries:
         if not runs:
             return []
         with self._catalog.database.read() as session:
-            rows = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs)))
-            attempts = {run: attempt for run, attempt in rows}
+            columns = (RunRow.name, RunRow.attempt, RunRow.owner, RunRow.archived, RunRow.acknowledged)
+            rows = session.execute(select(*columns).where(RunRow.name.in_(runs)))
+            rows_by_run = {run: (attempt, RunSettings(own, put, seen)) for run, attempt, own, put, seen in rows}
             held, saves = _held(session, runs), _saves(session, runs)
             declared, copies = _declared(session, runs), _copies(session, runs)
         free, lives, now = self._tier.free_bytes(), self._lives(), self._clock()
-        known = [run for run in runs if run in attempts]
+        known = [run for run in runs if run in rows_by_run]
         policies = self._of_files(known)
         return [
             Facts(
                 run=run,
-                attempt=attempts[run],
+                attempt=rows_by_run[run][0],
                 now=now,
                 held=held.get(run, CheckpointFacts()),
                 saves=tuple(saves.get(run, ())),
@@ -144,9 +148,25 @@ class Summaries:
                 makes_room=policies[run].makes_room,
                 life=lives.get(run, UNKNOWN).life,
                 since=lives.get(run, UNKNOWN).since,
+                settings=rows_by_run[run][1],
             )
             for run in known
         ]
+
+    def states(self, runs: Sequence[bodies.Run]) -> list[bodies.Run]:
+        """The same runs, with what they are doing and who answers for them; saves are looked at only of those that train."""
+        lives, settings = self._lives(), run_settings.known(self._catalog, [run.name for run in runs])
+        training = [run.name for run in runs if lives.get(run.name, UNKNOWN).life == "running"]
+        facts = {found.run: found for found in self.facts(training)}
+        told: list[bodies.Run] = []
+        for run in runs:
+            lived, said = lives.get(run.name, UNKNOWN), settings.get(run.name, RunSettings())
+            found = facts.get(run.name)
+            found = found or Facts(run.name, run.attempt, self._clock(), life=lived.life, since=lived.since, settings=said)
+            life, since = run_lives.state_of(found, interval(found.saves)[0])
+            more = {"state": lived.life, "life": life, "life_since": since, "owner": said.owner}
+            told.append(run.model_copy(update=more))
+        return told
 
     def _of_files(self, runs: Sequence[str]) -> Mapping[str, _Policy]:
         """What the runs' files say. Reading a file costs more than all else of a run, so few are read anew at a time."""

@@ -48,6 +48,13 @@ class Standing:
         with self._lock:
             self._runs.get(run, {}).pop(step, None)
 
+    def forget(self, run: str) -> None:
+        """The run is another one from now on, or none."""
+        with self._lock:
+            self._runs.pop(run, None)
+            self._begun.pop(run, None)
+            self._anew = {launch for launch in self._anew if launch[0] != run}
+
     def begins(self, run: str, launch: Key) -> None:
         """A launch restores: launches before it may have replaced checkpoints by way of other nodes."""
         with self._lock:

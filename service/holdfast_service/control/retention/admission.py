@@ -66,16 +66,21 @@ class Admission:
     ) -> None:
         self._tier, self._catalog, self._clock = tier, catalog, clock
         self._files, self._rotation, self._ask = files, rotation, ask
+        self.empty_trash: Callable[[int, str], object] = lambda free_bytes, whom: None  # until so many are free
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
         be made.
 
-        Checkpoints are removed in this order: first those that no rule of any run keeps; then, oldest first and no more than
+        Where the disk is full, deleted runs leave the trash first. Then checkpoints are removed in this order: first those
+        that no rule of any run keeps; then, oldest first and no more than
         needed, those that this run's policy removes once this save is verified, if they are superseded by a verified
         checkpoint already (I10).
         """
         shortage = self._shortage(plan)
+        if isinstance(shortage, NoSpace):  # what was deleted goes before anything that somebody keeps
+            self.empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
+            shortage = self._shortage(plan)
         if shortage is None:
             return
         self._apply_policies(plan.run)

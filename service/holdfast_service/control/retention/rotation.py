@@ -54,7 +54,7 @@ class Rotation:
         self, store: Store, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._catalog, self._clock = store, catalog, clock
-        self._files, self.readers = files, readers
+        self.files, self.readers = files, readers
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
         # It yields what raises once that lock is lost.
@@ -145,7 +145,7 @@ class Rotation:
         When this returns, no removal is going on that looked before: what stands now under a link stays. Raises what
         `links.watch` raises.
         """
-        links.watch(self._files, run, directory)
+        links.watch(self.files, run, directory)
         with self.deciding(run, without=True):
             pass
 
@@ -189,12 +189,12 @@ class Rotation:
     def file(self, run: str) -> RunFile:
         """The present contents of the run's file. Raises `NoSuchRun`."""
         self._catalog.run(run)
-        return self._files.read(run)
+        return self.files.read(run)
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
         """Set the policy of a run that has a checkpoint or an attempt, and apply it soon; `PreconditionFailed`."""
         self._catalog.run(run)
-        file = self._files.set_policy(run, policy, tag)
+        file = self.files.set_policy(run, policy, tag)
         self._catalog.set_keep_last(run, policy.last)
         self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))
         self.due(run)
@@ -215,8 +215,8 @@ class Rotation:
 
     def _change_marks(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
         """Change the marks; no event is sent if nothing changes."""
-        before = self._files.read(run)
-        after = self._files.change(run, act)
+        before = self.files.read(run)
+        after = self.files.change(run, act)
         for step, text, mark in run_files.differences(before, after):
             self._tell("mark-changed", text, run, step, mark=mark)
 
@@ -295,7 +295,7 @@ class Rotation:
         if fresh:
             raise InUse(f"{run}@{step} is being replaced", hint="try again in a moment")
         self._refuse_pinned(run, step)
-        if held := links.standing(self._files.read(run), run).holds(step):
+        if held := links.standing(self.files.read(run), run).holds(step):
             raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")
         if left_s := self.readers.held(run).get(step):
             raise InUse(
@@ -304,7 +304,7 @@ class Rotation:
         self.refuse_foreign(run, step)
 
     def _refuse_pinned(self, run: str, step: int) -> None:
-        file = self._files.read(run)
+        file = self.files.read(run)
         if step in file.pins:
             raise Pinned(f"{run}@{step} is pinned", hint=f"holdfast unpin {run}@{step} removes the pin")
         if labels := file.labels_of(step):
@@ -330,7 +330,7 @@ class Rotation:
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
     def looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
-        file, read = self._files.read(run), self.readers.held(run)
+        file, read = self.files.read(run), self.readers.held(run)
         with self._freshness:  # before the catalog is asked
             fresh = {step: _FRESH for of, step in self._fresh if of == run}
         busy = dict.fromkeys(read, _READ) | fresh

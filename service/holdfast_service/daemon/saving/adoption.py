@@ -114,6 +114,8 @@ class Adoption:
 class _Unheard(Participant):
     """A rank that an earlier daemon knew. Whether it lives shows when it comes back: until then it keeps no job out."""
 
+    heard = False
+
     def silent_s(self) -> float:
         return float("inf")
 

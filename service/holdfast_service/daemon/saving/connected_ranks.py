@@ -28,6 +28,8 @@ class ConnectedRanks:
         self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of whom somebody is here
         self._missing: dict[str, tuple[int, set[int]]] = {}  # by run: its newest attempt, and who is gone without a goodbye
 
+        self._heard: dict[str, int] = {}  # by run: the newest attempt of which somebody has said something to this daemon
+
     @property
     def runs(self) -> set[str]:
         return {run for run, _ in self._crews}
@@ -53,6 +55,8 @@ class ConnectedRanks:
         crew.present.add(who)
         crew.processes.add(who.process)
         crew.gone.pop(who.rank, None)
+        if who.heard:
+            self._heard[who.run] = max(who.attempt, self._heard.get(who.run, 0))
         if who.attempt > self._missing.get(who.run, (-1, set()))[0]:
             self._missing[who.run] = who.attempt, set()
         attempt, missing = self._missing[who.run]
@@ -78,15 +82,19 @@ class ConnectedRanks:
         return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
-        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost."""
+        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Of ranks that
+        only an earlier daemon knew, nothing is said: whether they live shows when they come back, or do not.
+        """
         return {
             run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
             for run, (attempt, missing) in self._missing.items()
+            if self._heard.get(run) == attempt
         }
 
     def forget(self, run: str) -> None:
         """Nobody of this run is here, and nobody asks what became of its ranks."""
         self._missing.pop(run, None)
+        self._heard.pop(run, None)
 
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job that is still connected."""

@@ -26,6 +26,7 @@ class Participant:
     process = ""  # which process speaks, as it names itself; "" for one that does not
     remote = False
     parted = False  # it has said goodbye
+    heard = True  # by this daemon; an earlier one knew all others
 
     def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt

@@ -96,7 +96,10 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
                 decisions.admit_run(hello.run, asker.tenant)
                 who = (hello.run, hello.launch, hello.world, keep_last, hello.rank, hello.session)
                 try:
-                    return join(decisions.hello(*who, take_over=hello.take_over))
+                    joined = join(attempt := decisions.hello(*who, take_over=hello.take_over))
+                    if hello.info is not None:
+                        decisions.launched(hello.run, attempt, hello.world, hello.info)
+                    return joined
                 except RunBusy:  # on another node, where it may be dying
                     if time.monotonic() > limit:
                         raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from holdfast_formats.errors import CheckpointError
@@ -31,8 +31,16 @@ class EmptyRuns(Protocol[_Declared]):
 class Sweeper:
     """A thread that looks from time to time; `look` may be called besides."""
 
-    def __init__(self, empty: EmptyRuns[_Declared], saver: Saver, arena: Arena, look_s: float = LOOK_S) -> None:
-        self._empty = empty
+    def __init__(
+        self,
+        empty: EmptyRuns[_Declared],
+        saver: Saver,
+        arena: Arena,
+        look_s: float = LOOK_S,
+        tidy: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`tidy` removes besides what is due elsewhere: deleted runs from the trash. It is called at once, too."""
+        self._empty, self._tidy = empty, tidy
         self._saver, self._arena = saver, arena
         self._look_s = look_s
         self._closing = threading.Event()
@@ -62,10 +70,15 @@ class Sweeper:
         return swept
 
     def _run(self) -> None:
+        self._try(self._tidy, "deleted runs")
         while not self._closing.wait(self._look_s):
-            try:
-                self.look()
-            except CheckpointError as error:  # the next look tries again
-                log.warning("cannot remove empty runs: %s", error.detail)
-            except Exception:
-                log.exception("cannot remove empty runs")
+            self._try(self.look, "empty runs")
+            self._try(self._tidy, "deleted runs")
+
+    def _try(self, act: Callable[[], object], what: str) -> None:
+        try:
+            act()
+        except CheckpointError as error:  # the next look tries again
+            log.warning("cannot remove %s: %s", what, error.detail)
+        except Exception:
+            log.exception("cannot remove %s", what)

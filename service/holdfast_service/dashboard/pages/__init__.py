@@ -13,6 +13,7 @@ from . import (
     health,
     importing,
     jobs,
+    life,
     nodes,
     notifications,
     overview,
@@ -23,12 +24,15 @@ from . import (
     sign_in,
     tensors,
     tokens,
+    trash,
 )
 
 router = APIRouter(include_in_schema=False)
 for _page in (
     overview,
     run,
+    life,
+    trash,
     policy,
     compare,
     checkpoint,

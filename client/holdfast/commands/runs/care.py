@@ -1,0 +1,69 @@
+"""`holdfast note`, `acknowledge`, `archive` and `rename`: who owns a run, that its death was seen, that it is put away, and
+its name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.config import default_url
+from holdfast.rest import runs
+from holdfast.rest.api import Api
+from holdfast.terminal import about, console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.runs import RunAbout, RunChange
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
+Owner = Annotated[
+    str | None, typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is whom its trainer names.')
+]
+Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
+
+
+def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Set owner and notes of a run; without options, show what is remembered of it."""
+    if owner is None and notes is None:
+        with console.reporting(as_json), Api(url or default_url()) as api:
+            found = runs.about(api, run)
+        _show(found, as_json)
+        return
+    _change(run, RunChange(owner=owner, notes=notes), url, as_json)
+
+
+def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Acknowledge that a run has died: it is idle then, and raises no alert until it dies again."""
+    _change(run, RunChange(acknowledged=not undo), url, as_json)
+
+
+def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Put a run away: it keeps its checkpoints, raises no alert and is listed by `holdfast ls --all` alone."""
+    _change(run, RunChange(archived=not undo), url, as_json)
+
+
+def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
+    """Rename a run that nobody trains. Nothing is copied; the checkpoints get new manifests."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = runs.rename(api, run, name)
+    if as_json:
+        console.print_json({"renamed": found.model_dump(), "to": name})
+    else:
+        console.out().print(f"renamed {run} to {name}", markup=False)
+
+
+def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = runs.change(api, run, change)
+    _show(found, as_json)
+
+
+def _show(found: RunAbout, as_json: bool) -> None:
+    if as_json:
+        console.print_json(found.model_dump())
+        return
+    out = console.out()
+    for line in about.lines(found):
+        out.print(line)

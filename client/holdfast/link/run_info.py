@@ -1,0 +1,134 @@
+"""What a launch says of itself, to be remembered with its run: what its trainer gives, and what can be found out safely.
+
+Found out are the git commit, the command line without secrets, user, host, and the versions of Python and torch. The
+environment is never read. git is asked in a thread, so that nothing waits for it but the first contact with the daemon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.link import git_commit
+from holdfast.link.secrets import masked, masked_command
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.staging.messages import INFO_BYTES_MAX
+
+COMMAND_CHARACTERS_MAX = 4096
+WAIT_S = 1.0  # for git, at the first contact with the daemon
+_TEXTS = ("owner", "notes")  # of these names, what is given is text
+
+
+class RunInfo:
+    """Collects from its construction on. Thread-safe."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """`given` was checked. Under the name of something that is found out it replaces that, and None leaves it out."""
+        self._given = given
+        self._found = _found()
+        self._asking: threading.Thread | None = None
+        if "git" not in given:
+            self._asking = threading.Thread(target=self._ask_git, name="holdfast-info", daemon=True)
+            self._asking.start()
+
+    def told(self, wait_s: float = WAIT_S) -> dict[str, Any]:
+        """All of it, as JSON values; of git what is known within `wait_s`. At most 64 KiB of JSON: what was given goes
+        first.
+        """
+        if self._asking is not None:
+            self._asking.join(wait_s)
+        said = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
+        if len(json.dumps(said)) > INFO_BYTES_MAX:
+            said.pop("command", None)
+        return said if len(json.dumps(said)) <= INFO_BYTES_MAX else dict(self._given)
+
+    def _ask_git(self) -> None:
+        directory = _program()
+        commit = git_commit.commit_of(directory)
+        if commit is not None:
+            self._found = {**self._found, "git": commit}
+            dirty = git_commit.is_dirty(directory)
+            if dirty is not None:
+                self._found = {**self._found, "git": {**commit, "dirty": dirty}}
+
+
+def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What was given as `info=`, as JSON values without secrets.
+
+    Raises `InvalidRequest` for what JSON cannot hold, and `LimitExceeded` for more than 64 KiB of it.
+    """
+    if info is None:
+        return {}
+    if not isinstance(info, Mapping) or not all(isinstance(name, str) for name in info):
+        raise InvalidRequest(f"info must be a mapping with text as keys, not {type(info).__name__}")
+    for name in _TEXTS:
+        if not isinstance(info.get(name, ""), str | None):
+            raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
+    try:
+        said: dict[str, Any] = json.loads(json.dumps(dict(info), allow_nan=False, default=_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"info cannot be remembered: {error}",
+            hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
+        ) from error
+    said = masked(said)
+    size = len(json.dumps(said))
+    if size > INFO_BYTES_MAX:
+        raise LimitExceeded(
+            f"info takes {size} bytes of JSON, over {INFO_BYTES_MAX}",
+            hint="leave out what is large; files belong into assets=",
+        )
+    return said
+
+
+def _plain(value: Any) -> Any:
+    """Values that are no JSON, and whose text says it all: paths, dtypes, enums. Others are refused."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__module__.partition(".")[0] == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value)
+    raise TypeError(f"a value of type {type(value).__name__} is no JSON")
+
+
+def _found() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    return {
+        "command": _command(),
+        "user": _user(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": None if torch is None else str(torch.__version__),
+    }
+
+
+def _command() -> list[str]:
+    words = masked_command(sys.orig_argv)
+    kept: list[str] = []
+    for word in words:
+        if sum(map(len, kept)) + len(word) > COMMAND_CHARACTERS_MAX:
+            return [*kept, f"… and {len(words) - len(kept)} more"]
+        kept.append(word)
+    return kept
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without an entry
+        return str(os.getuid())
+
+
+def _program() -> Path:
+    """The directory of the program that trains, else the present one."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(main).resolve().parent if main else Path.cwd()

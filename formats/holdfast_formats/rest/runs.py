@@ -1,0 +1,68 @@
+"""Bodies of the REST API about a run as a whole: who owns it, what was launched, what to change, and the trash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast_formats.rest.observed import RunLife
+
+OWNER_LENGTH_MAX = 128
+NOTES_LENGTH_MAX = 16_384
+
+
+class RunLaunch(BaseModel):
+    """What was said when an attempt of a run began: by its trainer (`info=`), and found out beside it."""
+
+    attempt: int
+    at: str = Field(description="when its first rank said so")
+    world: int = Field(description="how many ranks it has")
+    info: dict[str, Any] = Field(
+        description="git, command, user, host, python, torch, and what `Checkpointer(info=…)` was given, such as config"
+    )
+
+
+class RunAbout(BaseModel):
+    """What is remembered of a run besides its checkpoints."""
+
+    run: str
+    life: RunLife
+    life_since: str | None
+    owner: str | None = Field(description="as it was set, else what the newest launch says")
+    notes: str = Field(description="as they were set, else what the newest launch says")
+    archived: str | None = Field(default=None, description="when it was archived; null if it is not")
+    acknowledged: bool = Field(default=False, description="whether somebody has seen that it died")
+    launches: list[RunLaunch] = Field(description="the newest launches, the newest first")
+
+
+class RunChange(BaseModel):
+    """What to change of a run; what is left out stays. An empty owner or empty notes give the trainer's back."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    owner: str | None = Field(default=None, max_length=OWNER_LENGTH_MAX)
+    notes: str | None = Field(default=None, max_length=NOTES_LENGTH_MAX)
+    archived: bool | None = Field(default=None, description="put it away, or take it back; a new launch takes it back too")
+    acknowledged: bool | None = Field(default=None, description="true: its death was seen, so it raises no alert")
+
+
+class TrashedRun(BaseModel):
+    """A run that was deleted and can still be brought back."""
+
+    entry: str = Field(description="its name in the trash: one run may have been deleted more than once")
+    run: str
+    deleted: str
+    expires: str | None = Field(description="when it is removed for good; null if never")
+    checkpoints: int
+    newest: int | None
+    bytes: int
+    attempt: int
+
+
+class Trash(BaseModel):
+    """The deleted runs that can be brought back, the newest first, and the space that they take."""
+
+    items: list[TrashedRun]
+    bytes: int
+    days: float | None = Field(description="for how long deleted runs are kept; null for ever")

@@ -1,0 +1,79 @@
+"""Routes: delete a whole run, look into the trash, bring a run back, empty the trash."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import Trash, TrashedRun
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS_RUN, READS
+from holdfast_service.api.services import Services, Viewer, Wired
+from holdfast_service.control.retention.run_trash import RunTrash
+
+router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
+DryRun = Annotated[bool, Query(description="change nothing; only report what would be deleted")]
+Marked = Annotated[bool, Query(description="delete it although some of its checkpoints are pinned or labelled")]
+Entry = Annotated[
+    str | None, Query(max_length=200, description="which one, by its name in the trash; by default the newest, or all")
+]
+
+
+@router.delete("/runs/{run}", dependencies=ADMINS_RUN, summary="Delete a run: move it to the trash")
+def delete_run(services: Wired, run: str, marked: Marked = False, dry_run: DryRun = False) -> TrashedRun:
+    """409 while its ranks are connected, something of it is being saved or read, a job works on it, or a link leads to it.
+    Copies in replicas are removed.
+    """
+    if services.delete_run is None:
+        raise _without_daemon()
+    return services.delete_run(run, marked=marked, dry_run=dry_run)
+
+
+@router.post("/runs/{run}/rename", dependencies=ADMINS_RUN, summary="Rename a run; returns it as it was")
+def rename_run(
+    services: Wired,
+    viewer: Viewer,
+    run: str,
+    to: Annotated[str, Query(max_length=128, description="the new name")],
+    dry_run: Annotated[bool, Query(description="change nothing; only say whether it would work")] = False,
+) -> bodies.Run:
+    """409 while the run is in use (see `DELETE`), or if there is a run of the new name. Its checkpoints get new manifests,
+    and the run of the old name goes to the trash.
+    """
+    viewer.require_run(to)
+    if services.rename_run is None:
+        raise _without_daemon()
+    return services.rename_run(run, to, dry_run=dry_run)
+
+
+@router.get("/trash", dependencies=READS, summary="Deleted runs that can be brought back, and the space that they take")
+def get_trash(services: Wired) -> Trash:
+    return _trash(services).seen()
+
+
+@router.post(
+    "/runs/{run}/undelete", dependencies=ADMINS_RUN, summary="Bring a deleted run back; it is read back and verified again"
+)
+def undelete_run(services: Wired, run: str, entry: Entry = None) -> TrashedRun:
+    """409 if there is a run of this name."""
+    return _trash(services).undelete(run, entry)
+
+
+@router.delete("/runs/{run}/trash", dependencies=ADMINS_RUN, summary="Remove a deleted run for good")
+def empty_trash(services: Wired, run: str, entry: Entry = None) -> Trash:
+    """Returns what was removed."""
+    gone = _trash(services).empty(run, entry)
+    return Trash(items=gone, bytes=sum(one.bytes for one in gone), days=_trash(services).days)
+
+
+def _trash(services: Services) -> RunTrash:
+    if services.trash is None:
+        raise _without_daemon()
+    return services.trash
+
+
+def _without_daemon() -> NoSuchResource:
+    return NoSuchResource("this service has no daemon, and deletes no runs", hint="ask the daemon that serves this root")

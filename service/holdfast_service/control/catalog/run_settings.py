@@ -1,0 +1,33 @@
+"""What a run's files say of it as a whole, in the catalog: lists and summaries read no file of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from sqlalchemy import select
+
+from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.database.schema import RunRow
+
+
+class RunSettings(NamedTuple):
+    """Who answers for a run, when it was archived, and the attempt whose death somebody has seen."""
+
+    owner: str | None = None
+    archived: str | None = None
+    acknowledged: int | None = None
+
+
+def note(catalog: Catalog, run: str, settings: RunSettings) -> None:
+    with catalog.database.write(hasty=True) as session:
+        row = lock_run(session, run)
+        row.owner, row.archived, row.acknowledged = settings
+
+
+def known(catalog: Catalog, runs: Collection[str] | None = None) -> dict[str, RunSettings]:
+    """What is listed of these runs, or of all, as far as the request may see them."""
+    columns = select(RunRow.name, RunRow.owner, RunRow.archived, RunRow.acknowledged)
+    with catalog.database.read() as session:
+        found = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
+        return {name: RunSettings(owner, archived, seen) for name, owner, archived, seen in found}

@@ -1,0 +1,90 @@
+"""launches.json of a run: what its trainers said when they began: git commit, command, config (docs/format.md § 9).
+
+It is told, shown, and decides nothing. The newest launches are kept; where they are too large, fewer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX, RunLaunch
+from holdfast_formats.staging.messages import INFO_BYTES_MAX
+from holdfast_service.storage import Readable, Tier, vouched
+
+log = logging.getLogger(__name__)
+
+LAUNCHES_MAX = 16
+FILE_BYTES_MAX = 2**20
+_OWNERS = ("owner", "user")  # what says who answers for a run, the first that is there
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    launches: Annotated[tuple[RunLaunch, ...], Field(max_length=LAUNCHES_MAX)] = ()
+
+
+class LaunchRecords:
+    """The launches of a root's runs. Thread-safe."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._writing = threading.Lock()
+
+    def note(self, run: str, made: RunLaunch) -> bool:
+        """Remember a launch, durably; False where the same is remembered already. Said again, the last word counts."""
+        with self._writing:
+            known = read(self._tier, run)
+            if any((one.attempt, one.info) == (made.attempt, made.info) for one in known):
+                return False
+            kept = [one for one in known if one.attempt != made.attempt]
+            kept = sorted([*kept, made], key=lambda one: one.attempt)[-LAUNCHES_MAX:]
+            while len(encoded := _encode(kept)) > FILE_BYTES_MAX and len(kept) > 1:
+                kept = kept[1:]
+            self._tier.replace(_path(run), encoded)
+            return True
+
+
+def read(tier: Readable, run: str) -> list[RunLaunch]:
+    """The launches that are remembered of a run, the newest last; none where they cannot be read."""
+    try:
+        data = vouched.read_whole(tier, _path(run), FILE_BYTES_MAX)
+        return [] if data is None else list(_File.model_validate_json(data).launches)
+    except (ValidationError, CheckpointError) as error:
+        log.error("cannot read %s: %s", _path(run), str(error)[:200])
+        return []
+
+
+def check(info: Mapping[str, Any]) -> str | None:
+    """Why this cannot be remembered, if it cannot."""
+    size = len(json.dumps(info))
+    return f"it takes {size} bytes, over {INFO_BYTES_MAX}" if size > INFO_BYTES_MAX else None
+
+
+def owner_of(launches: list[RunLaunch]) -> str | None:
+    """Who answers for a run by the word of its newest launch."""
+    said = launches[-1].info if launches else {}
+    return next((text[:OWNER_LENGTH_MAX] for name in _OWNERS if isinstance(text := said.get(name), str) and text), None)
+
+
+def notes_of(launches: list[RunLaunch]) -> str:
+    """Notes by the word of the newest launch."""
+    said = launches[-1].info.get("notes") if launches else None
+    return said[:NOTES_LENGTH_MAX] if isinstance(said, str) else ""
+
+
+def _path(run: str) -> str:
+    return f"{naming.check_run(run)}/{naming.LAUNCHES_FILE}"
+
+
+def _encode(launches: list[RunLaunch]) -> bytes:
+    return _File(launches=tuple(launches)).model_dump_json(indent=1).encode() + b"\n"

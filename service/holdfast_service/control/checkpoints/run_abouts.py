@@ -1,0 +1,122 @@
+"""What is remembered of runs besides their checkpoints, and what people set of it: owner, notes, archived, a death seen.
+
+run.json has what people set, launches.json what trainers said; the catalog is told, so that lists need neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.observed import RunLife
+from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch
+from holdfast_service.control.catalog import run_settings
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import launch_records, roots
+from holdfast_service.control.checkpoints.launch_records import LaunchRecords
+from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+
+class RunAbouts:
+    """Of one root. Thread-safe."""
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, files: RunFiles, events: Events, now: Callable[[], str] = utc_now
+    ) -> None:
+        self._tier, self._catalog, self._files, self._events, self._now = tier, catalog, files, events, now
+        self._records = LaunchRecords(tier)
+
+    def of(self, run: str, life: RunLife, since: str | None) -> RunAbout:
+        """What is remembered of a run that does this; `CorruptManifest` if its file cannot be read."""
+        file, launches = self._files.read(run), launch_records.read(self._tier, run)
+        return RunAbout(
+            run=run,
+            life=life,
+            life_since=since,
+            owner=file.owner or launch_records.owner_of(launches),
+            notes=file.notes or launch_records.notes_of(launches),
+            archived=file.archived or None,
+            acknowledged=bool(file.acknowledged) and file.acknowledged == self._catalog.run(run).attempt,
+            launches=launches[::-1],
+        )
+
+    def change(self, run: str, change: RunChange, life: RunLife, trains: bool) -> None:
+        """Set what the change says; nothing of it where any of it is refused.
+
+        Raises `InUse` to archive a run whose ranks are connected (`trains`), `InvalidRequest` to acknowledge the death of
+        one that has not died.
+        """
+        attempt = self._catalog.run(run).attempt
+        if change.archived and trains:
+            raise InUse(f"ranks of {run} are connected", hint="stop its job first; a run that is training stays listed")
+        if change.acknowledged and life not in ("died", "archived"):
+            raise InvalidRequest(
+                f"{run} has not died: it is {life}",
+                hint="only a death can be acknowledged; `holdfast show` says what it does",
+            )
+        launches = launch_records.read(self._tier, run)
+        own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set
+        said = {name: getattr(change, name) for name in own if getattr(change, name) is not None}
+        wanted: dict[str, Any] = {name: "" if text == own[name] else text for name, text in said.items()}
+        if change.acknowledged is not None:
+            wanted["acknowledged"] = attempt if change.acknowledged else 0
+        told = list(_told(change))
+
+        def act(file: RunFile) -> RunFile:
+            if change.archived is not None and change.archived != bool(file.archived):
+                return file.model_copy(update={**wanted, "archived": self._now() if change.archived else ""})
+            return file.model_copy(update=wanted)
+
+        before = self._files.read(run)
+        after = self._files.change(run, act)
+        self._list(run, after)
+        if after != before and told:
+            self._events.add(
+                "run-changed", f"the run was changed: {', '.join(told)}", run, **change.model_dump(exclude_none=True)
+            )
+
+    def launched(self, run: str, made: RunLaunch) -> None:
+        """Remember what a launch says of itself; what cannot be remembered is logged. `CatalogUnavailable`: try again."""
+        refused = launch_records.check(made.info)
+        if refused is not None:
+            log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, refused)
+            return
+        try:
+            self._records.note(run, made)
+            self._list(run)
+        except CatalogUnavailable:
+            raise  # it is told again
+        except CheckpointError as error:
+            log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, error.detail)
+
+    def resumed(self, run: str) -> None:
+        """A new launch is there: what was put away is taken back. `CatalogUnavailable`: try again."""
+        try:
+            if self._files.read(run).archived:
+                self._list(run, self._files.change(run, lambda file: file.model_copy(update={"archived": ""})))
+                self._events.add("run-changed", "a new launch took the run back from the archive", run)
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:
+            log.warning("cannot take %s back from the archive: %s", run, error.detail)
+
+    def _list(self, run: str, file: RunFile | None = None) -> None:
+        said = roots.settings_of(self._tier, run, file)
+        if said is not None:
+            run_settings.note(self._catalog, run, said)
+
+
+def _told(change: RunChange) -> list[str]:
+    said = [name for name in ("owner", "notes") if getattr(change, name) is not None]
+    if change.archived is not None:
+        said.append("archived" if change.archived else "taken back from the archive")
+    if change.acknowledged is not None:
+        said.append("its death was seen" if change.acknowledged else "its death counts as not seen")
+    return said

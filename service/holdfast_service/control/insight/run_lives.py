@@ -1,0 +1,98 @@
+"""What a run is doing, since when, and what to do about it: from the goodbyes of its ranks, lost connections, and its saves.
+
+Pure. A clock decides one thing alone: whether ranks that are connected still train, or only sit there.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from math import isfinite
+from typing import NamedTuple
+
+from holdfast_formats import moments
+from holdfast_formats.rest.observed import RunLife, RunSummary
+from holdfast_service.control.insight.facts import Facts
+
+IDLE_INTERVALS = 3.0  # no save has begun for so many of the usual intervals, and at least
+IDLE_MIN_S = 60.0
+IDLE_UNKNOWN_S = 3600.0  # where it is not known how often it saves
+
+
+class RunState(NamedTuple):
+    life: RunLife
+    since: str | None
+
+
+def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
+    """`interval_s` is the usual time between saves, if it is known. A living rank is stronger than what people have set."""
+    settings = facts.settings
+    if facts.life == "running":
+        last = last_sign(facts)
+        if last is not None and facts.now - last > _patience(interval_s):
+            return RunState("idle", _text(last))
+        return RunState("training", _text(facts.declared[0]) if facts.declared else None)
+    if settings.archived is not None:
+        return RunState("archived", settings.archived)
+    if facts.life == "lost" and settings.acknowledged != facts.attempt:
+        return RunState("died", facts.since)
+    if facts.life == "ended":
+        return RunState("finished", facts.since)
+    return RunState("idle", facts.since)
+
+
+def last_sign(facts: Facts) -> float | None:
+    """When the run was last seen to begin something, an attempt or a save; seconds since 1970."""
+    signs = [*facts.declared[:1], *(save.opened for save in facts.saves[:1])]
+    return max((at for at in signs if isfinite(at)), default=None)
+
+
+def verdict(facts: Facts, summary: RunSummary) -> str:
+    """One sentence, or two, for a person who has five seconds."""
+    goes_on = "nothing is committed yet" if summary.newest is None else f"it continues from step {summary.newest}"
+    since = _ago(facts, summary.life_since)
+    if summary.life == "training":
+        if summary.newest is None:
+            return f"Training{since}; nothing is committed yet."
+        exposed = "" if summary.exposed_s is None else f"; a crash now would lose {human(summary.exposed_s)} of work"
+        return f"Training{since}; the newest checkpoint is step {summary.newest}{exposed}."
+    if summary.life == "died":
+        return (
+            f"Died{since}: its ranks disappeared without closing their Checkpointer. See the trainer's log, then start it "
+            f"again ({goes_on}), or acknowledge it."
+        )
+    if summary.life == "finished":
+        return f"Finished{since}: its ranks have closed in order; {_newest(summary)}."
+    if summary.life == "archived":
+        return f"Archived{since}; {_newest(summary)}. A new launch takes it back."
+    if facts.life == "running":
+        return f"Idle: its ranks are connected, but none has begun a save{since}. Look whether the trainer hangs."
+    died = " It died, and somebody has seen that." if facts.life == "lost" else ""
+    return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
+
+
+def human(seconds: float) -> str:
+    """75 s, 12 min, 3 h, 5 d."""
+    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < below:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def _patience(interval_s: float | None) -> float:
+    return IDLE_UNKNOWN_S if interval_s is None else max(IDLE_INTERVALS * interval_s, IDLE_MIN_S)
+
+
+def _newest(summary: RunSummary) -> str:
+    return "nothing is committed" if summary.newest is None else f"the newest checkpoint is step {summary.newest}"
+
+
+def _ago(facts: Facts, since: str | None) -> str:
+    passed = None if since is None else facts.now - moments.seconds_of(since)
+    if passed is None or not isfinite(passed):
+        return ""
+    for_so_long = facts.life == "running"
+    return f" for {human(max(passed, 0.0))}" if for_so_long else f" {human(max(passed, 0.0))} ago"
+
+
+def _text(at: float) -> str | None:
+    return moments.write(datetime.fromtimestamp(at, timezone.utc)) if isfinite(at) else None

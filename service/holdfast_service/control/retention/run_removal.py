@@ -1,0 +1,108 @@
+"""What stands against deleting a whole run, and what the catalog forgets with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from sqlalchemy import delete, select, update
+
+from holdfast_formats import naming
+from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
+from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.catalog.listing import GOING_ON
+from holdfast_service.control.checkpoints import removal, roots
+from holdfast_service.control.database.schema import (
+    AnswerRow,
+    AttemptRow,
+    CheckpointRow,
+    CrewRow,
+    JobRow,
+    ReplicaRow,
+    RoundRow,
+    SpeakerRow,
+    StatisticsRow,
+)
+from holdfast_service.control.retention import links
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.storage import PosixStore, Tier
+
+SHOWN_MAX = 5
+OF_A_RUN = (AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
+
+
+def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:
+    """Raise `Pinned` or `InUse`, with what holds the run, unless it may be deleted. To be asked while deciding."""
+    file = rotation.files.read(run)
+    steps = {*file.pins, *(step for labelled in file.labels.values() for step in labelled)}
+    if steps and not marked:
+        raise Pinned(
+            f"{len(steps)} checkpoints of {run} are pinned or labelled: {_some(steps)}",
+            hint="unpin them, or delete them too: --pinned (marked=true)",
+        )
+    linked = links.standing(file, run)
+    if linked.by_step or linked.unseen:
+        where = _some([*linked.by_step.values(), *linked.unseen])
+        raise Pinned(
+            f"links lead to checkpoints of {run}, or may do so: {where}", hint="remove the links, or mount their disk"
+        )
+    read = [step for step in rotation.readers.held(run, opened=False) if not rotation.readers.only_checked(run, step)]
+    if read:
+        raise InUse(f"checkpoints of {run} are being read: {_some(read)}", hint="try again when the readers have finished")
+    if going_on := list(_going_on(catalog, run)):
+        raise InUse(f"{run} is in use: {', '.join(going_on)}", hint="try again when that has ended, or stop it")
+
+
+def refuse_foreign(tier: Tier, run: str) -> None:
+    """`InUse` for a run in which somebody else has put files. It reads every manifest: ask it before deciding, not while."""
+    if foreign := _some(_foreign(tier, run)):
+        raise InUse(
+            f"{run} contains files that Holdfast did not write: {foreign}",
+            hint="move them away; Holdfast removes only files that it wrote",
+        )
+
+
+def forget(catalog: Catalog, run: str) -> None:
+    """The catalog knows nothing of the run any more, but copies in replicas, which are removed as those of every checkpoint
+    that is removed are; with the last one the run's row goes.
+    """
+    with catalog.database.write() as session:
+        row = lock_run(session, run)
+        for table in OF_A_RUN:
+            session.execute(delete(table).where(table.run == run))
+        session.execute(update(ReplicaRow).where(ReplicaRow.run == run).values(state="gone"))
+        if session.scalar(select(ReplicaRow.step).where(ReplicaRow.run == run).limit(1)) is None:
+            session.delete(row)
+            return
+        row.attempt, row.keep_last, row.life, row.since = 0, None, None, None
+        row.owner, row.archived, row.acknowledged = None, None, None
+
+
+def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
+    with catalog.database.read() as session:
+        for job in session.scalars(select(JobRow).where(JobRow.run == run, JobRow.state.in_(("queued", "running")))):
+            yield f"job {job.id} ({job.kind})"
+        for step in session.scalars(select(RoundRow.step).where(RoundRow.run == run, RoundRow.state.in_(GOING_ON))):
+            yield f"step {step} is being saved"
+        for node in session.scalars(select(CrewRow.node).where(CrewRow.run == run, CrewRow.ranks > 0)):
+            yield f"ranks are connected to the node {node}"
+
+
+def _foreign(tier: Tier, run: str) -> list[str]:
+    found = [
+        f"{run}/{name}" for name in tier.list(run) if name not in removal.OF_A_RUN and not removal.is_half_written(name)
+    ]
+    there = f"{run}/{naming.CHECKPOINTS}"
+    found += [f"{there}/{name}" for name in tier.list(there) if naming.parse_step_directory(name) is None]
+    for step in PosixStore(tier).steps(run):
+        try:
+            names = removal.foreign_files(tier, roots.load_manifest(tier, run, step))
+        except (Damaged, NoSuchCheckpoint):
+            continue  # as with every removal: damage must not keep anything for ever
+        found += [f"{naming.checkpoint_path(run, step)}/{name}" for name in names]
+    return found
+
+
+def _some(what: Collection[int] | Collection[str]) -> str:
+    items = [str(one) for one in sorted(what)]
+    more = f" and {len(items) - SHOWN_MAX} more" if len(items) > SHOWN_MAX else ""
+    return ", ".join(items[:SHOWN_MAX]) + more

@@ -1,0 +1,197 @@
+"""Give a run another name. Manifests state the name of their run, so its checkpoints get new manifests, and its files second
+names (hard links): not a byte of a tensor is copied. durability.md has the order.
+
+The run of the new name appears by one rename, complete; the old one goes to the trash by another. A kill between the two
+leaves both; the next start finishes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy import delete, update
+
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, InvalidRequest
+from holdfast_formats.rest import bodies
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.database.schema import RunRow
+from holdfast_service.control.retention import run_removal
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_trash import RunTrash
+from holdfast_service.storage import PosixStore, Tier, vouched
+
+log = logging.getLogger(__name__)
+
+MARK_BYTES_MAX = 65_536
+_MOVED = (naming.RUN_FILE, naming.LAUNCHES_FILE)
+
+
+class _Mark(BaseModel):
+    """renamed.json of the run under its new name, until the old one is gone."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    old: str
+    attempt: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+
+
+class RunRenaming:
+    """Thread-safe. Whoever renames sees to it that no rank can join either run (`daemon/saving/run_deletion.py`)."""
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, attempts: Attempts, rotation: Rotation, trash: RunTrash, events: Events
+    ) -> None:
+        self._tier, self._catalog, self._attempts = tier, catalog, attempts
+        self._rotation, self._trash, self._events = rotation, trash, events
+        self.is_alone = True  # no other daemon serves this root
+        self.renamed: Callable[[str], None] = lambda run: None  # the run of this name is another one from now on, or none
+
+    def rename(self, run: str, name: str, dry_run: bool = False) -> bodies.Run:
+        """Rename a run; with `dry_run` only say whether that would work. Returns what it was.
+
+        Raises `NoSuchRun`, `InUse` or `Pinned` with what holds it, `AlreadyCommitted` if there is a run of the new name, and
+        `InvalidRequest` where it cannot be done: several daemons serve the root, or the storage has no second names.
+        """
+        known = self._catalog.run(run)
+        naming.check_run(name)
+        if not self.is_alone:
+            raise InvalidRequest(
+                "a run of a root that several daemons share cannot be renamed",
+                hint="stop all but one, or import its checkpoints under the other name",
+            )
+        run_removal.refuse_foreign(self._tier, run)
+        built: object = None
+        if not dry_run:
+            with self._rotation.deciding(run):  # what refuses it refuses it before anything is made
+                self._refuse(run, name)
+            built = self._build(run, name, known.attempt)
+        with self._rotation.deciding(run):
+            self._refuse(run, name)
+            if dry_run:
+                return known
+            if built != self._contents(run):
+                raise InUse(f"{run} was changed while it was renamed", hint="try again")
+            if self._tier.list(run):
+                self._tier.publish(_staged(name), name)  # from here on there is the run of the new name, complete
+            self._finish(run, name)
+        self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
+        log.warning("the run %s was renamed to %s", run, name)
+        return known
+
+    def _refuse(self, run: str, name: str) -> None:
+        run_removal.refuse(self._catalog, self._rotation, run, marked=True)
+        if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
+            raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
+
+    def recover(self) -> None:
+        """Remove what was not complete, and finish what was; called when the catalog is there."""
+        for name in self._tier.list(naming.RENAMING):
+            self._tier.remove_tree(_staged(name))
+        for name in filter(naming.is_run_name, self._tier.list("")):
+            mark = self._mark(name) if naming.RENAMED_FILE in self._tier.list(name) else None
+            if mark is None:
+                continue
+            with self._rotation.deciding(mark.old):
+                if self._tier.list(mark.old) and self._is_untouched(mark):
+                    self._finish(mark.old, name)
+                    log.info("finished the renaming of %s to %s", mark.old, name)
+                else:  # it is finished, or somebody has trained the old one since: that one stays
+                    self._attempts.saw(name, mark.attempt)
+                    self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
+
+    def _is_untouched(self, mark: _Mark) -> bool:
+        """Whether nobody has trained the old run since: no launch is known but those of before, where not moved yet."""
+        known = self._attempts.known().get(mark.old)
+        return known is None or known.attempt == mark.attempt or (known.attempt < mark.attempt and not known.launches)
+
+    def _contents(self, run: str) -> object:
+        """What changes where somebody changes the run: its checkpoints, and what people have set."""
+        files = [self._tier.stamp(f"{run}/{file}") for file in _MOVED]
+        return PosixStore(self._tier).stamps(run), files
+
+    def _build(self, run: str, name: str, attempt: int) -> object:
+        """Everything of the run, where nobody looks; returns what the run was then."""
+        there, built = _staged(name), self._contents(run)
+        self._tier.remove_tree(there)
+        store = PosixStore(self._tier)
+        for step in store.steps(run):
+            self._checkpoint(run, name, step)
+        for file in _MOVED:
+            data = self._tier.read(f"{run}/{file}") if self._tier.size(f"{run}/{file}") is not None else None
+            if data is not None:
+                self._tier.put(f"{there}/{file}", data)
+        mark = _Mark(old=run, attempt=max(attempt, self._attempts.newest(run)))
+        self._tier.put(f"{there}/{naming.RENAMED_FILE}", mark.model_dump_json().encode() + b"\n")
+        if self._tier.list(f"{there}/{naming.CHECKPOINTS}"):
+            self._tier.sync_directory(f"{there}/{naming.CHECKPOINTS}")
+        self._tier.sync_directory(there)
+        return built
+
+    def _checkpoint(self, run: str, name: str, step: int) -> None:
+        source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"
+        made = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
+        manifest.validate(made)
+        for file in made.files:
+            if not self._tier.link(f"{source}/{file.name}", f"{target}/{file.name}"):
+                raise InvalidRequest(
+                    f"{run} cannot be renamed: its storage gives files no second names (hard links)",
+                    hint="import its checkpoints under the other name, then delete it",
+                )
+        encoded = manifest.encode(made)
+        self._tier.put(f"{target}/{naming.MANIFEST}", encoded)
+        self._tier.put(f"{target}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+        self._tier.sync_directory(target)
+
+    def _finish(self, run: str, name: str) -> None:
+        """The catalog says the new name; then attempts do, durably; then the old run goes to the trash."""
+        self._move_rows(run, name)
+        self._attempts.rename(run, name)
+        self.renamed(run)
+        self.renamed(name)
+        if self._tier.list(run):
+            self._trash.put_away(run, self._catalog.run(name))
+        if naming.RENAMED_FILE in self._tier.list(name):
+            for problem in roots.list_run(PosixStore(self._tier), self._catalog, name):
+                log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
+            self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
+
+    def _move_rows(self, run: str, name: str) -> None:
+        """What is known of the run, and was found of its checkpoints, is known under its new name. Copies in replicas are
+        removed, and made anew.
+        """
+        if run not in self._catalog.known_runs():  # an earlier start has moved them
+            return
+        run_removal.forget(self._catalog, name)
+        with self._catalog.database.write() as session:
+            old, new = lock_run(session, run), lock_run(session, name)
+            for column in RunRow.__table__.columns:
+                if column.key != "name":
+                    setattr(new, column.key, getattr(old, column.key))
+            session.flush()
+            for table in run_removal.OF_A_RUN:
+                session.execute(delete(table).where(table.run == name))
+                session.execute(update(table).where(table.run == run).values(run=name))
+        run_removal.forget(self._catalog, run)
+
+    def _mark(self, run: str) -> _Mark | None:
+        path = f"{run}/{naming.RENAMED_FILE}"
+        try:
+            data = vouched.read_whole(self._tier, path, MARK_BYTES_MAX)
+            return None if data is None else _Mark.model_validate_json(data)
+        except (ValidationError, CheckpointError) as error:
+            log.error("cannot read %s: %s", path, str(error)[:200])
+            return None
+
+
+def _staged(name: str) -> str:
+    return f"{naming.RENAMING}/{name}"

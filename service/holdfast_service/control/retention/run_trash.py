@@ -1,0 +1,277 @@
+"""The trash of a root: runs that were deleted, whole, and that can be brought back for a time. durability.md has the order.
+
+A run is deleted by one rename of its directory, and brought back by another: before and after each it is all there, or all
+in the trash. What follows, in the catalog and among attempts, the next start does again. Nothing in the trash is listed,
+restored, counted as used, or read; when a save finds no room on the disk, the trash goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, NoSuchResource
+from holdfast_formats.moments import later, seconds_of, utc_now
+from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import Trash, TrashedRun
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.database.visible import visible
+from holdfast_service.control.retention import run_removal
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.storage import Store, Tier, vouched
+
+log = logging.getLogger(__name__)
+
+KEPT_DAYS = 7.0
+DAY_S = 86_400.0
+NOTE_BYTES_MAX = 65_536
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+
+
+class _Note(BaseModel):
+    """deleted.json: what was deleted. It is written before the run's rename and goes with it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    run: str
+    deleted: str
+    checkpoints: _Count
+    newest: _Count | None
+    bytes: _Count
+    attempt: _Count
+    launch: str | None  # the newest one: who has this one's attempts has those of the deleted run
+
+
+class RunTrash:
+    """Thread-safe. Whoever deletes sees to it that no rank can join the run meanwhile (`daemon/saving/run_deletion.py`)."""
+
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        tier: Tier,
+        store: Store,
+        catalog: Catalog,
+        attempts: Attempts,
+        rotation: Rotation,
+        events: Events,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tier, self._store, self._catalog = tier, store, catalog
+        self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
+        self.days: float | None = KEPT_DAYS
+        self.forgotten: Callable[[str], None] = lambda run: None  # the run is another one from now on, or none
+        self.restored: Callable[[Collection[CheckpointId]], None] = lambda places: None  # these are to be read back
+
+    def entries(self) -> list[TrashedRun]:
+        """All that can be brought back, the newest first."""
+        found = [entry for name in self._tier.list(naming.RUN_TRASH) if (entry := self._entry(name)) is not None]
+        return sorted(found, key=lambda entry: entry.entry.rpartition("@")[2].zfill(15), reverse=True)
+
+    def seen(self) -> Trash:
+        """The same, as far as the present request may see it, and its bytes."""
+        items = [entry for entry in self.entries() if visible(entry.run)]
+        return Trash(items=items, bytes=sum(entry.bytes for entry in items), days=self.days)
+
+    def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> TrashedRun:
+        """Move a run to the trash; with `dry_run` only say what that would be. Pinned and labelled checkpoints go along if
+        they may (`marked`).
+
+        Raises `NoSuchRun`, `Pinned`, or `InUse` with what holds it.
+        """
+        known = self._catalog.run(run)
+        run_removal.refuse_foreign(self._tier, run)
+        with self._rotation.deciding(run):
+            run_removal.refuse(self._catalog, self._rotation, run, marked)
+            made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
+            if dry_run:
+                return made
+            if self._tier.list(run):
+                made = self.put_away(run, known)  # it is deleted
+            self._forget(run)
+        text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
+        self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
+        log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
+        return made
+
+    def put_away(self, run: str, known: bodies.Run) -> TrashedRun:
+        """The half of a deletion on the disk, while it is decided about the run; `known` says what is in it."""
+        note = self._noted(run, known)
+        self._tier.replace(f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n")
+        self._rotation.still_deciding()
+        return self._told(self._moved(run), note)
+
+    def undelete(self, run: str, entry: str | None = None) -> TrashedRun:
+        """Bring a run back, by default as it was deleted last; it is read back again before it counts as verified.
+
+        Raises `NoSuchResource` if it is not in the trash, `InUse` if there is a run of this name.
+        """
+        found = self._find(naming.check_run(run), entry)
+        with self._rotation.deciding(run):
+            note = self._note(f"{naming.RUN_TRASH}/{found.entry}")
+            is_another = self._attempts.newest(run) > 0 and not (note is not None and self._has_attempts_of(note))
+            if self._tier.list(run) or is_another or self._is_listed(run):
+                raise InUse(
+                    f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
+                )
+            try:
+                self._tier.publish(f"{naming.RUN_TRASH}/{found.entry}", run)  # it is back
+            except NoSuchResource as error:
+                raise _not_there(run) from error
+            self._settle(run)
+            for problem in roots.list_run(self._store, self._catalog, run):
+                log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
+        self.restored([CheckpointId(run, step) for step in roots.committed(self._store, run)])
+        self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
+        return found
+
+    def empty(self, run: str, entry: str | None = None) -> list[TrashedRun]:
+        """Remove what was deleted of a run, or one such entry, for good; `NoSuchResource` if there is none."""
+        found = [one for one in self.entries() if one.run == run and entry in (None, one.entry)]
+        if not found:
+            raise _not_there(run)
+        return [one for one in found if self._purge(one, "on request")]
+
+    def expire(self) -> list[str]:
+        """Remove for good what has been in the trash for long enough, and finish such removals; returns the entries."""
+        self._finish()
+        days = self.days
+        if days is None:
+            return []
+        due = [one for one in self.entries() if self._clock() - seconds_of(one.deleted) >= days * DAY_S]
+        return [one.entry for one in due if self._purge(one, f"it was deleted {days:g} days ago")]
+
+    def make_room(self, free_bytes: int, whom: str) -> bool:
+        """Remove what was deleted first, for good, until so many bytes are free; False if that is not enough."""
+        self._finish()
+        for one in reversed(self.entries()):
+            if self._tier.free_bytes() >= free_bytes:
+                break
+            self._purge(one, f"the disk had no room for {whom}", "warning")
+        return self._tier.free_bytes() >= free_bytes
+
+    def recover(self) -> None:
+        """Finish, or take back, what a crash has interrupted; called when the catalog is there."""
+        for run in filter(naming.is_run_name, self._tier.list("")):
+            if naming.DELETED_FILE in self._tier.list(run):
+                with self._rotation.deciding(run):  # nobody is deleting it at this moment
+                    if naming.DELETED_FILE in self._tier.list(run):
+                        self._settle(run)
+        for name in self._tier.list(naming.RUN_TRASH):
+            note = self._note(f"{naming.RUN_TRASH}/{name}") if naming.parse_trash_entry(name) else None
+            if note is not None and not self._tier.list(note.run) and self._has_attempts_of(note):
+                with self._rotation.deciding(note.run):
+                    if not self._tier.list(note.run) and self._has_attempts_of(note):
+                        self._forget(note.run)
+                        log.info("%s was deleted: the catalog has forgotten it", note.run)
+
+    def _noted(self, run: str, known: bodies.Run) -> _Note:
+        launches = self._attempts.known().get(run)
+        return _Note(
+            run=run,
+            deleted=utc_now(),
+            checkpoints=known.checkpoints,
+            newest=known.newest,
+            bytes=known.bytes,
+            attempt=max(known.attempt, 0 if launches is None else launches.attempt),
+            launch=next(reversed(launches.launches), None) if launches is not None and launches.launches else None,
+        )
+
+    def _has_attempts_of(self, note: _Note) -> bool:
+        """Whether what is known of the run's attempts is that of the deleted one, and not of one that was begun since."""
+        known = self._attempts.known().get(note.run)
+        if known is None or known.attempt > note.attempt:
+            return False
+        return not known.launches if note.launch is None else note.launch in known.launches
+
+    def _moved(self, run: str) -> str:
+        """Its name in the trash."""
+        at = int(self._clock() * 1000)
+        while True:
+            name = naming.trash_entry(run, at)
+            try:
+                self._tier.publish(run, f"{naming.RUN_TRASH}/{name}")
+            except AlreadyCommitted:
+                at += 1
+                continue
+            return name
+
+    def _forget(self, run: str) -> None:
+        """The catalog first, because attempts must never be lower than it says."""
+        run_removal.forget(self._catalog, run)
+        self._attempts.forget(run)
+        self.forgotten(run)
+
+    def _settle(self, run: str) -> None:
+        """The run is there, and not deleted: nobody gets an attempt's number that it has seen."""
+        note = self._note(run)
+        self.forgotten(run)
+        if note is not None:
+            self._attempts.saw(run, note.attempt)
+        self._tier.remove_file(f"{run}/{naming.DELETED_FILE}")
+
+    def _is_listed(self, run: str) -> bool:
+        known = self._catalog.known_runs().get(run)
+        return known is not None and (known.attempt > 0 or bool(self._catalog.stamps(run)))
+
+    def _find(self, run: str, entry: str | None) -> TrashedRun:
+        found = next((one for one in self.entries() if one.run == run and entry in (None, one.entry)), None)
+        if found is None:
+            raise _not_there(run)
+        return found
+
+    def _purge(self, one: TrashedRun, why: str, level: Literal["info", "warning"] = "info") -> bool:
+        path = f"{naming.RUN_TRASH}/{one.entry}"
+        try:
+            self._tier.publish(path, naming.purged_entry(path))  # from here on nobody brings back a part of it
+        except (NoSuchResource, AlreadyCommitted):  # another node was faster, or it was brought back
+            return False
+        self._free(naming.purged_entry(one.entry))
+        text = f"the deleted run was removed for good: {why}"
+        self._events.add("run-purged", text, one.run, level=level, entry=one.entry, bytes=one.bytes)
+        log.warning("%s: %s (%d bytes)", one.run, text, one.bytes)
+        return True
+
+    def _finish(self) -> None:
+        for name in filter(naming.is_purged_entry, self._tier.list(naming.RUN_TRASH)):
+            self._free(name)
+
+    def _free(self, name: str) -> None:
+        try:
+            self._tier.remove_tree(f"{naming.RUN_TRASH}/{name}")
+        except CheckpointError as error:
+            log.warning("could not delete all of %s; trying again later: %s", name, error.detail)
+
+    def _entry(self, name: str) -> TrashedRun | None:
+        if (found := naming.parse_trash_entry(name)) is None:
+            return None
+        note = self._note(f"{naming.RUN_TRASH}/{name}")
+        if note is None or note.run != found[0]:  # somebody else's
+            return None
+        return self._told(name, note)
+
+    def _told(self, name: str, note: _Note) -> TrashedRun:
+        expires = None if self.days is None else later(note.deleted, self.days * DAY_S)
+        said = note.model_dump(exclude={"format", "launch"})
+        return TrashedRun(entry=name, expires=expires, **said)
+
+    def _note(self, directory: str) -> _Note | None:
+        path = f"{directory}/{naming.DELETED_FILE}"
+        try:
+            data = vouched.read_whole(self._tier, path, NOTE_BYTES_MAX)
+            return None if data is None else _Note.model_validate_json(data)
+        except (ValidationError, CheckpointError) as error:
+            log.error("cannot read %s: %s", path, str(error)[:200])
+            return None
+
+
+def _not_there(run: str) -> NoSuchResource:
+    return NoSuchResource(f"the trash holds no run {run!r}", hint="`holdfast trash` lists what it holds")

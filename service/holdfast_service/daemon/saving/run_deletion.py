@@ -1,0 +1,65 @@
+"""Delete or rename a whole run, while no rank of it is here and none can join."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from holdfast_formats.errors import InUse
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.saving.saver import Saver
+
+_Deleted = TypeVar("_Deleted", covariant=True)
+HINT = "stop its job first; ranks that were killed count as here for a minute, because they may find their daemon again"
+
+
+class Deleting(Protocol[_Deleted]):
+    """What control does of it."""
+
+    def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> _Deleted: ...
+
+
+class Renaming(Protocol[_Deleted]):
+    """What control does of a renaming."""
+
+    def rename(self, run: str, name: str, dry_run: bool = False) -> _Deleted: ...
+
+
+def delete_run(
+    trash: Deleting[_Deleted], saver: Saver, arena: Arena, run: str, *, marked: bool = False, dry_run: bool = False
+) -> _Deleted:
+    """Delete a run; `InUse` while ranks are connected or something of it is being saved, and what `trash` raises.
+
+    The in-memory checkpoint of the run is dropped.
+    """
+    with saver.entering(run):
+        if dry_run:
+            if run in saver.runs:
+                raise _in_use(run)
+            return trash.delete(run, marked, dry_run=True)
+        trash.delete(run, marked, dry_run=True)  # what refuses it refuses it before memory is dropped
+        saver.holds.end(run)
+        if arena.has(run) or not saver.vacate(run):
+            raise _in_use(run)
+        return trash.delete(run, marked)
+
+
+def rename_run(
+    renaming: Renaming[_Deleted], saver: Saver, arena: Arena, run: str, name: str, *, dry_run: bool = False
+) -> _Deleted:
+    """Rename a run; raises as `delete_run` does, and what `renaming` raises. The in-memory checkpoint is dropped."""
+    first, second = sorted({run, name} if run != name else {run, ""})
+    with saver.entering(first), saver.entering(second):
+        for one in (run, name):
+            if one in saver.runs:
+                raise _in_use(one)
+        found = renaming.rename(run, name, dry_run=True)
+        if dry_run:
+            return found
+        saver.holds.end(run)
+        if arena.has(run) or not saver.vacate(run):
+            raise _in_use(run)
+        return renaming.rename(run, name)
+
+
+def _in_use(run: str) -> InUse:
+    return InUse(f"ranks of {run} are connected, or something of it is being saved", hint=HINT)

@@ -1,0 +1,68 @@
+"""What a launch says of itself: what is found out, what is given, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import Checkpointer
+from holdfast.link import run_info
+from holdfast.link.run_info import RunInfo
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.staging.messages import INFO_BYTES_MAX
+
+
+def test_what_is_found_out_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command without secrets, user, host and versions; nothing of the environment."""
+    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--hf-token", "mine", "--lr", "1"])
+    monkeypatch.setenv("SOMETHING_ELSE", "of-the-environment")
+    told = RunInfo({}).told(60)
+    assert told["command"] == ["python", "train.py", "--hf-token", "***", "--lr", "1"]
+    assert told["torch"] == torch.__version__ and told["user"] and told["host"] and told["python"]
+    assert "of-the-environment" not in json.dumps(told)
+
+
+def test_what_is_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None leaves out what would be found out."""
+    told = RunInfo(run_info.check({"git": None, "command": None, "host": "elsewhere", "config": {"lr": 1}})).told(60)
+    assert "git" not in told and "command" not in told and told["host"] == "elsewhere" and told["config"] == {"lr": 1}
+
+
+def test_a_long_command_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", *(["word"] * 5000)])
+    command = RunInfo({"git": None}).told()["command"]
+    assert len(command) < 2000 and command[-1].endswith("more")
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({"model": torch.nn.Linear(1, 1)}, "Linear"),
+        ({"x": float("nan")}, "JSON"),
+        ({1: "x"}, "keys"),
+        ("text", "mapping"),
+        ({"owner": 5}, "owner"),
+        ({"x": {1, 2}}, "set"),
+    ],
+)
+def test_what_is_no_json_is_refused(info: Any, why: str) -> None:
+    """By the checkpointer's constructor, before anything is contacted."""
+    with pytest.raises(InvalidRequest, match=why):
+        Checkpointer("r", {"x": torch.ones(1)}, info=info)
+
+
+def test_what_is_too_large_is_refused() -> None:
+    with pytest.raises(LimitExceeded, match="65536"):
+        run_info.check({"x": "y" * INFO_BYTES_MAX})
+    told = RunInfo(run_info.check({"x": "y" * (INFO_BYTES_MAX - 60)})).told(60)
+    assert len(json.dumps(told)) <= INFO_BYTES_MAX and told["x"]
+
+
+def test_paths_dtypes_and_secrets() -> None:
+    """Values whose text says it all are taken, and what stands under the name of a secret is not."""
+    said = run_info.check({"config": {"data": Path("/data"), "dtype": torch.bfloat16, "api_key": "mine"}})
+    assert said == {"config": {"data": "/data", "dtype": "torch.bfloat16", "api_key": "***"}}

@@ -1,0 +1,186 @@
+"""A run under another name: complete at one moment, bit for bit, with all that was known of it; refused while in use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.retention.run_renaming import RunRenaming
+from holdfast_service.daemon.saving.run_deletion import rename_run
+from holdfast_service.storage import MemoryTier
+from tests.control.published import mark_verified
+from tests.control.retention.conftest import STEPS
+from tests.control.retention.test_run_trash import Killed, Root, opened
+from tests.daemon.saver_world import RUN, saver_world
+
+NEW = "another-name"
+
+
+@pytest.fixture
+def root(at: Path) -> Iterator[Root]:
+    with opened(at) as made:
+        yield made
+
+
+def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
+    """Files, marks, findings and numbers of attempts; the old name is in the trash, and takes no space of its own."""
+    catalog, renaming = root.decisions.rotation._catalog, root.decisions.renaming
+    mark_verified(catalog, RUN, 2)
+    root.decisions.rotation.mark(RUN, 1, lambda file: run_files.pinned(file, 1))
+    before = {path.name: path.read_bytes() for path in (at / "root" / naming.checkpoint_path(RUN, 2)).iterdir()}
+    assert renaming.rename(RUN, NEW, dry_run=True).checkpoints == 2 and root.stands()
+    renaming.rename(RUN, NEW)
+    assert root.stands(NEW) and not root.stands()
+    with pytest.raises(NoSuchRun):
+        catalog.run(RUN)
+    assert catalog.checkpoint(NEW, 2).verified and catalog.checkpoint(NEW, 1).run == NEW
+    assert root.decisions.rotation.file(NEW).pins == (1,)
+    assert (root.decisions.attempts.newest(RUN), root.decisions.attempts.newest(NEW)) == (0, 1)
+    after = {path.name: path for path in (at / "root" / naming.checkpoint_path(NEW, 2)).iterdir()}
+    assert set(after) == set(before)
+    for name, data in before.items():
+        if name not in (naming.COMMIT, naming.MANIFEST):
+            assert after[name].read_bytes() == data and after[name].stat().st_nlink == 2
+    assert json.loads(after[naming.MANIFEST].read_bytes())["run"] == NEW
+    (entry,) = root.trash.entries()
+    assert (entry.run, entry.checkpoints) == (RUN, 2) and naming.RENAMED_FILE not in root.tier.list(NEW)
+    assert root.decisions.hello(NEW, "another", 1, None) == 2
+    (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
+    assert event.detail == {"old": RUN}
+
+
+def test_killed_at_every_step(at: Path) -> None:
+    """The next start finds the run under the old name or the new one, whole, and never under both."""
+    names: set[str] = set()
+    for kill_at in count(1):
+        trial = at / f"trial-{kill_at}"
+        shutil.copytree(at / "root", trial / "root", symlinks=True)
+        with opened(trial) as root:
+            root.tier.mortal(kill_at)
+            survived = False
+            with suppress(Killed):
+                root.decisions.renaming.rename(RUN, NEW)
+                survived = True
+        with opened(trial) as root:
+            assert root.decisions.recorded(30)
+            there = [name for name in (RUN, NEW) if root.stands(name)]
+            assert len(there) == 1, there
+            listed = root.decisions.rotation._catalog.known_runs()
+            assert set(listed) == set(there) and listed[there[0]].attempt == 1
+            assert root.decisions.attempts.newest(there[0]) == 1
+            assert sorted(root.decisions.rotation._catalog.stamps(there[0])) == STEPS
+            assert not root.tier.list(naming.RENAMING) and naming.RENAMED_FILE not in root.tier.list(there[0])
+            assert [one.run for one in root.trash.entries()] == ([RUN] if there == [NEW] else [])
+            names.add(there[0])
+        shutil.rmtree(trial)
+        if survived:
+            break
+        assert kill_at < 80, "it takes more steps than this test looks at"
+    assert names == {RUN, NEW}
+
+
+def test_what_changes_meanwhile_is_not_lost(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that comes while the files get their second names: nothing is renamed."""
+    renaming, rotation = root.decisions.renaming, root.decisions.rotation
+    build = renaming._build
+
+    def pinned(run: str, name: str, attempt: int) -> object:
+        built = build(run, name, attempt)
+        rotation.mark(RUN, 1, lambda file: run_files.pinned(file, 1))
+        return built
+
+    monkeypatch.setattr(renaming, "_build", pinned)
+    with pytest.raises(InUse, match="changed"):
+        renaming.rename(RUN, NEW)
+    assert root.stands() and not root.tier.list(NEW) and rotation.file(RUN).pins == (1,)
+    monkeypatch.undo()
+    renaming.rename(RUN, NEW)
+    assert root.stands(NEW) and rotation.file(NEW).pins == (1,)
+
+
+def test_what_was_trained_meanwhile_stays(at: Path) -> None:
+    """A launch of the old name, between the kill and the start that would finish: both stay."""
+    with opened(at) as root:
+        published = 0
+        for kill_at in count(1):
+            root.tier.mortal(kill_at)
+            with suppress(Killed):
+                root.decisions.renaming.rename(RUN, NEW)
+            root.tier.mortal(0)
+            published = kill_at
+            if root.tier.list(NEW):
+                break
+        assert published and root.stands()
+        assert root.decisions.hello(RUN, "since", 1, None) == 2
+    with opened(at) as root:
+        assert root.stands() and root.stands(NEW) and root.trash.entries() == []
+        assert naming.RENAMED_FILE not in root.tier.list(NEW)
+        assert (root.decisions.attempts.newest(RUN), root.decisions.attempts.newest(NEW)) == (2, 1)
+
+
+def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
+    """Names that are taken or are none, links, readers, storage without links, several daemons; nothing is moved."""
+    renaming = root.decisions.renaming
+    with pytest.raises(NoSuchRun):
+        renaming.rename("nobody", NEW)
+    for name in (RUN, "../x", ""):
+        with pytest.raises((AlreadyCommitted, InvalidRequest)):
+            renaming.rename(RUN, name)
+    (at / "root" / "taken").mkdir()
+    (at / "root" / "taken" / "mine").write_text("mine")
+    with pytest.raises(AlreadyCommitted, match="already"):
+        renaming.rename(RUN, "taken")
+    assert root.decisions.hello("begun", "one", 1, None) == 1
+    with pytest.raises(AlreadyCommitted, match="already"):
+        renaming.rename(RUN, "begun")
+    links = at / "links"
+    links.mkdir()
+    (links / "last").symlink_to(at / "root" / naming.checkpoint_path(RUN, 1))
+    root.decisions.watch_links(RUN, str(links))
+    with pytest.raises(Pinned, match="last"):
+        renaming.rename(RUN, NEW)
+    os.unlink(links / "last")
+    with root.decisions.reading(RUN, 1), pytest.raises(InUse, match="being read"):
+        renaming.rename(RUN, NEW)
+    renaming.is_alone = False
+    with pytest.raises(InvalidRequest, match="several daemons"):
+        renaming.rename(RUN, NEW)
+    assert root.stands() and root.listed() and not root.tier.list(NEW)
+
+
+def test_storage_without_second_names_is_refused(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing behind that a start would not remove."""
+    monkeypatch.setattr(root.tier._tier, "link", lambda source, target: False)
+    with pytest.raises(InvalidRequest, match="hard links"):
+        root.decisions.renaming.rename(RUN, NEW)
+    assert root.stands() and root.listed() and not root.tier.list(NEW)
+    root.decisions.renaming.recover()
+    assert not root.tier.list(naming.RENAMING)
+
+
+def test_ranks_of_neither_run_are_here() -> None:
+    """A run is renamed once its ranks have gone, and not to the name of one that trains."""
+    with saver_world(MemoryTier()) as world:
+        (rank,) = world.launch(1)
+        rank.save(1)
+        assert rank.wait(1).state == "committed"
+        world.checked()
+        assert world.decisions.recorded(30)
+        renaming: RunRenaming = world.decisions.renaming
+        with pytest.raises(InUse, match="connected"):
+            rename_run(renaming, world.saver, world.arena, RUN, NEW)
+        rank.leave()
+        with pytest.raises(AlreadyCommitted):
+            rename_run(renaming, world.saver, world.arena, RUN, RUN)
+        assert world.committed() == [1]
+        assert rename_run(renaming, world.saver, world.arena, RUN, NEW, dry_run=True).name == RUN

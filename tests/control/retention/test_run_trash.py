@@ -1,0 +1,301 @@
+"""Deleting a run and bringing it back: whole at every moment, whatever is killed, and refused where something holds it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InUse, NoSuchResource, NoSuchRun, Pinned
+from holdfast_formats.naming import CheckpointId
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.saving.run_deletion import delete_run
+from holdfast_service.storage import PosixTier
+from tests.control.retention.conftest import STEPS
+from tests.daemon.saver_world import RUN, saver_world
+from tests.databases import sqlite_url
+
+_CHANGES = ("put", "replace", "publish", "remove_file", "remove_tree", "sync_directory")
+
+
+class Killed(BaseException):
+    """The process is killed here: nothing is caught, and nothing goes on."""
+
+
+class MortalTier:
+    """A tier, whose process is killed before (odd) or after (even) one of its changes."""
+
+    def __init__(self, tier: PosixTier) -> None:
+        self._tier, self.kill_at, self._seen = tier, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._tier, name)
+        if name not in _CHANGES:
+            return act
+
+        def change(*arguments: Any) -> Any:
+            self._seen += 1
+            if self.kill_at == 2 * self._seen - 1:
+                raise Killed
+            found = act(*arguments)
+            if self.kill_at == 2 * self._seen:
+                raise Killed
+            return found
+
+        return change
+
+    def mortal(self, at: int) -> None:
+        self.kill_at, self._seen = at, 0
+
+
+class Root(NamedTuple):
+    """A root with its decisions, as one daemon has them."""
+
+    tier: MortalTier
+    decisions: Decisions
+
+    @property
+    def trash(self) -> RunTrash:
+        return self.decisions.trash
+
+    def stands(self, directory: str = RUN) -> bool:
+        """Whether the run is there, with all its checkpoints sound; fails on a part of it."""
+        names = self.tier.list(f"{directory}/{naming.CHECKPOINTS}")
+        for name in names:
+            verify(self.tier._tier, f"{directory}/{naming.CHECKPOINTS}/{name}")
+        assert names in ([], [naming.step_directory(step) for step in STEPS])
+        return bool(names)
+
+    def listed(self) -> bool:
+        assert self.decisions.recorded(30)
+        try:
+            known = self.decisions.rotation.file(RUN)
+        except NoSuchRun:
+            assert self.decisions.attempts.newest(RUN) == 0
+            return False
+        return known is not None
+
+
+@contextmanager
+def opened(at: Path) -> Iterator[Root]:
+    """A daemon's start on this root, and its end."""
+    tier = MortalTier(PosixTier(at / "root"))
+    catalog = Catalog.open(sqlite_url(str(at / "catalog.sqlite")))
+    decisions = Decisions(tier, catalog, None)  # type: ignore[arg-type]
+    decisions.recover()
+    assert decisions.recorded(30)
+    try:
+        yield Root(tier, decisions)
+    finally:
+        tier.mortal(0)
+        decisions.close()
+        catalog.close()
+
+
+@pytest.fixture
+def root(at: Path) -> Iterator[Root]:
+    with opened(at) as made:
+        yield made
+
+
+def test_a_deleted_run_is_nowhere_but_in_the_trash(root: Root) -> None:
+    """And comes back as it was, to be read back again; its attempts' numbers are given to nobody else."""
+    told: list[Any] = []
+    root.trash.restored = told.extend
+    assert root.trash.delete(RUN, dry_run=True).checkpoints == 2 and root.listed()
+    made = root.trash.delete(RUN)
+    assert (made.run, made.checkpoints, made.newest, made.attempt) == (RUN, 2, 2, 1) and made.bytes > 0 and made.expires
+    assert not root.stands() and not root.listed() and root.stands(f"{naming.RUN_TRASH}/{made.entry}")
+    assert [one.entry for one in root.trash.entries()] == [made.entry] and root.trash.seen().bytes == made.bytes
+    assert root.decisions.standing.launch(RUN, 2) is None
+    with pytest.raises(NoSuchRun):
+        root.trash.delete(RUN)
+    root.trash.undelete(RUN)
+    assert root.stands() and root.listed() and root.trash.entries() == []
+    assert naming.DELETED_FILE not in root.tier.list(RUN)
+    assert told == [CheckpointId(RUN, step) for step in STEPS] and root.decisions.attempts.newest(RUN) == 1
+    assert root.decisions.hello(RUN, "another", 1, None) == 2
+    with pytest.raises(NoSuchResource, match="holds no run"):
+        root.trash.undelete(RUN)
+    kinds = [event.kind for event in root.decisions.events.after(0, 100, RUN)]
+    assert [kind for kind in kinds if "delete" in kind] == ["run-deleted", "run-undeleted"]
+
+
+def test_a_run_of_the_same_name_is_another_one(root: Root) -> None:
+    """It is not taken for the deleted one by a restart, and is in the way of bringing that one back."""
+    first = root.trash.delete(RUN)
+    assert root.decisions.hello(RUN, "another", 1, None) == 1
+    root.trash.recover()
+    assert root.decisions.attempts.newest(RUN) == 1
+    with pytest.raises(InUse, match="another run"):
+        root.trash.undelete(RUN)
+    assert root.decisions.recorded(30)
+    second = root.trash.delete(RUN)
+    assert second.checkpoints == 0
+    root.trash.undelete(RUN, first.entry)
+    assert root.stands() and root.listed()
+
+
+@pytest.mark.parametrize("act", ["delete", "undelete", "empty"])
+def test_killed_at_every_step(at: Path, act: str) -> None:
+    """The next start finds the run whole where it was, or whole where it was to go, and says so everywhere."""
+
+    def do(root: Root) -> None:
+        step: Callable[[str], object] = getattr(root.trash, act)
+        step(RUN)
+
+    if act != "delete":
+        with opened(at) as root:
+            root.trash.delete(RUN)
+    ended: set[bool] = set()
+    for kill_at in count(1):
+        trial = at / f"trial-{kill_at}"
+        shutil.copytree(at / "root", trial / "root", symlinks=True)
+        with opened(trial) as root:
+            root.tier.mortal(kill_at)
+            survived = False
+            with suppress(Killed):
+                do(root)
+                survived = True
+        with opened(trial) as root:
+            entries = root.trash.entries()
+            stands = root.stands()
+            assert root.listed() == stands and stands + len(entries) == (0 if act == "empty" and not entries else 1)
+            assert all(root.stands(f"{naming.RUN_TRASH}/{one.entry}") for one in entries)
+            assert not stands or naming.DELETED_FILE not in root.tier.list(RUN)
+            root.trash.expire()
+            kept = {one.entry for one in root.trash.entries()}
+            assert set(root.tier.list(naming.RUN_TRASH)) == kept, "the rest of what was removed for good is freed"
+            ended.add(bool(entries))
+            if entries:
+                root.trash.undelete(RUN)
+                assert root.stands() and root.listed() and root.decisions.attempts.newest(RUN) >= 1
+        if survived:
+            break
+        assert kill_at < 40, "it takes more steps than this test looks at"
+    assert ended == {True, False}, "no step was one that decides"
+
+
+def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
+    """Pins, links, readers, and files that are not ours; nothing is moved."""
+    rotation = root.decisions.rotation
+    rotation.mark(RUN, 2, lambda file: run_files.pinned(file, 2))
+    with pytest.raises(Pinned, match="pinned or labelled: 2"):
+        root.trash.delete(RUN)
+    assert root.trash.delete(RUN, marked=True, dry_run=True).checkpoints == 2
+    rotation.unmark(RUN, lambda file: run_files.unpinned(file, 2))
+    links = at / "links"
+    links.mkdir()
+    (links / "last").symlink_to(at / "root" / naming.checkpoint_path(RUN, 1))
+    root.decisions.watch_links(RUN, str(links))
+    with pytest.raises(Pinned, match="last"):
+        root.trash.delete(RUN, marked=True)
+    (links / "last").unlink()
+    with root.decisions.reading(RUN, 1), pytest.raises(InUse, match="being read: 1"):
+        root.trash.delete(RUN)
+    for foreign in (f"{RUN}/mine", f"{RUN}/{naming.CHECKPOINTS}/mine", f"{naming.checkpoint_path(RUN, 1)}/mine"):
+        (at / "root" / foreign).write_text("mine")
+        with pytest.raises(InUse, match=r"did not write.*mine"):
+            root.trash.delete(RUN)
+        (at / "root" / foreign).unlink()
+    assert root.stands() and root.listed() and root.trash.entries() == []
+    (at / "root" / RUN / ".run.json.new").write_text("{")  # a crash left it
+    with root.decisions.checking(RUN, 1):  # a check finds out by itself that what it reads is gone
+        root.trash.delete(RUN)
+
+
+def test_the_trash_is_emptied_in_time_and_for_room(root: Root) -> None:
+    """After so many days; the oldest first where the disk is full; and never, where that was said."""
+    made = root.trash.delete(RUN)
+    assert root.trash.expire() == []
+    root.trash.days = None
+    assert root.trash.seen().items[0].expires is None and root.trash.expire() == []
+    root.trash.days = 3
+    now = root.trash._clock()
+    root.trash._clock = lambda: now + 3 * DAY_S + 60
+    assert root.trash.expire() == [made.entry] and root.tier.list(naming.RUN_TRASH) == []
+    with pytest.raises(NoSuchResource):
+        root.trash.empty(RUN)
+    events = root.decisions.events.after(0, 100, RUN, "run-purged")
+    assert ["3 days ago" in event.text for event in events] == [True]
+
+
+def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything that somebody keeps goes, and only as far as needed; it is told for whom."""
+    tier = PosixTier(at / "root")
+    with saver_world(tier) as world:
+        world.decisions.recover()
+        trash = world.decisions.trash
+        for _ in range(2):
+            (rank,) = world.launch(1)
+            rank.save(5)
+            assert rank.wait(5).state == "committed"
+            world.checked()
+            assert world.decisions.recorded(30)
+            rank.leave()
+            delete_run(trash, world.saver, world.arena, RUN)
+        newest, oldest = trash.entries()
+        monkeypatch.setattr(tier, "free_bytes", lambda: 0 if len(trash.entries()) > 1 else 10**9)
+        (rank,) = world.launch(1)
+        rank.save(6)
+        assert rank.wait(6).state == "committed"
+        assert [one.entry for one in trash.entries()] == [newest.entry]
+        (event,) = world.decisions.events.after(0, 100, RUN, "run-purged")
+        assert f"no room for {RUN}@6" in event.text and event.level == "warning" and event.detail["entry"] == oldest.entry
+        rank.leave()
+
+
+def test_what_is_not_ours_in_the_trash_is_left_alone(root: Root, at: Path) -> None:
+    """Neither listed, nor removed, nor brought back."""
+    there = at / "root" / naming.RUN_TRASH
+    for name in ("mine", f"{RUN}@12", "other@5", f"{RUN}@x"):
+        (there / name).mkdir(parents=True)
+    (there / "other@5" / naming.DELETED_FILE).write_text("{")
+    made = root.trash.delete(RUN)
+    root.trash._clock = lambda: 10**11
+    assert [one.entry for one in root.trash.entries()] == [made.entry]
+    assert root.trash.expire() == [made.entry]
+    assert sorted(path.name for path in there.iterdir()) == ["mine", "other@5", f"{RUN}@12", f"{RUN}@x"]
+
+
+def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
+    """Nor one that is being saved; the in-memory checkpoint of one whose ranks have gone is dropped."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        rank.save(1)
+        assert rank.wait(1).state == "committed"
+        world.checked()
+        assert world.decisions.recorded(30)
+        trash = world.decisions.trash
+        for dry_run in (True, False):
+            with pytest.raises(InUse, match="connected"):
+                delete_run(trash, world.saver, world.arena, RUN, dry_run=dry_run)
+        assert world.committed() == [1]
+        rank.leave()
+        made = delete_run(trash, world.saver, world.arena, RUN)
+        assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.lives() == {}
+        assert world.committed() == [] and [one.entry for one in trash.entries()] == [made.entry]
+
+
+def test_names_in_the_trash() -> None:
+    for run, ms in (("a", 0), ("a.b-c_9", 1_900_000_000_000)):
+        entry = naming.trash_entry(run, ms)
+        assert naming.parse_trash_entry(entry) == (run, ms)
+        assert (
+            naming.is_purged_entry(naming.purged_entry(entry))
+            and naming.parse_trash_entry(naming.purged_entry(entry)) is None
+        )
+    for name in ("", "a", "@1", "a@", "a@b", "../x@1", "a@1@2@"):
+        assert naming.parse_trash_entry(name) is None
+    with pytest.raises(CheckpointError):
+        naming.trash_entry("../x", 1)
