@@ -101,7 +101,9 @@ class Commands(LazyGroup):
         ),
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
-        "token": _entry("token", "Create, list and revoke the tokens that the service requires.", "app"),
+        "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
+        "whoami": _entry("access.whoami", "Show who the service takes you for, and what you may do."),
+        "audit": _entry("access.audit", "Show who did what: every change, and every refused request, newest first."),
         "programs": _entry(
             "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
         ),

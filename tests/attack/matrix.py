@@ -55,6 +55,8 @@ PUT    /v1/ranks/{rank_id}/choices/{turn}/end                    write rank json
 GET    /v1/tokens                                                admin all
 POST   /v1/tokens                                                admin all  json
 DELETE /v1/tokens/{name}                                         admin all
+GET    /v1/whoami                                                read  none
+GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
 GET    /v1/nodes                                                 read  seen
 DELETE /v1/nodes/{name}                                          admin all
@@ -94,6 +96,7 @@ POST   /import                                                   write seen form
 GET    /jobs/{job_id}                                            read  seen
 POST   /jobs/{job_id}/cancel                                     write seen form
 GET    /events                                                   read  seen
+GET    /audit                                                    read  seen
 GET    /tokens                                                   admin all
 POST   /tokens                                                   admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form

@@ -21,6 +21,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
 
+AGENT = "holdfast/1"  # by which the service's audit log tells our client from others
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
@@ -75,7 +76,7 @@ class Api(JobsApi):
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
-            headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
+            headers={"User-Agent": AGENT} | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
             trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon
         )

@@ -14,7 +14,9 @@ from holdfast_service.api.content.stall_limit import StallLimit
 from holdfast_service.api.door import needs
 from holdfast_service.api.door.content_policy import ContentPolicy
 from holdfast_service.api.door.middleware import Doors
+from holdfast_service.api.door.trail import Trail
 from holdfast_service.api.routes import (
+    access,
     comparisons,
     events,
     files,
@@ -57,6 +59,7 @@ _TAGS = [
     {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
     {"name": "events", "description": "Events, as a live stream or in pages"},
     {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
+    {"name": "access", "description": "Who asks, who did what, and how much a team may store"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},
 ]
 
@@ -73,6 +76,7 @@ ROOMS = (
     uploads,
     tokens,
     links,
+    access,
     nodes,
     operations,
     upkeep,
@@ -99,6 +103,8 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.state.behind_tls = services.door.tls
+    app.state.logout = services.door.logins.logout if services.door.logins is not None else None
+    app.state.trail = Trail(services.audit)
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
     app.state.requests = Requests()
@@ -112,7 +118,7 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)
     # The last one added is the outermost. What is turned away at the door is measured as well.
-    app.add_middleware(Doors, services.door, services.tokens, services.refusals)
+    app.add_middleware(Doors, services.door, services.tokens, services.refusals, app.state.trail)
     app.add_middleware(Observed, app.state.requests)
     app.add_middleware(ContentPolicy)
     return app

@@ -16,6 +16,7 @@ from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.refusals import Refusals
+from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
@@ -70,6 +71,12 @@ class Services:
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
+    audit_days: int = DAYS
+
+    @cached_property
+    def audit(self) -> Audit:
+        """Who did what. Whoever ends the service closes it."""
+        return Audit(self.catalog.database, self.node().name, utc_now, self.audit_days)
 
     @cached_property
     def tokens(self) -> Tokens:

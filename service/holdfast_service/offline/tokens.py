@@ -22,6 +22,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Token, TokenRequest
 from holdfast_formats.whereabouts import check_root_place
 from holdfast_service.config import ROOT, catalog_url, default_node
+from holdfast_service.control.access import audit
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
@@ -53,9 +54,12 @@ def _done(given: argparse.Namespace) -> Any:
         ownership.check(database, known(root), root)
         tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
         if given.what == "create":
-            return tokens.create(_wanted(given)).model_dump()
+            made = tokens.create(_wanted(given)).model_dump()
+            audit.offline(database, default_node(), "token-created", target=given.name)
+            return made
         if given.what == "revoke":
             tokens.revoke(given.name)
+            audit.offline(database, default_node(), "token-revoked", target=given.name)
             return {"name": given.name, "revoked": True}
         return [token.model_dump() for token in _all(tokens)]
     finally:

@@ -256,6 +256,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         runner=node.runner,
         lives=lambda: control.decisions.lives(saver.lives()),
         door=door,
+        audit_days=config.audit_days,
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,

@@ -21,13 +21,14 @@ from sqlalchemy import or_, select
 from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import By, Grant
 from holdfast_formats.rest.operations import NewToken, Scope, Token, TokenRequest
 from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import TokenRow
-from holdfast_service.control.database.visible import ALL, matches
+from holdfast_service.control.database.visible import ALL, joined, matches
 
 PREFIX = "hf_"
 SECRET_BYTES = 32
@@ -52,6 +53,9 @@ class Principal(NamedTuple):
     runs: str = ALL
     token: int | None = None  # by which it was let in
     known: bool = True  # it has said who it is, or stands where nobody needs to
+    by: By = "token"
+    expires: str | None = None
+    grants: tuple[Grant, ...] = ()  # of a person: what each group gives; `scope` and `runs` are what counts in a request
 
     def sees(self, run: str) -> bool:
         return matches(self.runs, run)
@@ -59,6 +63,34 @@ class Principal(NamedTuple):
     @property
     def sees_all(self) -> bool:
         return self.runs == ALL
+
+    @property
+    def granted(self) -> tuple[Grant, ...]:
+        """Everything that it may, in whatever request."""
+        return self.grants or (Grant(scope=self.scope, runs=self.runs),)
+
+    def allows(self, scope: Scope, run: str | None) -> bool:
+        """Whether some request of it may do what needs this scope, about this run or, with None, about all of them."""
+        return any(
+            _rank(one.scope) >= _rank(scope) and (one.runs == ALL if run is None else matches(one.runs, run))
+            for one in self.granted
+        )
+
+    def for_request(self, needed: Scope, runs: Collection[str | None]) -> Principal:
+        """As it counts in one request, about these runs (None: all): never more than its grants give together.
+
+        Where they differ, its scope is the largest that some of them give for all of these runs, else the smallest that is
+        enough; its runs are those of all grants of that scope or a larger one.
+        """
+        if len(self.grants) < 2:
+            return self
+        enough = [one for one in self.grants if _rank(one.scope) >= _rank(needed)]
+        if not enough:
+            return self  # its largest scope is not sufficient, and is told so
+        fit = [one for one in enough if all(one.runs == ALL if run is None else matches(one.runs, run) for run in runs)]
+        ranks = [_rank(one.scope) for one in (fit if runs else enough)] or [_rank(one.scope) for one in enough]
+        scope = _SCOPES[max(ranks) if runs and fit else min(ranks)]
+        return self._replace(scope=scope, runs=joined(one.runs for one in enough if _rank(one.scope) >= _rank(scope)))
 
     @property
     def tenant(self) -> str:
@@ -84,7 +116,7 @@ class Principal(NamedTuple):
             raise Forbidden(f"the token {self.name} is for the runs {self.runs!r}, not for {what}", hint="use another token")
 
 
-OWNER = Principal("the owner", "admin")
+OWNER = Principal("the owner", "admin", by="owner")
 
 
 class Tokens:
@@ -101,10 +133,7 @@ class Tokens:
         """Create a token; its text is only in this answer. `InvalidRequest` for a used name or an invalid run
         pattern.
         """
-        if _RUNS.fullmatch(wanted.runs) is None:
-            raise InvalidRequest(
-                f"{wanted.runs!r} is not a valid pattern of runs", hint="give a run's name, a prefix ending in *, or *"
-            )
+        check_pattern(wanted.runs)
         if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
             raise InvalidRequest(
                 f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="leave it out for a token that never expires"
@@ -186,8 +215,8 @@ class Tokens:
                 raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
-            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
-            expires = row.expires
+            found = Principal(row.name, _scope(row.scope), row.runs, row.id, expires=row.expires)
+            token_id, used, expires = row.id, row.used, row.expires
         if used is None or moments.later(used, USED_EVERY_S) <= now:
             self._note_use(token_id, now)
         return found, expires
@@ -232,6 +261,26 @@ def well_formed(text: str) -> bool:
 
 def _in_force(now: str):  # type: ignore[no-untyped-def]
     return TokenRow.revoked.is_(None), or_(TokenRow.expires.is_(None), TokenRow.expires > now)
+
+
+def _rank(scope: Scope) -> int:
+    return _SCOPES.index(scope)
+
+
+def check_pattern(runs: str) -> str:
+    """The pattern; `InvalidRequest` if it is none."""
+    if _RUNS.fullmatch(runs) is None:
+        raise InvalidRequest(
+            f"{runs!r} is not a valid pattern of runs", hint="give a run's name, a prefix ending in *, or *"
+        )
+    return runs
+
+
+def of_person(name: str, grants: Collection[Grant]) -> Principal:
+    """Somebody whom a proxy has let in, with what their groups give; at least one."""
+    largest = max(grants, key=lambda one: _rank(one.scope))
+    every = tuple(sorted(set(grants), key=lambda one: (-_rank(one.scope), one.runs)))
+    return Principal(name, largest.scope, joined(one.runs for one in every), by="login", grants=every)
 
 
 def _scope(text: str) -> Scope:

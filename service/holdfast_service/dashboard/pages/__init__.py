@@ -6,6 +6,7 @@ from holdfast_service.dashboard import static
 
 from . import (
     actions,
+    audit,
     checkpoint,
     compare,
     events,
@@ -38,6 +39,7 @@ for _page in (
     importing,
     jobs,
     events,
+    audit,
     tokens,
     reference,
     sign_in,

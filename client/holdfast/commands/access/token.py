@@ -1,4 +1,4 @@
-"""`holdfast token`: create, list and revoke API tokens."""
+"""`holdfast token`: create, rotate, list and revoke API tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Token, TokenRequest
 
-app = typer.Typer(help="Create, list and revoke the tokens that the service requires.", no_args_is_help=True)
+app = typer.Typer(help="Create, rotate, list and revoke the tokens that the service requires.", no_args_is_help=True)
 Root = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help="Use the catalog of this directory; no service needs to run.")
 ]
