@@ -102,6 +102,7 @@ class Commands(LazyGroup):
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
         "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
+        "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),
         "whoami": _entry("access.whoami", "Show who the service takes you for, and what you may do."),
         "audit": _entry("access.audit", "Show who did what: every change, and every refused request, newest first."),
         "programs": _entry(

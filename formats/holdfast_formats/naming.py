@@ -22,6 +22,7 @@ DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be 
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
 CLAIMS = ".holdfast.claims"  # the attempts that the daemons of several nodes have given out
 ROOT_FILE = ".holdfast.root"  # the root's id
+QUOTAS = ".holdfast.quotas.json"  # how much the runs of each team may hold together
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1

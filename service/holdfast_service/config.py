@@ -329,9 +329,7 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="believe the headers of a login proxy, such as oauth2-proxy, as this JSON file says (default: none)",
     )
-    parser.add_argument(
-        "--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})"
-    )
+    parser.add_argument("--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})")
     parser.add_argument(
         "--socket-group", metavar="GROUP", help="members of this group may use --socket, too (default: only this user)"
     )

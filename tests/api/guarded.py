@@ -36,7 +36,9 @@ class Guarded:
         headers = dict(parts.pop("headers", {}))  # type: ignore[call-overload]
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        return httpx.request(method, self.running.url + path, headers=headers, trust_env=False, timeout=30, verify=_NO_TLS, **parts)  # type: ignore[arg-type]
+        return httpx.request(
+            method, self.running.url + path, headers=headers, trust_env=False, timeout=30, verify=_NO_TLS, **parts
+        )  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -54,7 +54,11 @@ PUT    /v1/ranks/{rank_id}/choices/{turn}                        write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}/end                    write rank json
 GET    /v1/tokens                                                admin all
 POST   /v1/tokens                                                admin all  json
+POST   /v1/tokens/{name}/rotate                                  admin all  json
 DELETE /v1/tokens/{name}                                         admin all
+GET    /v1/quotas                                                read  seen
+PUT    /v1/quotas/{name}                                         admin all  json
+DELETE /v1/quotas/{name}                                         admin all
 GET    /v1/whoami                                                read  none
 GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
@@ -99,6 +103,7 @@ GET    /events                                                   read  seen
 GET    /audit                                                    read  seen
 GET    /tokens                                                   admin all
 POST   /tokens                                                   admin all  form
+POST   /tokens/{name}/rotate                                     admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form
 GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
@@ -133,7 +138,7 @@ class Route(NamedTuple):
         filled = self.path.format(
             run=run,
             step=GONE if removes else STEP,
-            name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
+            name="base.css" if "static" in self.path else "nobody" if "token" in self.path or "quota" in self.path else "state.json",
             label="good",
             rank_id=RANKS[run] if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,
@@ -176,6 +181,8 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/ranks/{rank_id}/choices/{turn}": _json({"step": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}/end": _json({"step": 5}),
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have
+    "/v1/tokens/{name}/rotate": _json({}),
+    "/v1/quotas/{name}": _json({"quota_bytes": 2**60}),
     "/v1/jobs": _json(lambda run: {"kind": "verify", "run": run, "step": GONE}),
 }
 ROUTES = tuple(Route(*line.split()) for line in _TABLE.strip().splitlines())

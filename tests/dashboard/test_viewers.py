@@ -102,11 +102,7 @@ def test_nothing_is_offered_that_would_be_refused(door: Guarded, scope: str, run
     wanted |= {"scrub"} if (scope, runs) == ("write", "*") else {"scrub", "export"} if "/import" in may else set()
     assert kinds == wanted
     shown = {link for link in LINKS if link in links}
-    assert shown == {
-        link
-        for link, needs in LINKS.items()
-        if scope == "admin" and (runs == "*" or needs in ("some", "run"))
-    }
+    assert shown == {link for link, needs in LINKS.items() if scope == "admin" and (runs == "*" or needs in ("some", "run"))}
     assert all(f"signed in as {name} {scope}" in text for text in texts.values())
 
 

@@ -16,6 +16,7 @@ from holdfast import config
 from holdfast.rest import owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
+from holdfast.rest.patience import Patient
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
@@ -72,10 +73,11 @@ class Api(JobsApi):
         own = owner_token.OwnersToken(self.url) if shown is None else None
         if own is not None and not own.found:
             shown = config.given_token()
+        limits = httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S)
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
+            transport=Patient(httpx.HTTPTransport(limits=limits, trust_env=False)),
             headers={"User-Agent": AGENT} | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
             trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon

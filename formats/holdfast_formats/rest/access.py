@@ -83,3 +83,18 @@ class Whoami(BaseModel):
     grants: list[Grant] = Field(default_factory=list, description="of a person: what each of their groups gives")
     expires: str | None = Field(default=None, description="when the token expires")
     address: str = Field(description="where the request came from, as the service sees it")
+
+
+class QuotaRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    quota_bytes: int = Field(ge=1, le=2**62, description="bytes that all runs of the pattern may hold together")
+
+
+class Quota(BaseModel):
+    """How much the runs of a team may hold together, and how much they do."""
+
+    pattern: str
+    quota_bytes: int
+    used_bytes: int
+    runs: int = Field(description="number of runs of the pattern with a checkpoint")

@@ -27,6 +27,7 @@ from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import PosixStore, Store, Tier
 
@@ -77,6 +78,10 @@ class Services:
     def audit(self) -> Audit:
         """Who did what. Whoever ends the service closes it."""
         return Audit(self.catalog.database, self.node().name, utc_now, self.audit_days)
+
+    @cached_property
+    def team_quotas(self) -> TeamQuotas:
+        return TeamQuotas(self.tier, self.catalog.database)
 
     @cached_property
     def tokens(self) -> Tokens:

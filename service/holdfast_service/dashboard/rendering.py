@@ -82,7 +82,13 @@ def environment() -> Environment:
         "prose": words.prose,
         "part": lambda text: quote(str(text), safe=""),
     }
-    made.globals |= {"static": address, "link": link, "may_stop": may_stop, "bytes_text": words.bytes_text, "seconds_text": words.seconds_text}
+    made.globals |= {
+        "static": address,
+        "link": link,
+        "may_stop": may_stop,
+        "bytes_text": words.bytes_text,
+        "seconds_text": words.seconds_text,
+    }
     return made
 
 
@@ -97,7 +103,7 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     said = SAID.get(request.query_params.get("said", ""))
     viewer = viewer_of(request)
     in_proxy = viewer is not None and viewer.by == "login"
-    signed_in = request.app.state.logout is not None if in_proxy else COOKIE in request.cookies
+    signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
     shown = {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": _may(viewer)}
     return HTMLResponse(environment().get_template(template).render(**shown, **values), status, HEADERS)
 

@@ -43,7 +43,9 @@ def world(catalog: Catalog) -> Iterator[World]:
 def test_an_entry_is_there_as_soon_as_it_is_asked_for(world: World) -> None:
     """With everything that was said of it, and with any text that somebody may have sent."""
     world.audit.add(ACT)
-    world.audit.add(ACT._replace(kind="other", who="x\0\ud800" * 99, path="/" + "é" * 999, run="../etc", step=-1, target="\0"))
+    world.audit.add(
+        ACT._replace(kind="other", who="x\0\ud800" * 99, path="/" + "é" * 999, run="../etc", step=-1, target="\0")
+    )
     odd, plain = world.audit.page(Wanted(), None, 10).items
     assert (plain.at, plain.node, plain.who, plain.run, plain.step, plain.status) == (NOW, "node-1", "ci", "r", 5, 204)
     assert (odd.run, odd.step, odd.target, len(odd.who), len(odd.path)) == (None, None, "\\x00", 128, 200)

@@ -29,7 +29,9 @@ SECRET_CHARS_MIN = 32
 FILE_BYTES_MAX = 2**20
 NAME_CHARS_MAX = 128
 GROUPS_MAX = 1000  # of one person
-_EXAMPLE = '{"proxies": ["10.0.0.5"], "secret_file": "proxy.secret", "groups": {"team-a": {"scope": "write", "runs": "a-*"}}}'
+_EXAMPLE = (
+    '{"proxies": ["10.0.0.5"], "secret_file": "proxy.secret", "groups": {"team-a": {"scope": "write", "runs": "a-*"}}}'
+)
 
 
 class LoginsFile(BaseModel):

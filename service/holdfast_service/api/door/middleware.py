@@ -22,9 +22,10 @@ import anyio.to_thread
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
+from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, TooManyRequests, Unauthenticated
 from holdfast_service.api.door import bodies, connections, heads, scopes
 from holdfast_service.api.door.lasting import Lasting
+from holdfast_service.api.door.limits import Limiter
 from holdfast_service.api.door.logins import Logins
 from holdfast_service.api.door.places import NOBODY, Places, RequestPeer, asked_by, asking
 from holdfast_service.api.door.refusals import Refusals
@@ -63,6 +64,7 @@ class Doors:
         self._app, self._policy, self._tokens, self._refusals, self._trail = app, policy, tokens, refusals, trail
         self._threads = anyio.CapacityLimiter(THREADS_MAX)
         self._lasting = Lasting(tokens.in_force)
+        self._limiter = Limiter()
         self._places = Places(lambda: connections.connections_max())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +78,9 @@ class Doors:
                 headers = heads.read(scope)
                 principal = await self._admit(scope, headers, noted)
                 self._seat(held, principal, scope)
+                if not noted.inside:  # what a page asks for is its own affair
+                    self._limiter.admit(principal, scope["path"])
+                    send = self._limiter.counting(principal, scope["path"], send)
                 answer = partial(self._answer, headers, principal, noted)
                 if principal.token is None:
                     await answer(scope, receive, send)
@@ -124,7 +129,7 @@ class Doors:
         method, path = scope["method"], scope["path"]
         login = self._policy.logins.read(headers, _peer(scope)) if self._policy.logins is not None else None
         if scopes.is_open(method, path) or (path == scopes.METRICS and self._policy.metrics_open and method in scopes.SAFE):
-            noted.principal = principal = await self._prober(headers)
+            noted.principal = principal = await self._prober(headers, _peer(scope))
             if principal in (PROBE, ANYBODY):
                 self._check_host(headers)
             return principal
@@ -136,7 +141,7 @@ class Doors:
         if bearer is None and login is not None:
             principal = login
         elif shown is not None:
-            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, limiter=self._threads)
+            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, _peer(scope), limiter=self._threads)
         elif self._policy.tokens:
             raise missing()
         else:
@@ -148,12 +153,12 @@ class Doors:
         scopes.check(principal, method, path, scope["query_string"])
         return principal
 
-    async def _prober(self, headers: dict[str, str]) -> Principal:
+    async def _prober(self, headers: dict[str, str], peer: str) -> Principal:
         """Who looks after the service's health: anybody may, and hears no more than that of it without a good token."""
         bearer = heads.bearer(headers.get("authorization", ""))
         try:
             if bearer is not None:
-                return await anyio.to_thread.run_sync(self._tokens.verify, bearer, limiter=self._threads)
+                return await anyio.to_thread.run_sync(self._tokens.verify, bearer, peer, limiter=self._threads)
             if not self._policy.tokens:
                 return ANYBODY
         except CheckpointError as error:
@@ -193,7 +198,8 @@ class Doors:
             wanted = scope["path"] if scope["path"] != "/" else ""
             return RedirectResponse("/login" + (f"?next={quote(wanted, safe='')}" if wanted else ""), 303)
         # What is left of a body is nobody's to wait for.
-        return problem_response(error, headers={"Connection": "close", **(CHALLENGE if refused else {})})
+        wait = {"Retry-After": str(error.members["retry_after_s"])} if isinstance(error, TooManyRequests) else {}
+        return problem_response(error, headers={"Connection": "close", **(CHALLENGE if refused else {}), **wait})
 
 
 class _Asked(NamedTuple):

@@ -74,10 +74,8 @@ class Trail:
 class Footprint:
     """What is known of one request when it has been answered."""
 
-    def __init__(
-        self, scope: Scope, send: Send, request_id: str, inside: bool, ended: Callable[[Footprint], None]
-    ) -> None:
-        self._scope, self._send, self._inside, self._ended = scope, send, inside, ended
+    def __init__(self, scope: Scope, send: Send, request_id: str, inside: bool, ended: Callable[[Footprint], None]) -> None:
+        self._scope, self._send, self.inside, self._ended = scope, send, inside, ended
         self._open = True
         self.id = request_id
         self.method, self.path = str(scope["method"]), str(scope["path"])
@@ -159,7 +157,7 @@ class Footprint:
         return self.principal.by
 
     def _via(self) -> Via:
-        if self._inside:
+        if self.inside:
             return "dashboard"
         agent: bytes = next((value for name, value in self._scope["headers"] if name == b"user-agent"), b"")
         return "client" if agent.startswith(CLIENT) else "http"

@@ -22,7 +22,7 @@ from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import By, Grant
-from holdfast_formats.rest.operations import NewToken, Scope, Token, TokenRequest
+from holdfast_formats.rest.operations import NewToken, RotationRequest, Scope, Token, TokenRequest
 from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
@@ -55,6 +55,8 @@ class Principal(NamedTuple):
     known: bool = True  # it has said who it is, or stands where nobody needs to
     by: By = "token"
     expires: str | None = None
+    requests_per_s: int | None = None
+    bytes_per_s: int | None = None
     grants: tuple[Grant, ...] = ()  # of a person: what each group gives; `scope` and `runs` are what counts in a request
 
     def sees(self, run: str) -> bool:
@@ -134,10 +136,7 @@ class Tokens:
         pattern.
         """
         check_pattern(wanted.runs)
-        if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
-            raise InvalidRequest(
-                f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="leave it out for a token that never expires"
-            )
+        _check_expiry(wanted.expires_s)
         text, now = make_text(), self._now()
         with self._database.write() as session:
             active = select(TokenRow.id).where(TokenRow.name == wanted.name, *_in_force(now)).limit(1)
@@ -152,6 +151,8 @@ class Tokens:
                 runs=wanted.runs,
                 created=now,
                 expires=None if wanted.expires_s is None else moments.later(now, wanted.expires_s),
+                requests_per_s=wanted.requests_per_s,
+                bytes_per_s=wanted.bytes_per_s,
             )
             session.add(made)
             session.flush()
@@ -170,20 +171,50 @@ class Tokens:
         return page("token", found, limit, lambda token: token.id)
 
     def revoke(self, name: str) -> None:
-        """Revoke the token of this name; safe to repeat. `NoSuchResource` if it does not exist."""
+        """Revoke the token of this name, with every secret that it has; safe to repeat. `NoSuchResource` if it does not
+        exist.
+        """
         with self._database.write() as session:
-            row = session.scalar(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc()).limit(1))
-            if row is None:
+            rows = list(session.scalars(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc())))
+            if not rows:
                 raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
-            if row.revoked is not None:
-                return
-            row.revoked = self._now()
+            ended = [row for row in rows if row.revoked is None]
+            for row in ended:
+                row.revoked = self._now()
             self._seen.clear()
-            token = Token.model_validate(row, from_attributes=True)
-        self._tell(token, "revoked")
+            token = Token.model_validate(rows[0], from_attributes=True)
+        if ended:
+            self._tell(token, "revoked")
 
-    def verify(self, text: str) -> Principal:
-        """Whose token or session this is; `Unauthenticated` if it is unknown or no longer valid.
+    def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
+        """Give the token of this name a new secret; the old one ends after the grace, or when it would have anyway.
+
+        `NoSuchResource` if no token of this name is in force.
+        """
+        _check_expiry(wanted.expires_s)
+        text, now = make_text(), self._now()
+        end = moments.later(now, wanted.grace_s)
+        with self._database.write() as session:
+            asked = select(TokenRow).where(TokenRow.name == name, *_in_force(now)).order_by(TokenRow.id.desc())
+            rows = list(session.scalars(asked))
+            if not rows:
+                raise NoSuchResource(f"no token named {name!r} is in force", hint="`holdfast token create` makes one")
+            before = rows[0]
+            made = TokenRow(name=name, digest=digest(text), scope=before.scope, runs=before.runs, created=now)
+            made.requests_per_s, made.bytes_per_s = before.requests_per_s, before.bytes_per_s
+            made.expires = _expiry(before, wanted.expires_s, now)
+            for row in rows:  # one of them may be in the grace of an earlier rotation
+                row.expires = end if row.expires is None else min(row.expires, end)
+            session.add(made)
+            session.flush()
+            self._seen.clear()
+            token = Token.model_validate(made, from_attributes=True)
+        self._tell(token, "rotated")
+        return NewToken(**token.model_dump(), token=text)
+
+    def verify(self, text: str, address: str = "") -> Principal:
+        """Whose token or session this is, which comes from that address; `Unauthenticated` if it is unknown or no longer
+        valid.
 
         The owner's is known without the catalog.
         """
@@ -194,7 +225,7 @@ class Tokens:
         if not well_formed(text):
             raise Unauthenticated("this is not a Holdfast token", hint=_HINT)
         try:
-            found, expires = self._looked_up(text)
+            found, expires = self._looked_up(text, address)
         except CatalogUnavailable:
             known = self._seen.get(digest(text))
             if known is None or time.monotonic() > known[1] or (known[2] is not None and known[2] <= self._now()):
@@ -205,7 +236,7 @@ class Tokens:
             self._seen.pop(next(iter(self._seen)), None)
         return found
 
-    def _looked_up(self, text: str) -> tuple[Principal, str | None]:
+    def _looked_up(self, text: str, address: str) -> tuple[Principal, str | None]:
         wanted, now = digest(text), self._now()
         with self._database.read() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
@@ -216,9 +247,10 @@ class Tokens:
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
             found = Principal(row.name, _scope(row.scope), row.runs, row.id, expires=row.expires)
+            found = found._replace(requests_per_s=row.requests_per_s, bytes_per_s=row.bytes_per_s)
             token_id, used, expires = row.id, row.used, row.expires
         if used is None or moments.later(used, USED_EVERY_S) <= now:
-            self._note_use(token_id, now)
+            self._note_use(token_id, now, address)
         return found, expires
 
     def in_force(self, ids: Collection[int]) -> set[int]:
@@ -226,11 +258,11 @@ class Tokens:
         with self._database.read() as session:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
-    def _note_use(self, token_id: int, now: str) -> None:
+    def _note_use(self, token_id: int, now: str, address: str) -> None:
         with self._database.write() as session:
             row = session.get(TokenRow, token_id)
             if row is not None:
-                row.used = now
+                row.used, row.used_from = now, address[:64] or row.used_from
 
     def _tell(self, token: Token, what: str) -> None:
         text = f"the token {token.name!r} was {what}"
@@ -265,6 +297,19 @@ def _in_force(now: str):  # type: ignore[no-untyped-def]
 
 def _rank(scope: Scope) -> int:
     return _SCOPES.index(scope)
+
+
+def _check_expiry(expires_s: int | None) -> None:
+    if expires_s is not None and expires_s > EXPIRES_MAX_S:
+        hint = "leave it out for a token that never expires"
+        raise InvalidRequest(f"a token expires after at most {EXPIRES_MAX_S} seconds", hint=hint)
+
+
+def _expiry(before: TokenRow, expires_s: int | None, now: str) -> str | None:
+    """When the successor of a token expires: after as long a life as that one had, unless another is asked for."""
+    if expires_s is None and before.expires is not None:
+        return moments.later(now, moments.seconds_of(before.expires) - moments.seconds_of(before.created))
+    return None if expires_s is None else moments.later(now, expires_s)
 
 
 def check_pattern(runs: str) -> str:

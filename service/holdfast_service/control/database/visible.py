@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from sqlalchemy import ColumnElement, event, func, or_
+from sqlalchemy import ColumnElement, event, func, or_, true
 from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
 
 from holdfast_service.control.database.schema import CatalogTable, RunRow
@@ -41,6 +41,15 @@ def sees_all() -> bool:
     return _pattern.get() == ALL
 
 
+def covers(pattern: str, other: str) -> bool:
+    """Whether every run of the other pattern is one of this one's."""
+    return all(any(_inside(part, one) for one in pattern.split(AND)) for part in other.split(AND))
+
+
+def _inside(part: str, one: str) -> bool:
+    return part == one or (one.endswith(ALL) and part.removesuffix(ALL).startswith(one[:-1]))
+
+
 @contextmanager
 def limited_to(pattern: str) -> Iterator[None]:
     """Within the block, and in what it calls in other threads by way of the event loop, only the pattern's runs are seen."""
@@ -59,16 +68,19 @@ def restrict(session: Session) -> None:
 
     def limited(state: ORMExecuteState) -> None:
         for table, column in _RUNS:
-            state.statement = state.statement.options(with_loader_criteria(table, _criterion(column, pattern)))
+            state.statement = state.statement.options(with_loader_criteria(table, criterion(column, pattern)))
 
     event.listen(session, "do_orm_execute", limited)
 
 
-def _criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+def criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+    """That a column names one of the pattern's runs."""
     return or_(*(_one(column, part) for part in pattern.split(AND)))
 
 
 def _one(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+    if pattern == ALL:
+        return true()
     if not pattern.endswith(ALL):
         return column == pattern
     prefix = pattern[:-1]

@@ -42,7 +42,7 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 @router.post("/logout")
 async def sign_out(request: Request, _: Posted) -> Response:
     """Forget the cookie; whom a proxy has let in, it lets out."""
-    viewer, logout = viewer_of(request), request.app.state.logout
+    viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)
     answer = see(logout if logout is not None and viewer is not None and viewer.by == "login" else "/login")
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
     return answer
