@@ -16,7 +16,7 @@ EXIT_STATUSES = (
 
 
 def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> Entry:
-    return Entry(f"holdfast.commands.{module}", attribute or module, line, settings)
+    return Entry(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, settings)
 
 
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.

@@ -140,7 +140,7 @@ class Route(NamedTuple):
             step=GONE if removes else STEP,
             name="base.css" if "static" in self.path else "nobody" if "token" in self.path or "quota" in self.path else "state.json",
             label="good",
-            rank_id=RANKS[run] if self.method != "DELETE" or run == FOREIGN else "c" * 32,
+            rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,
             part="data",
             turn=0,
