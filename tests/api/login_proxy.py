@@ -1,5 +1,5 @@
-"""A reverse proxy that logs people in as oauth2-proxy does: a cookie says who it is; what the browser says of that is dropped,
-and what the proxy knows is added, beside the secret.
+"""A reverse proxy that logs people in as oauth2-proxy does: a cookie says who it is; what the browser says of that is
+dropped, and what the proxy knows is added, beside the secret.
 """
 
 from __future__ import annotations

@@ -138,7 +138,11 @@ class Route(NamedTuple):
         filled = self.path.format(
             run=run,
             step=GONE if removes else STEP,
-            name="base.css" if "static" in self.path else "nobody" if "token" in self.path or "quota" in self.path else "state.json",
+            name="base.css"
+            if "static" in self.path
+            else "nobody"
+            if "token" in self.path or "quota" in self.path
+            else "state.json",
             label="good",
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,

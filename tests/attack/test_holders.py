@@ -1,5 +1,5 @@
-"""Fifty holders of tokens at once, each for a run of their own: every list, page, metric and stream has that run alone, while
-all of them change something.
+"""Fifty holders of tokens at once, each for a run of their own: every list, page, metric and stream has that run alone,
+while all of them change something.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from typing import NamedTuple
 
@@ -82,7 +81,7 @@ def everything(crowd: Crowd, holder: Holder, start: Barrier, full: bool) -> int:
     paths = [route.path for number, route in enumerate(lists) if due(number, 4)]
     paths += [route.path for number, route in enumerate(pages) if due(number, 16)]
     paths += [route.target(holder.run) for route in own]
-    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=120, verify=False) as client:  # noqa: S501
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=120, verify=False) as client:
         with client.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"}) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -112,7 +111,9 @@ def test_fifty_holders_at_once(crowd: Crowd, full: bool) -> None:
             f"{crowd.service.url}/v1/audit", headers={"Authorization": f"Bearer {holder.token}"}, trust_env=False
         ).json()["items"]
         assert {entry["run"] for entry in entries} == {holder.run}
-        assert [entry["kind"] for entry in entries if entry["who"] == f"t{holder.number}" and entry["status"] == 204][:2] == [
+        assert [entry["kind"] for entry in entries if entry["who"] == f"t{holder.number}" and entry["status"] == 204][
+            :2
+        ] == [
             "pin-removed",
             "pin-set",
         ]

@@ -1,4 +1,4 @@
-"""Waits where the service says that a token's limit is reached: a long restore over HTTP is slower then, and does not fail."""
+"""Waits where the service says that a token's limit is reached: a long restore over HTTP is slower, and does not fail."""
 
 from __future__ import annotations
 

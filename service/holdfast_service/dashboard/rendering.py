@@ -104,8 +104,8 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     viewer = viewer_of(request)
     in_proxy = viewer is not None and viewer.by == "login"
     signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
-    shown = {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": _may(viewer)}
-    return HTMLResponse(environment().get_template(template).render(**shown, **values), status, HEADERS)
+    values |= {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": _may(viewer)}
+    return HTMLResponse(environment().get_template(template).render(values), status, HEADERS)
 
 
 def viewer_of(request: Request) -> Viewer | None:

@@ -1,5 +1,5 @@
-"""`python -m holdfast_service.offline tokens`: tokens of a root, made, rotated, listed and revoked in its catalog, whether or not it
-is served.
+"""`python -m holdfast_service.offline tokens`: tokens of a root, made, rotated, listed and revoked, whether or
+not it is served.
 
 `holdfast token … --root DIR` becomes this process: the first admin's token has to come from somebody who can write to the
 root.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def test_every_route_that_changes_something_has_a_name(tmp_path: Path) -> None:
                 assert kind in AUDITED
     assert unnamed == [], "name these in api/door/acts.py"
     assert acts.named("PATCH", "/v1/what-nobody-has-thought-of").kind == acts.OTHER
+
+
+def test_every_kind_is_documented() -> None:
+    """The table of the API's document is the one in the code."""
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    listed = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", text.partition("## Audit")[2].partition("## Lists")[0], re.MULTILINE)
+    assert dict(listed) == AUDITED
 
 
 def test_every_route_and_method_leaves_its_trace(closed: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +172,18 @@ def test_signing_in_and_out_is_told(closed: Guarded) -> None:
     assert [one.kind for one in entries(closed, admin, who=name)] == ["signed-out", "signed-in", "link-made", "signed-in"]
     assert "" in {one.who for one in entries(closed, admin, kind="signed-in", refused="true")}
     assert "code=" not in closed.ask("GET", "/v1/audit?limit=1000", admin).text
+
+
+def test_a_wrong_token_is_told_of_though_a_browser_is_led_away(closed: Guarded) -> None:
+    """The answer is a redirect for whoever accepts pages; the attempt is recorded. Whoever shows nothing has made none."""
+    admin = closed.token("admin")
+    page = {"Accept": "text/html"}
+    for headers, told in (({"Authorization": "Bearer hf_wrong", **page}, 1), (page, 0)):
+        _throttles(closed)
+        closed.running.services.audit.settle()
+        before = entries(closed, admin, kind="read", refused="true")
+        assert closed.ask("GET", "/v1/runs", headers=headers).status_code == 303
+        assert len(entries(closed, admin, kind="read", refused="true")) == len(before) + told
 
 
 def test_an_enemy_fills_nothing(closed: Guarded) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.access import audit as module
-from holdfast_service.control.access.audit import Act, Audit, Wanted, evictions
+from holdfast_service.control.access.audit import Act, Audit, WantedEntries, evictions
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
 from tests.daemons import wait_until
@@ -30,7 +30,7 @@ class World:
         self.audit = Audit(self.catalog.database, "node-1", lambda: self.now, days=30)
 
     def kinds(self, **wanted: str) -> list[str]:
-        return [entry.kind for entry in self.audit.page(Wanted(**wanted), None, 1000).items]  # type: ignore[arg-type]
+        return [entry.kind for entry in self.audit.page(WantedEntries(**wanted), None, 1000).items]  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_an_entry_is_there_as_soon_as_it_is_asked_for(world: World) -> None:
     world.audit.add(
         ACT._replace(kind="other", who="x\0\ud800" * 99, path="/" + "é" * 999, run="../etc", step=-1, target="\0")
     )
-    odd, plain = world.audit.page(Wanted(), None, 10).items
+    odd, plain = world.audit.page(WantedEntries(), None, 10).items
     assert (plain.at, plain.node, plain.who, plain.run, plain.step, plain.status) == (NOW, "node-1", "ci", "r", 5, 204)
     assert (odd.run, odd.step, odd.target, len(odd.who), len(odd.path)) == (None, None, "\\x00", 128, 200)
 
@@ -72,7 +72,7 @@ def test_a_flood_pushes_out_itself(world: World, monkeypatch: pytest.MonkeyPatch
         world.audit.add(ACT._replace(who="mallory", kind="pin-set", step=number))
     assert world.audit.settle(30)
     world.audit._trim()
-    left = world.audit.page(Wanted(), None, 1000).items
+    left = world.audit.page(WantedEntries(), None, 1000).items
     assert len(left) == 40
     assert {(entry.who, entry.kind, entry.status) for entry in left} >= {
         ("alice", "policy-set", 204),
@@ -84,7 +84,7 @@ def test_a_flood_pushes_out_itself(world: World, monkeypatch: pytest.MonkeyPatch
 
 @given(st.dictionaries(st.tuples(st.text(max_size=2), st.text(max_size=1), st.booleans()), st.integers(1, 99)), st.data())
 def test_what_goes_is_what_there_is_most_of(counts: dict[tuple[str, str, bool], int], data: st.DataObject) -> None:
-    """As many as are too many, or a few more where several have as many; and none of whoever has less than is left of those."""
+    """As many as are too many, or a few more where several have as many; none of whoever has less than is left of those."""
     excess = data.draw(st.integers(0, sum(counts.values())))
     gone = evictions(counts, excess)
     assert excess <= sum(gone.values()) < excess + max(len(counts), 1)

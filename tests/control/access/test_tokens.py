@@ -187,7 +187,9 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
 
 def test_a_rotated_token_has_two_secrets_for_a_while(world: World) -> None:
     """The new one at once, the old one until the grace is over; name, scope, runs and limits are the same."""
-    first = world.tokens.create(TokenRequest(name="ci", scope="write", runs="team-*", expires_s=86_400 * 10, requests_per_s=5))
+    first = world.tokens.create(
+        TokenRequest(name="ci", scope="write", runs="team-*", expires_s=86_400 * 10, requests_per_s=5)
+    )
     world.now = moments.later(NOW, 3600)
     second = world.tokens.rotate("ci", RotationRequest(grace_s=600))
     assert second.token != first.token and second.requests_per_s == 5

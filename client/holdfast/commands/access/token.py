@@ -36,9 +36,7 @@ Runs = Annotated[
 Expires = Annotated[
     str | None, typer.Option("--expires", metavar="30d", help="Time until it expires: 900s, 15min, 12h, 30d.")
 ]
-Grace = Annotated[
-    str, typer.Option("--grace", metavar="1d", help="How long the old secret is still accepted: 0s to 30d.")
-]
+Grace = Annotated[str, typer.Option("--grace", metavar="1d", help="How long the old secret is still accepted: 0s to 30d.")]
 Requests = Annotated[
     int | None, typer.Option("--requests-per-s", metavar="N", help="Requests a second at most; more is 429.", min=1)
 ]

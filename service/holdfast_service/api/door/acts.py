@@ -38,7 +38,7 @@ SAVING = re.compile(r"/v1/ranks/.+")  # but its registration, which is in the ta
 _SIGNING = frozenset({"/enter", "/login", "/logout"})
 
 
-class Named(NamedTuple):
+class NamedAct(NamedTuple):
     """What a request is about. `kind` None: it changes nothing that is recorded."""
 
     kind: str | None
@@ -55,16 +55,16 @@ def _compiled() -> list[tuple[str, re.Pattern[str], str]]:
 _ACTS = _compiled()
 
 
-def named(method: str, path: str) -> Named:
+def named(method: str, path: str) -> NamedAct:
     """What a request is called, and what its path says that it is about."""
     for known, pattern, kind in _ACTS:
         found = pattern.fullmatch(path) if known == method else None
         if found is not None:
             about = found.groupdict()
-            return Named(kind, about.get("run"), _step(about.get("step")), about.get("target"))
+            return NamedAct(kind, about.get("run"), _step(about.get("step")), about.get("target"))
     if method in scopes.SAFE or SAVING.fullmatch(path):
-        return Named(None)
-    return Named(OTHER if path.startswith(scopes.API) else None)  # a page asks the API, which is recorded
+        return NamedAct(None)
+    return NamedAct(OTHER if path.startswith(scopes.API) else None)  # a page asks the API, which is recorded
 
 
 def is_api(path: str) -> bool:

@@ -73,8 +73,8 @@ class Logins(NamedTuple):
     logout: str | None
 
     def read(self, headers: Mapping[str, str], peer: str) -> Principal | None:
-        """Who is logged in; None where no header says anything of that. `Forbidden` for headers that are not the proxy's, and
-        for people in no group that may do anything; `InvalidRequest` for a name that is none.
+        """Who is logged in; None where no header says so. `Forbidden` for headers that are not the proxy's, and for people
+        in no group that may do anything; `InvalidRequest` for a name that is none.
         """
         said = {name: headers.get(f"{self.family}-{name}".lower()) for name in IDENTITY}
         secret = headers.get(SECRET_HEADER)
@@ -83,7 +83,7 @@ class Logins(NamedTuple):
         if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not self._is_proxy(peer):
             raise Forbidden(
                 f"{self.family}-User and the like are believed from the login proxy alone",
-                hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret; see docs/security.md",
+                hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret",
             )
         name = said["Email"] or said["Preferred-Username"] or said["User"]
         if not name:

@@ -22,7 +22,7 @@ import anyio.to_thread
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, TooManyRequests, Unauthenticated
+from holdfast_formats.errors import CheckpointError, DaemonGone, Denied, Forbidden, TooManyRequests, Unauthenticated
 from holdfast_service.api.door import bodies, connections, heads, scopes
 from holdfast_service.api.door.lasting import Lasting
 from holdfast_service.api.door.limits import Limiter
@@ -87,6 +87,8 @@ class Doors:
                 else:
                     await self._lasting.serve(answer, scope, receive, send, principal.token)
             except CheckpointError as error:
+                if isinstance(error, Denied):
+                    noted.deny(error)
                 await (await self._refusal(scope, error))(scope, receive, send)
             except bodies.Gone:
                 log.debug("%s disconnected in the middle of its request body", _peer(scope))
@@ -138,6 +140,7 @@ class Doors:
         shown = cookie if bearer is None else bearer  # an empty one is shown, too: it is wrong
         if bearer is None:  # a browser adds none by itself, and nobody can make it
             self._check_host(headers)
+        noted.showed = shown is not None or login is not None
         if bearer is None and login is not None:
             principal = login
         elif shown is not None:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
 
+from holdfast_formats.errors import Denied
 from holdfast_formats.rest.access import By, Via
 from holdfast_service.api.door import acts, scopes
 from holdfast_service.api.door.places import NOBODY, asking
@@ -77,12 +78,14 @@ class Footprint:
     def __init__(self, scope: Scope, send: Send, request_id: str, inside: bool, ended: Callable[[Footprint], None]) -> None:
         self._scope, self._send, self.inside, self._ended = scope, send, inside, ended
         self._open = True
+        self.showed = False  # a token, or that somebody is logged in
         self.id = request_id
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.principal: Principal | None = None
         self.subject: Mapping[str, Any] = {}  # members of the body that say what it is about
         self.status = 0
         self.code: str | None = None
+        self.denied: Denied | None = None
         self._problem = b""
         self._is_problem = False
 
@@ -102,11 +105,20 @@ class Footprint:
             self.end()
         await self._send(message)
 
+    def deny(self, error: Denied) -> None:
+        """It is refused, whatever the answer looks like: a browser is led to the sign-in page instead. Whoever has shown
+        nothing has attempted nothing.
+        """
+        self.denied = error if self.showed else None
+
     def end(self) -> None:
         """No more is to be known of it; safe to repeat."""
-        if self._open:
-            self._open = False
-            self._ended(self)
+        if not self._open:
+            return
+        self._open = False
+        if self.denied is not None:
+            self.status, self.code = self.denied.status, self.denied.code
+        self._ended(self)
 
     @property
     def signed_in(self) -> str | None:
@@ -131,7 +143,7 @@ class Footprint:
         asked = parse_qs(self._scope["query_string"].decode("latin-1")).get("dry_run", ["false"])
         return asked[-1].lower() in ("true", "1", "yes", "on")
 
-    def act(self, about: acts.Named, kind: str, untold: int) -> Act:
+    def act(self, about: acts.NamedAct, kind: str, untold: int) -> Act:
         """The entry of this request."""
         said = self.subject
         return Act(

@@ -16,7 +16,7 @@ from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import READS_AUDIT, READS_OWN
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
-from holdfast_service.control.access.audit import Wanted
+from holdfast_service.control.access.audit import WantedEntries
 
 router = APIRouter(prefix="/v1", tags=["access"], responses=problems.RESPONSES)
 
@@ -53,14 +53,14 @@ def list_audit(  # noqa: PLR0913 — one a filter
     kind: Annotated[str | None, Query(description="only entries of this kind")] = None,
     since: Since = None,
     refused: Annotated[bool | None, Query(description="only requests that were refused (401, 403), or only others")] = None,
-    format: Annotated[Literal["json", "csv"], Query(description="`csv`: the page as a table, with a header")] = "json",  # noqa: A002
+    format: Annotated[Literal["json", "csv"], Query(description="`csv`: the page as a table, with a header")] = "json",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> Response:
     """All given filters apply together. A token for some runs sees the entries about these runs only."""
     if kind is not None and kind not in AUDITED:
         raise InvalidRequest(f"{kind!r} is not a kind of entry", hint=f"one of {', '.join(AUDITED)}")
-    found = services.audit.page(Wanted(who, run, kind, since, refused), cursor, limit)
+    found = services.audit.page(WantedEntries(who, run, kind, since, refused), cursor, limit)
     if format == "json":
         return JSONResponse(found.model_dump(), headers={"Cache-Control": "no-store"})
     headers = {"Content-Disposition": 'attachment; filename="holdfast-audit.csv"', "Cache-Control": "no-store"}

@@ -43,6 +43,11 @@ def rotate_token(
     return services.tokens.rotate(name, wanted)
 
 
-@router.delete("/tokens/{name}", dependencies=ADMINS, status_code=204, summary="Revoke a token with all its secrets, at once and permanently")
+@router.delete(
+    "/tokens/{name}",
+    dependencies=ADMINS,
+    status_code=204,
+    summary="Revoke a token with all its secrets, at once and permanently",
+)
 def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
     services.tokens.revoke(name)

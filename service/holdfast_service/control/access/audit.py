@@ -65,7 +65,7 @@ class Act(NamedTuple):
     untold: int = 0
 
 
-class Wanted(NamedTuple):
+class WantedEntries(NamedTuple):
     """Which entries are asked for: all conditions that are there hold together."""
 
     who: str | None = None
@@ -115,7 +115,7 @@ class Audit:
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting or self._closed, wait_s) and not self._waiting
 
-    def page(self, wanted: Wanted, cursor: str | None, limit: int) -> bodies.Page[AuditEntry]:
+    def page(self, wanted: WantedEntries, cursor: str | None, limit: int) -> bodies.Page[AuditEntry]:
         """A page of entries, newest first, of the runs that may be seen; those just added are among them."""
         self.settle()
         before = decode_cursor("audit", cursor)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import func, select
@@ -34,16 +33,8 @@ class _File(BaseModel):
     quotas: dict[str, int] = Field(default_factory=dict)
 
 
-class Share(NamedTuple):
-    """What the quota of a pattern is, and what its runs use of it."""
-
-    pattern: str
-    quota: int
-    used: int
-
-
 class TeamQuotas:
-    """The quotas of one root. Thread-safe; of several daemons that change them at the same moment, one's change may be lost."""
+    """The quotas of one root. Thread-safe; of several daemons that change them at one moment, one's change may be lost."""
 
     def __init__(self, tier: Tier, database: Database) -> None:
         self._tier, self._database = tier, database

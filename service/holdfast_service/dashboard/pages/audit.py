@@ -30,7 +30,7 @@ async def show_audit(  # noqa: PLR0913 — one a filter
     cursor: str | None = None,
 ) -> Response:
     """Show entries, newest first; the API filters them."""
-    asked = {"who": who, "run": run, "kind": kind, "refused": refused}
+    asked = _asked(who, run, kind, refused)
     found = await shown(api.page(AuditEntry, "/v1/audit", cursor=cursor, limit=ENTRIES_SHOWN, **asked))
     listed = found.value or bodies.Page[AuditEntry](items=[])
     return page(
@@ -45,3 +45,8 @@ async def show_audit(  # noqa: PLR0913 — one a filter
         as_csv=link("/v1/audit", format="csv", limit=LIMIT_MAX, **asked),
         as_json=link("/v1/audit", limit=LIMIT_MAX, **asked),
     )
+
+
+def _asked(who: str, run: str, kind: str, refused: str) -> dict[str, str]:
+    """The filters, as the API and the links of the page have them."""
+    return {"who": who, "run": run, "kind": kind, "refused": refused}
