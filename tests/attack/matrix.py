@@ -57,8 +57,8 @@ POST   /v1/tokens                                                admin all  json
 POST   /v1/tokens/{name}/rotate                                  admin all  json
 DELETE /v1/tokens/{name}                                         admin all
 GET    /v1/quotas                                                read  seen
-PUT    /v1/quotas/{name}                                         admin all  json
-DELETE /v1/quotas/{name}                                         admin all
+PUT    /v1/quotas/{pattern}                                      admin all  json
+DELETE /v1/quotas/{pattern}                                      admin all
 GET    /v1/whoami                                                read  none
 GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
@@ -138,12 +138,9 @@ class Route(NamedTuple):
         filled = self.path.format(
             run=run,
             step=GONE if removes else STEP,
-            name="base.css"
-            if "static" in self.path
-            else "nobody"
-            if "token" in self.path or "quota" in self.path
-            else "state.json",
+            name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
             label="good",
+            pattern="nobody",
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,
             part="data",
@@ -186,7 +183,7 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/ranks/{rank_id}/choices/{turn}/end": _json({"step": 5}),
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have
     "/v1/tokens/{name}/rotate": _json({}),
-    "/v1/quotas/{name}": _json({"quota_bytes": 2**60}),
+    "/v1/quotas/{pattern}": _json({"quota_bytes": 2**60}),
     "/v1/jobs": _json(lambda run: {"kind": "verify", "run": run, "step": GONE}),
 }
 ROUTES = tuple(Route(*line.split()) for line in _TABLE.strip().splitlines())
@@ -231,5 +228,7 @@ TWICE = (
     ("If-Range", '"x"', '"y"'),
     ("Last-Event-ID", "1", "2"),
     ("Transfer-Encoding", "chunked", "chunked"),
+    ("X-Forwarded-Groups", "nobody", "ops"),
+    ("X-Auth-Request-Email", "a@lab.example", "b@lab.example"),
     ("X-Content-Digest", "xxh3-64=" + "0" * 16, "xxh3-64=" + "1" * 16),
 )

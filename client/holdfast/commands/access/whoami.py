@@ -6,7 +6,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.rest.access import Whoami
+from holdfast_formats.rest.access import Grant, Whoami
 
 _BY = {
     "token": "a token",
@@ -27,7 +27,7 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
     table.show_header = False
     table.add_row("you are", found.name)
     table.add_row("known by", _BY.get(found.by, found.by))
-    for grant in found.grants or [found]:
+    for grant in found.grants or [Grant(scope=found.scope, runs=found.runs)]:
         table.add_row("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}")
     table.add_row("until", found.expires or "for ever")
     table.add_row("from", found.address)
