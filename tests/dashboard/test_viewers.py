@@ -38,7 +38,7 @@ PAGES = (
 )
 WRITES = {"/runs/team-a/checkpoints/3/pin", f"{CHECKPOINT}/pin", f"{CHECKPOINT}/labels", f"{CHECKPOINT}/jobs"}
 CHANGES_RUN = {"/runs/team-a/policy/preview", REMOVAL}
-CHANGES_ALL = {"/import", "/tokens", "/tokens/NAME/revoke"}
+CHANGES_ALL = {"/import", "/tokens", "/tokens/NAME/revoke", "/tokens/NAME/rotate"}
 LINKS = {"/tokens": "all", "/audit": "some", "/import": "all", f"{CHECKPOINT}/remove": "run"}
 
 
