@@ -77,7 +77,7 @@ class Services:
     @cached_property
     def audit(self) -> Audit:
         """Who did what. Whoever ends the service closes it."""
-        return Audit(self.catalog.database, self.node().name, utc_now, self.audit_days)
+        return Audit(self.catalog.database, self.events.node, utc_now, self.audit_days)
 
     @cached_property
     def team_quotas(self) -> TeamQuotas:
