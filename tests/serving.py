@@ -92,3 +92,4 @@ def served(directory: Path, place: Path | None = None, **changes: object) -> Ite
             server.should_exit = True
             made.events.hang_up()
             thread.join(timeout=20)
+            made.audit.close()

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast_service.api.door.heads import IDENTITY
+from holdfast_service.api.door.logins import SECRET_HEADER, LoginsFile
 from holdfast_service.config import parse
 
 TOP = Path(__file__).parent.parent
@@ -114,6 +116,30 @@ def test_every_flag_that_starts_the_daemon_exists(
     for line in lines:
         assert {word for word in line if word.startswith("--")} <= known_flags
         assert parse(line, {}).listen is not None
+
+
+def test_the_login_proxy_sends_what_the_daemon_reads(known_flags: set[str]) -> None:
+    """The headers of the example are those of the contract, the secret among them; its file of logins is accepted; and only
+    the proxy's network is believed, in which nobody else is.
+    """
+    place = TOP / "deploy" / "compose" / "logins"
+    compose = yaml.safe_load((place / "compose.yml").read_text())
+    command = compose["services"]["holdfast"]["command"]
+    assert {word for word in command if word.startswith("--")} <= known_flags
+    config = parse(command, {})
+    assert config.logins is not None and config.behind_tls
+    read = LoginsFile.model_validate_json((place / "logins.json").read_text())
+    (subnet,) = compose["networks"]["behind"]["ipam"]["config"]
+    assert read.proxies == [subnet["subnet"]] and compose["networks"]["behind"]["internal"]
+    assert read.secret_file.name in compose["services"]["holdfast"]["secrets"]
+    assert "ports" not in compose["services"]["holdfast"] and compose["services"]["holdfast"]["networks"] == ["behind"]
+    proxy = yaml.safe_load((place / "oauth2-proxy.yaml").read_text())
+    sent = {header["name"].lower() for header in proxy["injectRequestHeaders"]}
+    assert sent == {SECRET_HEADER, *(f"{read.headers}-{name}".lower() for name in IDENTITY)}
+    assert not any(header.get("preserveRequestValue") for header in proxy["injectRequestHeaders"])
+    assert set(re.findall(r"^([A-Z0-9_]+)=", (place / "example.env").read_text(), re.MULTILINE)) == set(
+        re.findall(r"\$\{([A-Z0-9_]+)", (place / "compose.yml").read_text())
+    ) | {one["environment"] for one in compose["secrets"].values()}
 
 
 def test_the_trainers_flags_exist(compose: dict[str, Any]) -> None:

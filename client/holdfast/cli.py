@@ -16,7 +16,7 @@ EXIT_STATUSES = (
 
 
 def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> Entry:
-    return Entry(f"holdfast.commands.{module}", attribute or module, line, settings)
+    return Entry(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, settings)
 
 
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
@@ -109,10 +109,13 @@ class Commands(LazyGroup):
         ),
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
-        "token": _entry("token", "Create, list and revoke the tokens that the service requires.", "app"),
         "notify": _entry(
             "telling.notify", "Show whom the daemon tells of alerts (`serve --notify FILE`), and send test messages.", "app"
         ),
+        "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
+        "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),
+        "whoami": _entry("access.whoami", "Show who the service takes you for, and what you may do."),
+        "audit": _entry("access.audit", "Show who did what: every change, and every refused request, newest first."),
         "programs": _entry(
             "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
         ),

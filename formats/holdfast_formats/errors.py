@@ -42,7 +42,8 @@
         ├── DeadlineExceeded         deadline-exceeded 504
         ├── RoundAborted             round-aborted
         ├── GenerationDropped        generation-dropped
-        └── ArenaFull                arena-full 429
+        ├── ArenaFull                arena-full 429
+        └── TooManyRequests          too-many-requests 429
 
 A branch says what to do, a leaf says why. `problem()` is the RFC 9457 body; `from_problem()` rebuilds the same class.
 """
@@ -313,6 +314,12 @@ class ArenaFull(Unavailable):
     code, status = "arena-full", 429
 
 
+class TooManyRequests(Unavailable):
+    """A token's limit is reached; `retry_after_s` says for how long."""
+
+    code, status = "too-many-requests", 429
+
+
 LEAVES: tuple[type[CheckpointError], ...] = (
     InvalidRequest,
     StateMismatch,
@@ -350,6 +357,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     RoundAborted,
     GenerationDropped,
     ArenaFull,
+    TooManyRequests,
 )
 _BY_CODE = {leaf.code: leaf for leaf in LEAVES}
 _STANDARD_MEMBERS = frozenset({"type", "title", "status", "detail", "code", "retryable", "hint"})

@@ -185,6 +185,7 @@ def _http(listener: socket.socket, services: Services, activity: Activity, stop:
         if services.remote is not None:
             services.remote.close()  # who waits for an outcome, would keep the server from ending
         thread.join(timeout=10)
+        services.audit.close()
 
 
 if __name__ == "__main__":

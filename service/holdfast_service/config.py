@@ -31,6 +31,7 @@ RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the 
 SCRUB_EVERY_S = 7 * 86_400.0
 ON_COMMIT_TIMEOUT_S, ON_EVENT_TIMEOUT_S = 600.0, 60.0
 TRASH_DAYS = 7.0
+AUDIT_DAYS = 400
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _PLAIN = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"})
 _DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
@@ -63,6 +64,8 @@ class Config(BaseModel):
     insecure_no_tokens: bool = False
     metrics_open: bool = False
     allowed_hosts: frozenset[str] = frozenset()
+    logins: Path | None = None
+    audit_days: int = Field(default=AUDIT_DAYS, ge=1, le=36_500)
     socket_group: str | None = None
     exchange: tuple[str, int] | None = None
     scrub_bytes_per_second: int = Field(default=SCRUB_BYTES_PER_SECOND, ge=0)
@@ -390,6 +393,12 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help="further host names that browsers may use, besides IP addresses, localhost and this machine's name",
     )
+    parser.add_argument(
+        "--logins",
+        metavar="FILE",
+        help="believe the headers of a login proxy, such as oauth2-proxy, as this JSON file says (default: none)",
+    )
+    parser.add_argument("--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})")
     parser.add_argument(
         "--socket-group", metavar="GROUP", help="members of this group may use --socket, too (default: only this user)"
     )

@@ -61,7 +61,13 @@ PUT    /v1/ranks/{rank_id}/choices/{turn}                        write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}/end                    write rank json
 GET    /v1/tokens                                                admin all
 POST   /v1/tokens                                                admin all  json
+POST   /v1/tokens/{name}/rotate                                  admin all  json
 DELETE /v1/tokens/{name}                                         admin all
+GET    /v1/quotas                                                read  seen
+PUT    /v1/quotas/{pattern}                                      admin all  json
+DELETE /v1/quotas/{pattern}                                      admin all
+GET    /v1/whoami                                                read  none
+GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
 GET    /v1/nodes                                                 read  seen
 DELETE /v1/nodes/{name}                                          admin all
@@ -119,8 +125,10 @@ POST   /import                                                   write seen form
 GET    /jobs/{job_id}                                            read  seen
 POST   /jobs/{job_id}/cancel                                     write seen form
 GET    /events                                                   read  seen
+GET    /audit                                                    read  seen
 GET    /tokens                                                   admin all
 POST   /tokens                                                   admin all  form
+POST   /tokens/{name}/rotate                                     admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form
 GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
@@ -158,7 +166,8 @@ class Route(NamedTuple):
             step=GONE if removes else STEP,
             name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
             label="good",
-            rank_id=RANKS[run] if self.method != "DELETE" or run == FOREIGN else "c" * 32,
+            pattern="nobody",
+            rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,
             part="data",
             turn=0,
@@ -200,6 +209,8 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/ranks/{rank_id}/choices/{turn}": _json({"step": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}/end": _json({"step": 5}),
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have
+    "/v1/tokens/{name}/rotate": _json({}),
+    "/v1/quotas/{pattern}": _json({"quota_bytes": 2**60}),
     "/v1/jobs": _json(lambda run: {"kind": "verify", "run": run, "step": GONE}),
 }
 ROUTES = tuple(Route(*line.split()) for line in _TABLE.strip().splitlines())
@@ -244,5 +255,7 @@ TWICE = (
     ("If-Range", '"x"', '"y"'),
     ("Last-Event-ID", "1", "2"),
     ("Transfer-Encoding", "chunked", "chunked"),
+    ("X-Forwarded-Groups", "nobody", "ops"),
+    ("X-Auth-Request-Email", "a@lab.example", "b@lab.example"),
     ("X-Content-Digest", "xxh3-64=" + "0" * 16, "xxh3-64=" + "1" * 16),
 )

@@ -34,6 +34,7 @@ def pages(at: Live) -> dict[str, str]:
         "jobs": "/jobs",
         "import": "/import",
         "events": "/events",
+        "audit": "/audit",
         "tokens": "/tokens",
         "api": "/api",
         "login": "/login",

@@ -48,6 +48,8 @@ PAGES = {
     "/jobs": ("Jobs", "Import a checkpoint"),
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
     "/events": ("Events",),
+    "/audit": ("Audit", "Nothing was changed yet", "CSV"),
+    "/audit?who=nobody&kind=pin-set&refused=true": ("No entry matches",),
     "/tokens": ("Tokens",),
     "/api": (
         "/v1/runs/{run}/checkpoints",

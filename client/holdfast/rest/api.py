@@ -16,11 +16,13 @@ from holdfast import config
 from holdfast.rest import owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
+from holdfast.rest.patience import Patient
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
 
+AGENT = "holdfast/1"  # by which the service's audit log tells our client from others
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
@@ -71,11 +73,12 @@ class Api(JobsApi):
         own = owner_token.OwnersToken(self.url) if shown is None else None
         if own is not None and not own.found:
             shown = config.given_token()
+        limits = httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S)
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
-            headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
+            transport=Patient(httpx.HTTPTransport(limits=limits, trust_env=False)),
+            headers={"User-Agent": AGENT} | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
             trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon
         )

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast_formats.errors import CheckpointError, InvalidRequest, from_problem
-from holdfast_formats.rest.operations import NewToken, Token, TokenRequest
+from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 
 _PATH = "/v1/tokens"
 
@@ -21,6 +21,7 @@ class TokenStore(Protocol):
     """A place where tokens are created. Refusals are raised by name; REST admits only admins of all runs."""
 
     def create(self, wanted: TokenRequest) -> NewToken: ...
+    def rotate(self, name: str, wanted: RotationRequest) -> NewToken: ...
     def all(self) -> list[Token]: ...
     def revoke(self, name: str) -> None: ...
 
@@ -44,6 +45,11 @@ class ServiceTokens(NamedTuple):
                 return found
             cursor = {"cursor": page["next"]}
 
+    def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
+        """A new secret; the old one is accepted for the grace."""
+        path = f"{_PATH}/{quote(name, safe='')}/rotate"
+        return NewToken.model_validate(self.api.request("POST", path, json=wanted.model_dump()).json())
+
     def revoke(self, name: str) -> None:
         self.api.request("DELETE", f"{_PATH}/{quote(name, safe='')}")
 
@@ -57,9 +63,14 @@ class RootTokens(NamedTuple):
     catalog: str | None = None
 
     def create(self, wanted: TokenRequest) -> NewToken:
-        expires = [] if wanted.expires_s is None else ["--expires-s", str(wanted.expires_s)]
-        asked = ["create", "--scope", wanted.scope, "--runs", wanted.runs, *expires, "--", wanted.name]
-        return NewToken.model_validate(self._tool(asked))
+        asked = ["create", "--scope", wanted.scope, "--runs", wanted.runs]
+        for flag in ("expires_s", "requests_per_s", "bytes_per_s"):
+            asked += _flag(flag, getattr(wanted, flag))
+        return NewToken.model_validate(self._tool([*asked, "--", wanted.name]))
+
+    def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
+        asked = ["rotate", *_flag("grace_s", wanted.grace_s), *_flag("expires_s", wanted.expires_s)]
+        return NewToken.model_validate(self._tool([*asked, "--", name]))
 
     def all(self) -> list[Token]:
         return [Token.model_validate(item) for item in self._tool(["ls"])]
@@ -86,3 +97,7 @@ class RootTokens(NamedTuple):
         if done.returncode != 0:
             raise from_problem(answer)
         return answer
+
+
+def _flag(name: str, value: int | None) -> list[str]:
+    return [] if value is None else [f"--{name.replace('_', '-')}", str(value)]

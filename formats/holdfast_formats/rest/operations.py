@@ -10,6 +10,8 @@ Level = Literal["info", "warning", "error"]
 JobKind = Literal["verify", "scrub", "export", "import", "merge", "compare", "rebuild"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 Scope = Literal["read", "write", "admin"]
+RATE_MAX = 10**12  # of a token
+GRACE_MAX_S = 30 * 86_400
 ReplicaState = Literal["copying", "present", "damaged", "gone"]
 
 # Every kind of event, and its meaning.
@@ -46,9 +48,9 @@ EVENTS: dict[str, str] = {
     "mark-changed": "a pin or a label was set or removed",
     "scrub-finished": "a scrub has verified the checkpoints that were due",
     "job-ended": "a job is done, has failed, or was cancelled",
-    "token-changed": "a token was created or revoked",
     "notification-sent": "a target of notifications was told of alerts, or that they are over",
     "notification-failed": "a target of notifications could not be told; recorded again only after it could",
+    "token-changed": "a token was created, rotated or revoked",
     "request-refused": "a request was refused: no token, an invalid token, or too little scope",
 }
 
@@ -121,6 +123,17 @@ class TokenRequest(BaseModel):
     scope: Scope = "read"
     runs: str = Field(default="*", max_length=128, description="a run's name, a prefix ending in *, or * for all")
     expires_s: int | None = Field(default=None, ge=1, description="lifetime in seconds; None: never expires")
+    requests_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="requests a second; None: no limit")
+    bytes_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="bytes of answers a second; None: no limit")
+
+
+class RotationRequest(BaseModel):
+    """A new secret for a token: same name, scope, runs and limits."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: int = Field(default=86_400, ge=0, le=GRACE_MAX_S, description="how long the old secret is still accepted")
+    expires_s: int | None = Field(default=None, ge=1, description="lifetime of the new one; None: that of the old one, anew")
 
 
 class Token(BaseModel):
@@ -134,6 +147,9 @@ class Token(BaseModel):
     expires: str | None
     revoked: str | None
     used: str | None
+    used_from: str | None = Field(default=None, description="address of the last use")
+    requests_per_s: int | None = None
+    bytes_per_s: int | None = None
 
 
 class NewToken(Token):

@@ -14,7 +14,9 @@ from holdfast_service.api.content.stall_limit import StallLimit
 from holdfast_service.api.door import needs
 from holdfast_service.api.door.content_policy import ContentPolicy
 from holdfast_service.api.door.middleware import Doors
+from holdfast_service.api.door.trail import Trail
 from holdfast_service.api.routes import (
+    access,
     comparisons,
     events,
     files,
@@ -23,6 +25,7 @@ from holdfast_service.api.routes import (
     nodes,
     notifications,
     operations,
+    quotas,
     replicas,
     retention,
     runs,
@@ -62,6 +65,7 @@ _TAGS = [
     {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
     {"name": "notifications", "description": "Whom the daemon tells of alerts, and how that fares"},
     {"name": "watched", "description": "Other daemons that this one watches, and their runs"},
+    {"name": "access", "description": "Who asks, who did what, and how much a team may store"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},
 ]
 
@@ -79,6 +83,8 @@ ROOMS = (
     uploads,
     tokens,
     links,
+    access,
+    quotas,
     nodes,
     watched,
     notifications,
@@ -107,6 +113,8 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.state.behind_tls = services.door.tls
+    app.state.logout = services.door.logins.logout if services.door.logins is not None else None
+    app.state.trail = Trail(services.audit)
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
     app.state.requests = Requests()
@@ -120,7 +128,7 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)
     # The last one added is the outermost. What is turned away at the door is measured as well.
-    app.add_middleware(Doors, services.door, services.tokens, services.refusals)
+    app.add_middleware(Doors, services.door, services.tokens, services.refusals, app.state.trail)
     app.add_middleware(Observed, app.state.requests)
     app.add_middleware(ContentPolicy)
     return app

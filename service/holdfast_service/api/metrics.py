@@ -87,6 +87,7 @@ class Collected(Collector):
             "holdfast_saves_sealed": [((), node.sealed)],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_trash_bytes": [] if self._services.trash is None else [((), self._services.trash.seen().bytes)],
+            "holdfast_audit_lost": [((), self._services.audit.lost)],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
             "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
             **self._arena(),

@@ -17,6 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import TrashedRun
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.refusals import Refusals
+from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
@@ -29,6 +30,7 @@ from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
+from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.fleet.watched import Watch
 from holdfast_service.storage import PosixStore, Store, Tier
@@ -82,6 +84,16 @@ class Services:
     notifier: Notifier | None = None  # tells people of alerts, if there are any who want it
     event_commands: EventCommands | None = None
     watched: Watch | None = None  # other daemons
+    audit_days: int = DAYS
+
+    @cached_property
+    def audit(self) -> Audit:
+        """Who did what. Whoever ends the service closes it."""
+        return Audit(self.catalog.database, self.events.node, utc_now, self.audit_days)
+
+    @cached_property
+    def team_quotas(self) -> TeamQuotas:
+        return TeamQuotas(self.tier, self.catalog.database)
 
     @cached_property
     def tokens(self) -> Tokens:

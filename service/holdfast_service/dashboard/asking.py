@@ -16,6 +16,7 @@ from holdfast_formats.rest import bodies
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
+_OF_A_LOGIN = ("x-forwarded-", "x-auth-request-", "x-holdfast-proxy-")  # by which a proxy says who is there
 AT_ONCE = 8  # concurrent requests for one page
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -107,6 +108,8 @@ async def _api(request: Request) -> AsyncIterator[ViewerApi]:
 
 
 def _as_viewer(request: Request) -> dict[str, str]:
+    if getattr(getattr(request.state, "principal", None), "by", "") == "login":
+        return {name: value for name, value in request.headers.items() if name.startswith(_OF_A_LOGIN)}
     given = request.headers.get("authorization")
     token = request.cookies.get(COOKIE)
     if given is None and token and token.isascii() and token.isprintable():

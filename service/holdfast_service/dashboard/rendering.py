@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, urlencode
 
 from fastapi import Request
@@ -12,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.rest.operations import Job
 
 from . import words
 from .asking import COOKIE, SignInNeeded
@@ -45,10 +47,28 @@ SAID = {
     "policy": "The policy was set.",
     "job": "The job is queued. Its progress is shown here.",
     "cancelled": "The job was asked to stop.",
+    "rotated": "The token has a new secret.",
     "revoked": "The token was revoked. It is no longer accepted.",
     "forgotten": "The node is listed no more. It may join again at any time.",
     "signed-in": "Signed in.",
 }
+_OF_A_RUN, _OF_ADMINS = ("verify", "scrub"), ("rebuild", "import", "export", "merge")  # kinds of jobs
+_ENOUGH = {"read": ("read", "write", "admin"), "write": ("write", "admin"), "admin": ("admin",)}
+
+
+class Viewer(Protocol):
+    """Who looks at a page, and what the API lets them do: a button that would be refused is not shown."""
+
+    name: str
+    by: str
+    scope: str
+    runs: str
+    known: bool
+    expires: str | None
+
+    @property
+    def granted(self) -> Any: ...
+    def allows(self, scope: Any, run: str | None) -> bool: ...
 
 
 @lru_cache(1)
@@ -70,7 +90,13 @@ def environment() -> Environment:
         "prose": words.prose,
         "part": lambda text: quote(str(text), safe=""),
     }
-    made.globals |= {"static": address, "link": link, "bytes_text": words.bytes_text, "seconds_text": words.seconds_text}
+    made.globals |= {
+        "static": address,
+        "link": link,
+        "may_stop": may_stop,
+        "bytes_text": words.bytes_text,
+        "seconds_text": words.seconds_text,
+    }
     return made
 
 
@@ -83,9 +109,35 @@ def link(path: str, **params: Any) -> str:
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A whole page. `said` in the address picks one of the sentences above."""
     said = SAID.get(request.query_params.get("said", ""))
-    signed_in = COOKIE in request.cookies
-    text = environment().get_template(template).render(path=request.url.path, said=said, signed_in=signed_in, **values)
-    return HTMLResponse(text, status, HEADERS)
+    viewer = viewer_of(request)
+    in_proxy = viewer is not None and viewer.by == "login"
+    signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
+    values |= {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": _may(viewer)}
+    return HTMLResponse(environment().get_template(template).render(values), status, HEADERS)
+
+
+def viewer_of(request: Request) -> Viewer | None:
+    """Who looks at the page, as the door has found; None for whoever has not said who they are, on /login."""
+    viewer: Viewer | None = getattr(request.state, "whole", None)
+    return viewer if viewer is not None and viewer.known else None
+
+
+def may_stop(may: Callable[..., bool], job: Job) -> bool:
+    """Whether to offer to cancel a job: whoever may not have it done may not stop it either."""
+    if job.kind in _OF_A_RUN:
+        return may("write", job.run)
+    return may("admin" if job.kind in _OF_ADMINS else "write", None)
+
+
+def _may(viewer: Viewer | None) -> Callable[..., bool]:
+    """Whether to show what needs a scope for a run, for all of them (None), or for any of them (no run is said)."""
+
+    def may(scope: str, run: str | None = "") -> bool:
+        if viewer is None:
+            return False
+        return any(one.scope in _ENOUGH[scope] for one in viewer.granted) if run == "" else viewer.allows(scope, run)
+
+    return may
 
 
 def see(path: str, said: str | None = None) -> RedirectResponse:

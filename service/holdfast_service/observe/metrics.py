@@ -68,6 +68,9 @@ METRICS: dict[str, Metric] = {
     "holdfast_requests_refused": Metric(
         "counter", "Requests refused for authentication or authorisation since the start, by error code", ("code",)
     ),
+    "holdfast_audit_lost": Metric(
+        "counter", "Entries of the audit log that are lost, because the catalog was away for too long, since the start"
+    ),
     "holdfast_storage_free_bytes": Metric("gauge", "Free bytes on the storage"),
     "holdfast_jobs": Metric("gauge", "Stored jobs, by state", ("state",)),
     "holdfast_catalog_up": Metric(

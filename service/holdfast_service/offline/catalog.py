@@ -13,6 +13,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFail
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.consistency import CatalogAdoption
 from holdfast_service import config
+from holdfast_service.control.access import audit
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.shared_attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
@@ -60,9 +61,11 @@ def _made(work: str, root: Path, settings: config.Config) -> str:
             before = ownership.adopt(opened.catalog, who, utc_now())
             if shared is None:
                 make_one(tier)
+            audit.offline(opened.catalog.database, settings.node, "catalog-adopted", target=str(root))
             return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before).model_dump_json()
         ownership.claim(PosixStore(tier), opened.catalog, who, utc_now())
         made = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
+        audit.offline(opened.catalog.database, settings.node, "catalog-rebuilt")
     finally:
         opened.catalog.close()
     aside = None if opened.set_aside is None else str(opened.set_aside)

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.whereabouts import check_root_place
+from holdfast_service.config import default_node
+from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
@@ -22,6 +24,15 @@ from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
 from holdfast_service.wiring.imports import WantedImport, foretold
 from holdfast_service.wiring.progress import Printed, Quiet
 from holdfast_service.wiring.transfers import Transfers, open_source
+
+_DONE = {"repair": "repaired", "import": "imported", "merge": "merged"}
+
+
+class Which(NamedTuple):
+    """The checkpoint that is worked on."""
+
+    run: str
+    step: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,23 +50,30 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     run, at, step = given.checkpoint.partition("@")
     if not at or not (step.isascii() and step.isdigit()):
         raise InvalidRequest(f"{given.checkpoint!r} does not name a checkpoint", hint="give RUN@STEP")
-    which = naming.check_run(run), naming.check_step(int(step))
+    which = Which(naming.check_run(run), naming.check_step(int(step)))
     root = Path(given.root).resolve()
     if given.act == "repair" and not root.is_dir():
         raise InvalidRequest(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     if given.act == "import" and given.dry_run:
         return _foretold(given, WantedImport(*which, _options(given), dry_run=True), root)
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
-    with _decided(root, listed=given.act != "repair") as (tier, decisions):
+    with _decided(root, listed=given.act != "repair") as (tier, decisions, catalog):
         repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
         transfers = Transfers(tier, decisions, repairer)
-        if given.act == "repair":
-            return transfers.repair(*which)
-        progress = Printed(sys.stdout) if given.progress else Quiet()
-        if given.act == "merge":
-            wanted = WantedImport(*which, dry_run=given.dry_run, again=True)
-            return transfers.merge(given.recipe, wanted, lambda path: open_source(Path(path)), progress)
-        return transfers.bring(open_source(Path(given.source)), WantedImport(*which, _options(given)), progress)
+        made = _act(given, transfers, which)
+        if not (given.act == "merge" and given.dry_run):
+            audit.offline(catalog.database, default_node(), f"checkpoint-{_DONE[given.act]}", *which)
+        return made
+
+
+def _act(given: argparse.Namespace, transfers: Transfers, which: Which) -> dict[str, Any]:
+    if given.act == "repair":
+        return transfers.repair(*which)
+    progress = Printed(sys.stdout) if given.progress else Quiet()
+    if given.act == "merge":
+        wanted = WantedImport(*which, dry_run=given.dry_run, again=True)
+        return transfers.merge(given.recipe, wanted, lambda path: open_source(Path(path)), progress)
+    return transfers.bring(open_source(Path(given.source)), WantedImport(*which, _options(given)), progress)
 
 
 def _options(given: argparse.Namespace) -> ImportOptions:
@@ -72,8 +90,8 @@ def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> di
 
 
 @contextmanager
-def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions]]:
-    """The root's tier and control, with nobody else in it: `RootBusy` while a daemon serves it.
+def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions, Catalog]]:
+    """The root's tier, control and catalog, with nobody else in it: `RootBusy` while a daemon serves it.
 
     With `listed` the catalog says first what the directories say; what is damaged it would list no more.
     """
@@ -85,7 +103,7 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions]]:
             if listed:
                 roots.reconcile(PosixStore(tier), catalog)
             decisions = Decisions(tier, catalog, None)
-            yield tier, decisions
+            yield tier, decisions, catalog
             decisions.close()
         finally:
             catalog.close()

@@ -1,5 +1,5 @@
-"""`python -m holdfast_service.offline tokens`: tokens of a root, made, listed and revoked in its catalog, whether or not it
-is served.
+"""`python -m holdfast_service.offline tokens`: tokens of a root, made, rotated, listed and revoked, whether or
+not it is served.
 
 `holdfast token … --root DIR` becomes this process: the first admin's token has to come from somebody who can write to the
 root.
@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
 from holdfast_formats.moments import utc_now
-from holdfast_formats.rest.operations import Token, TokenRequest
+from holdfast_formats.rest.operations import RotationRequest, Token, TokenRequest
 from holdfast_formats.whereabouts import check_root_place
 from holdfast_service.config import ROOT, catalog_url, default_node
+from holdfast_service.control.access import audit
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
@@ -53,9 +54,16 @@ def _done(given: argparse.Namespace) -> Any:
         ownership.check(database, known(root), root)
         tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
         if given.what == "create":
-            return tokens.create(_wanted(given)).model_dump()
+            made = tokens.create(_wanted(given)).model_dump()
+            audit.offline(database, default_node(), "token-created", target=given.name)
+            return made
+        if given.what == "rotate":
+            new = tokens.rotate(given.name, RotationRequest(grace_s=given.grace_s, expires_s=given.expires_s)).model_dump()
+            audit.offline(database, default_node(), "token-rotated", target=given.name)
+            return new
         if given.what == "revoke":
             tokens.revoke(given.name)
+            audit.offline(database, default_node(), "token-revoked", target=given.name)
             return {"name": given.name, "revoked": True}
         return [token.model_dump() for token in _all(tokens)]
     finally:
@@ -64,7 +72,14 @@ def _done(given: argparse.Namespace) -> Any:
 
 def _wanted(given: argparse.Namespace) -> TokenRequest:
     try:
-        return TokenRequest(name=given.name, scope=given.scope, runs=given.runs, expires_s=given.expires_s)
+        return TokenRequest(
+            name=given.name,
+            scope=given.scope,
+            runs=given.runs,
+            expires_s=given.expires_s,
+            requests_per_s=given.requests_per_s,
+            bytes_per_s=given.bytes_per_s,
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
@@ -89,7 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     create.add_argument("name")
     create.add_argument("--scope", default="read")
     create.add_argument("--runs", default="*")
-    create.add_argument("--expires-s", type=int)
+    for flag in ("--expires-s", "--requests-per-s", "--bytes-per-s"):
+        create.add_argument(flag, type=int)
+    rotate = commands.add_parser("rotate")
+    rotate.add_argument("name")
+    rotate.add_argument("--grace-s", type=int, default=86_400)
+    rotate.add_argument("--expires-s", type=int)
     commands.add_parser("revoke").add_argument("name")
     commands.add_parser("ls")
     return parser

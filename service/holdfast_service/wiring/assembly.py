@@ -268,6 +268,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         delete_run=partial(delete_run, control.decisions.trash, saver, node.arena),
         rename_run=partial(rename_run, control.decisions.renaming, saver, node.arena),
         door=door,
+        audit_days=config.audit_days,
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,

@@ -432,8 +432,7 @@ def test_what_lasts_ends_with_its_token(
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     """Each one counts, one a minute and peer is logged and becomes an event, and none of it has the token."""
     refusals, events = closed.running.services.refusals, closed.running.services.events
-    refusals._told.clear()
-    refusals._minute = (0.0, 0)
+    refusals._throttle.forget()
     before, newest = refusals.counts["unauthenticated"], events.bounds()[1]
     other = "hf_" + "s3cret" * 8
     with caplog.at_level(logging.INFO):
@@ -454,8 +453,10 @@ def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: py
     from holdfast_service.api.door import refusals as module
 
     refusals = module.Refusals(ajar.running.services.events)
+    from holdfast_service.api.door.throttle import KEYS_MAX, TOLD_A_MINUTE_MAX
+
     newest = ajar.running.services.events.bounds()[1]
-    for number in range(2 * module.PEERS_MAX):
+    for number in range(2 * KEYS_MAX):
         refusals.add(f"10.0.{number // 256}.{number % 256}", "GET", "/" * 10_000, Unauthenticated("no"))
-    assert len(refusals._told) == module.PEERS_MAX
-    assert len(ajar.running.services.events.after(newest, 999)) == module.TOLD_A_MINUTE_MAX
+    assert len(refusals._throttle) == KEYS_MAX
+    assert len(ajar.running.services.events.after(newest, 999)) == TOLD_A_MINUTE_MAX

@@ -59,6 +59,8 @@ def test_names_hold_at_every_door(flags: tuple[str, ...]) -> None:
         ("--insecure-no-tokens", "--behind-tls"),
         ("--loopback-open", "--behind-tls"),
         ("--loopback-open", "--insecure-no-tokens"),
+        ("--loopback-open", "--logins=nowhere.json"),
+        ("--insecure-no-tokens", "--logins=nowhere.json"),
     ],
 )
 def test_flags_that_contradict(flags: tuple[str, str]) -> None:

@@ -24,6 +24,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest.operations import TokenRequest
 from holdfast_service.config import parse
+from holdfast_service.control.access.audit import local_user
 from tests.checkpoints import build_root
 from tests.client.remote.test_http_link import far_daemon
 from tests.daemons import running
@@ -46,6 +47,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["token", *map(str, arguments)])
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def test_the_first_token_is_made_with_the_service_down(tmp_path: Path) -> None:
@@ -84,6 +89,28 @@ def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (made["scope"], made["runs"]) == ("write", "*") and made["expires"] > made["created"]
         shown = call("ls", "--url", daemon.url).stdout
         assert "ci" in shown and "never" in shown and "in force" in shown
+        rotated = json.loads(call("rotate", "ci", "--grace", "2h", "--url", daemon.url, "--json").stdout)
+        with Api(daemon.url, token=made["token"]) as old, Api(daemon.url, token=rotated["token"]) as new:
+            assert (list(old.runs()), list(new.runs())) == ([], [])
+        assert run("whoami", "--url", daemon.url).stdout.split()[:3] == ["you", "are", "boss"]
+        assert json.loads(run("whoami", "--url", daemon.url, "--json").stdout)["runs"] == "*"
+        assert run("quota", "set", "team-*", "20TB", "--url", daemon.url).exit_code == 0
+        assert "20.0 TB" in run("quota", "ls", "--url", daemon.url).stdout
+        assert run("quota", "rm", "team-*", "--url", daemon.url).exit_code == 0
+        assert call("rotate", "offline", "--root", root).exit_code == 3
+        assert call("create", "offline", "--root", root).exit_code == 0
+        told = json.loads(run("audit", "--url", daemon.url, "--json").stdout)
+        assert [(one["kind"], one["who"], one["via"], one["target"]) for one in told] == [
+            ("token-created", local_user(), "offline", "offline"),
+            ("quota-removed", "boss", "client", "team-*"),
+            ("quota-set", "boss", "client", "team-*"),
+            ("token-rotated", "boss", "client", "ci"),
+            ("token-created", "boss", "client", "ci"),
+            ("read", "", "client", None),
+            ("token-created", local_user(), "offline", "boss"),
+        ]
+        assert "token-rotated" in run("audit", "--who", "boss", "--url", daemon.url).stdout
+        assert run("audit", "--refused", "--csv", "--url", daemon.url).stdout.count("\n") == 2
         assert call("revoke", "ci", "--url", daemon.url).exit_code == 0
         assert "revoked" in call("ls", "--url", daemon.url).stdout
         monkeypatch.setenv("HOLDFAST_TOKEN", made["token"])
@@ -103,6 +130,9 @@ def test_the_command_refuses_by_name(tmp_path: Path) -> None:
         ("create a --expires 99999999d", 2),
         ("create taken", 2),
         ("revoke nobody", 3),
+        ("rotate nobody", 3),
+        ("rotate taken --grace 31d", 2),
+        ("rotate taken --grace soon", 2),
         ("ls --url http://127.0.0.1:9", 2),
     ):
         refused = call(*line.split(), "--root", root)

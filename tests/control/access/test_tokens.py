@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_formats import moments
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
-from holdfast_formats.rest.operations import TokenRequest
+from holdfast_formats.rest.operations import RotationRequest, TokenRequest
 from holdfast_service.control.access import tokens
 from holdfast_service.control.access.tokens import Principal, Tokens
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.schema import TokenRow
-from holdfast_service.control.database.visible import limited_to, matches
+from holdfast_service.control.database.visible import covers, joined, limited_to, matches
 from tests.databases import sqlite_url
 
 NOW = "2026-01-01T00:00:00.000Z"
@@ -182,3 +183,79 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
     with limited_to("team"):
         assert catalog.runs(None, 5).items == []
     assert len(catalog.runs(None, 9).items) == 6
+
+
+def test_a_rotated_token_has_two_secrets_for_a_while(world: World) -> None:
+    """The new one at once, the old one until the grace is over; name, scope, runs and limits are the same."""
+    first = world.tokens.create(
+        TokenRequest(name="ci", scope="write", runs="team-*", expires_s=86_400 * 10, requests_per_s=5)
+    )
+    world.now = moments.later(NOW, 3600)
+    second = world.tokens.rotate("ci", RotationRequest(grace_s=600))
+    assert second.token != first.token and second.requests_per_s == 5
+    assert second.expires == moments.later(world.now, 86_400 * 10)
+    for text in (first.token, second.token):
+        assert world.tokens.verify(text, "10.0.0.7")[:3] == ("ci", "write", "team-*")
+    assert {row.used_from for row in world.tokens.page(None, 9).items} == {"10.0.0.7"}
+    world.now = moments.later(world.now, 601)
+    with pytest.raises(Unauthenticated, match="expired"):
+        world.tokens.verify(first.token)
+    assert world.tokens.verify(second.token).name == "ci"
+    assert world.events.after(0, 9)[-1].detail["change"] == "rotated"
+
+
+def test_a_grace_is_never_longer_than_the_token_had(world: World) -> None:
+    """The old secret ends when it would have; and a second rotation ends both older ones."""
+    first = world.tokens.create(TokenRequest(name="ci", expires_s=60))
+    second = world.tokens.rotate("ci", RotationRequest(grace_s=86_400, expires_s=86_400))
+    third = world.tokens.rotate("ci", RotationRequest(grace_s=0))
+    for old in (first.token, second.token):
+        with pytest.raises(Unauthenticated):
+            world.tokens.verify(old)
+    assert world.tokens.verify(third.token).name == "ci"
+
+
+def test_revoking_ends_every_secret(world: World) -> None:
+    """Those in their grace too; and there is nothing to rotate then."""
+    first = world.tokens.create(TokenRequest(name="ci"))
+    second = world.tokens.rotate("ci", RotationRequest())
+    world.tokens.revoke("ci")
+    for text in (first.token, second.token):
+        with pytest.raises(Unauthenticated, match="revoked"):
+            world.tokens.verify(text)
+    for name in ("ci", "nobody"):
+        with pytest.raises(NoSuchResource):
+            world.tokens.rotate(name, RotationRequest())
+    world.tokens.revoke("ci")  # safe to repeat
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other", "covered"),
+    [
+        ("*", "a*", True),
+        ("a*", "*", False),
+        ("a*", "ab*", True),
+        ("ab*", "a*", False),
+        ("a*", "a1", True),
+        ("a1", "a1", True),
+        ("a1", "a1*", False),
+        ("a*,b1", "a2", True),
+        ("a*,b1", "b*", False),
+        ("a1,b*", "a1,b2", True),
+    ],
+)
+def test_patterns_that_are_inside_others(pattern: str, other: str, covered: bool) -> None:
+    """Whoever sees all runs of the one sees all runs of the other."""
+    assert covers(pattern, other) is covered
+    runs = ("a", "a1", "a2", "ab", "b", "b1", "b2", "c")
+    if covered:
+        assert all(matches(pattern, run) for run in runs if matches(other, run))
+
+
+def test_several_patterns_at_once(world: World) -> None:
+    """As a person in several groups: the runs of each of them, in lists too."""
+    for run in ("a-1", "a-2", "b-1", "c"):
+        world.catalog.declare_attempt(run, "launch", 1, NOW)
+    with limited_to(joined(["a-*", "c", "a-*"])):
+        assert [run.name for run in world.catalog.runs(None, 10).items] == ["a-1", "a-2", "c"]
+    assert joined(["a-*", "*"]) == "*"

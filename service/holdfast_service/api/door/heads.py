@@ -13,8 +13,10 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 
 HEAD_BYTES_MAX = 2**16  # request line and headers
 COOKIE = "holdfast_token"
+IDENTITY = ("User", "Email", "Groups", "Preferred-Username")  # behind X-Forwarded- or X-Auth-Request-, of a login proxy
 _ONCE = frozenset(
     {
+        *(f"{family}-{name}".lower() for family in ("X-Forwarded", "X-Auth-Request") for name in IDENTITY),
         "authorization",
         "content-encoding",
         "content-length",

@@ -10,21 +10,26 @@ have the viewer's browser change anything.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import anyio.to_thread
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
+from holdfast_formats.errors import CheckpointError, DaemonGone, Denied, Forbidden, TooManyRequests, Unauthenticated
 from holdfast_service.api.door import bodies, connections, heads, scopes
 from holdfast_service.api.door.lasting import Lasting
+from holdfast_service.api.door.limits import Limiter
+from holdfast_service.api.door.logins import Logins
 from holdfast_service.api.door.places import NOBODY, Places, RequestPeer, asked_by, asking
 from holdfast_service.api.door.refusals import Refusals
+from holdfast_service.api.door.trail import Footprint, Trail
 from holdfast_service.api.problems import problem_response
 from holdfast_service.control.access.tokens import OWNER, Principal, Tokens, missing
 from holdfast_service.control.database.visible import limited_to
@@ -32,8 +37,8 @@ from holdfast_service.control.database.visible import limited_to
 log = logging.getLogger(__name__)
 
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="holdfast"'}
-ANYBODY = Principal("anybody here", "admin")
-PROBE = Principal("a probe", "read", known=False)
+ANYBODY = Principal("anybody here", "admin", by="anybody")
+PROBE = Principal("a probe", "read", known=False, by="nobody")
 THREADS_MAX = 4  # the door's own: who asks is told also while requests keep all the others busy
 
 
@@ -42,21 +47,24 @@ class Policy:
     """Who may come in: `tokens` says whether everybody needs one, `tls` that a proxy before us speaks TLS.
 
     `hosts` are names beside addresses and `localhost` by which it may be asked without a token in the Authorization header.
+    `logins` are the people whom a proxy before us has let in.
     """
 
     tokens: bool = False
     tls: bool = False
     metrics_open: bool = False
     hosts: frozenset[str] = field(default_factory=frozenset)
+    logins: Logins | None = None
 
 
 class Doors:
     """ASGI middleware; leaves who asks in `scope["state"]["principal"]` and lets queries see that one's runs alone."""
 
-    def __init__(self, app: ASGIApp, policy: Policy, tokens: Tokens, refusals: Refusals) -> None:
-        self._app, self._policy, self._tokens, self._refusals = app, policy, tokens, refusals
+    def __init__(self, app: ASGIApp, policy: Policy, tokens: Tokens, refusals: Refusals, trail: Trail) -> None:
+        self._app, self._policy, self._tokens, self._refusals, self._trail = app, policy, tokens, refusals, trail
         self._threads = anyio.CapacityLimiter(THREADS_MAX)
         self._lasting = Lasting(tokens.in_force)
+        self._limiter = Limiter()
         self._places = Places(lambda: connections.connections_max())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,26 +72,40 @@ class Doors:
             await self._app(scope, receive, send)
             return
         with ExitStack() as held:
+            noted = held.enter_context(self._trail.following(scope, send))
+            send = noted.send
             try:
                 headers = heads.read(scope)
-                principal = await self._admit(scope, headers)
+                principal = await self._admit(scope, headers, noted)
                 self._seat(held, principal, scope)
-                answer = partial(self._answer, headers, principal)
+                if not noted.inside:  # what a page asks for is its own affair
+                    self._limiter.admit(principal, scope["path"])
+                    send = self._limiter.counting(principal, scope["path"], send)
+                answer = partial(self._answer, headers, principal, noted)
                 if principal.token is None:
                     await answer(scope, receive, send)
                 else:
                     await self._lasting.serve(answer, scope, receive, send, principal.token)
             except CheckpointError as error:
+                if isinstance(error, Denied):
+                    noted.deny(error)
                 await (await self._refusal(scope, error))(scope, receive, send)
             except bodies.Gone:
                 log.debug("%s disconnected in the middle of its request body", _peer(scope))
 
     async def _answer(
-        self, headers: dict[str, str], principal: Principal, scope: Scope, receive: Receive, send: Send
+        self,
+        headers: dict[str, str],
+        principal: Principal,
+        noted: Footprint,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """From the body on: raises errors of the door alone, the application has handlers for its own."""
-        receive = await _checked_body(scope, headers, receive, principal)
-        scope.setdefault("state", {})["principal"] = principal
+        asked = await _checked_body(scope, headers, receive, principal)
+        receive, principal, noted.subject = asked.receive, asked.principal, asked.subject
+        scope.setdefault("state", {}).update(principal=principal, whole=noted.principal)
         with limited_to(principal.runs):
             await self._app(scope, receive, send)
 
@@ -95,18 +117,21 @@ class Doors:
             scope["path"] in scopes.PROBES
             or (principal.token is not None and principal.scope == "admin")
             or principal == OWNER
+            or (principal.by == "login" and principal.scope == "admin")
         )
         name = _peer(scope) if principal.token is None else f"token {principal.token}"
+        name = f"login {principal.name}" if principal.by == "login" else name  # their address is the proxy's
         name = principal.name if principal == OWNER else name  # it shares with nobody at its address
         peer = RequestPeer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):
             raise DaemonGone("too many requests are in progress", hint="try again in a moment")
 
-    async def _admit(self, scope: Scope, headers: dict[str, str]) -> Principal:
+    async def _admit(self, scope: Scope, headers: dict[str, str], noted: Footprint) -> Principal:
         method, path = scope["method"], scope["path"]
+        login = self._policy.logins.read(headers, _peer(scope)) if self._policy.logins is not None else None
         if scopes.is_open(method, path) or (path == scopes.METRICS and self._policy.metrics_open and method in scopes.SAFE):
-            principal = await self._prober(headers)
+            noted.principal = principal = await self._prober(headers, _peer(scope))
             if principal in (PROBE, ANYBODY):
                 self._check_host(headers)
             return principal
@@ -115,23 +140,28 @@ class Doors:
         shown = cookie if bearer is None else bearer  # an empty one is shown, too: it is wrong
         if bearer is None:  # a browser adds none by itself, and nobody can make it
             self._check_host(headers)
-        if shown is not None:
-            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, limiter=self._threads)
+        noted.showed = shown is not None or login is not None
+        if bearer is None and login is not None:
+            principal = login
+        elif shown is not None:
+            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, _peer(scope), limiter=self._threads)
         elif self._policy.tokens:
             raise missing()
         else:
             principal = ANYBODY
-        if bearer is None and method not in scopes.SAFE:
-            self._check_origin(headers, told=cookie is not None)
+        noted.principal = principal
+        if bearer is None and method not in scopes.SAFE and asking() is NOBODY:  # what a page asks was asked for by a form
+            self._check_origin(headers, told=cookie is not None or login is not None)
+        principal = scopes.as_asked(principal, method, path, scope["query_string"])
         scopes.check(principal, method, path, scope["query_string"])
         return principal
 
-    async def _prober(self, headers: dict[str, str]) -> Principal:
+    async def _prober(self, headers: dict[str, str], peer: str) -> Principal:
         """Who looks after the service's health: anybody may, and hears no more than that of it without a good token."""
         bearer = heads.bearer(headers.get("authorization", ""))
         try:
             if bearer is not None:
-                return await anyio.to_thread.run_sync(self._tokens.verify, bearer, limiter=self._threads)
+                return await anyio.to_thread.run_sync(self._tokens.verify, bearer, peer, limiter=self._threads)
             if not self._policy.tokens:
                 return ANYBODY
         except CheckpointError as error:
@@ -171,31 +201,44 @@ class Doors:
             wanted = scope["path"] if scope["path"] != "/" else ""
             return RedirectResponse("/login" + (f"?next={quote(wanted, safe='')}" if wanted else ""), 303)
         # What is left of a body is nobody's to wait for.
-        return problem_response(error, headers={"Connection": "close", **(CHALLENGE if refused else {})})
+        wait = {"Retry-After": str(error.members["retry_after_s"])} if isinstance(error, TooManyRequests) else {}
+        return problem_response(error, headers={"Connection": "close", **(CHALLENGE if refused else {}), **wait})
 
 
-async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive, principal: Principal) -> Receive:
+class _Asked(NamedTuple):
+    """A request whose body was looked at: the body once more, who asks as it says, and what it is about."""
+
+    receive: Receive
+    principal: Principal
+    subject: Mapping[str, Any] = {}
+
+
+async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive, principal: Principal) -> _Asked:
     """The body, looked at by what the door takes it for; whoever reads it later is told that, and nothing else."""
     method, path = scope["method"], scope["path"]
     if method in scopes.SAFE:
-        return receive
+        return _Asked(receive, principal)
     given, read = bodies.kind_of(headers.get("content-type")), scopes.body_of(method, path)
     if given is not None:
         bodies.check_kind(given, read)
     if read == bodies.OCTETS:
         _tell(scope, read)
-        return receive
+        return _Asked(receive, principal)
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise bodies.unknown("this route does not take an encoded body", "leave Content-Encoding out")
     body = await bodies.read(scope, receive)
     if not body:
         _tell(scope, None)
-        return bodies.replay(body, receive)
+        return _Asked(bodies.replay(body, receive), principal)
     bodies.check_kind(given, read)
     _tell(scope, read)
-    if read == bodies.JSON:
-        scopes.check_body(principal, path, bodies.parse(body))
-    return bodies.replay(body, receive)
+    again = bodies.replay(body, receive)
+    if read != bodies.JSON:
+        return _Asked(again, principal)
+    said = bodies.parse(body)
+    principal = scopes.as_body_says(principal, method, path, said)
+    scopes.check_body(principal, path, said)
+    return _Asked(again, principal, said if isinstance(said, dict) else {})
 
 
 def _tell(scope: Scope, kind: bodies.Kind | None) -> None:

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
+from pathlib import Path
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.owner_key import OwnerKey
+from holdfast_service.api.door.logins import Logins, load
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.owner_file import left_for_owner
 from holdfast_service.config import Config, runtime_directory
@@ -26,6 +28,7 @@ def policy(config: Config, listener: socket.socket | None) -> Policy:
     if len(chosen) > 1:
         flags = " contradicts ".join("--" + name.replace("_", "-") for name in chosen[:2])
         raise InvalidRequest(flags, hint="leave one of them out")
+    logins = None if config.logins is None else _logins(config, config.logins)
     host = str(listener.getsockname()[0]) if listener is not None else "127.0.0.1"
     here, names = ip_address(host.partition("%")[0]).is_loopback, _names(config)
     if config.insecure_no_tokens:
@@ -39,7 +42,15 @@ def policy(config: Config, listener: socket.socket | None) -> Policy:
         return Policy(metrics_open=config.metrics_open, hosts=names)
     if not here and not config.behind_tls:
         log.warning("tokens are sent to %s in clear text; pass --behind-tls if a proxy terminates TLS in front of it", host)
-    return Policy(tokens=True, tls=config.behind_tls, metrics_open=config.metrics_open, hosts=names)
+    return Policy(tokens=True, tls=config.behind_tls, metrics_open=config.metrics_open, hosts=names, logins=logins)
+
+
+def _logins(config: Config, path: Path) -> Logins:
+    for name in ("loopback_open", "insecure_no_tokens"):
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise InvalidRequest(f"--logins contradicts {flag}, with which nobody logs in", hint="leave one of them out")
+    return load(path)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ API = "/v1/"
 TOKENS = "/v1/tokens"
 CATALOG = "/v1/catalog/"  # what it says is about all runs, and some of it about none
 NOTIFICATIONS = "/v1/notifications"  # whom the daemon tells of all runs
+AUDIT = "/v1/audit"  # an admin of some runs sees the entries about these
 JOBS = "/v1/jobs"
 LINKS = "/v1/links"  # a way in for a browser, with the rights of who asks
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -34,7 +35,7 @@ _RUNS_JOBS = frozenset({"verify", "scrub"})  # what they do is about the run the
 
 def needed(method: str, path: str) -> Scope:
     """The least scope that may do this. Pages need no more than reading: what they do, they ask the API for."""
-    if _is_admins(path):
+    if path == AUDIT or _is_admins(path):
         return "admin"
     if method in SAFE or path == LINKS or not path.startswith(API):
         return "read"
@@ -60,15 +61,34 @@ def check(principal: Principal, method: str, path: str, query: bytes) -> None:
     principal.require(needed(method, path))
     if _is_admins(path):
         principal.require_run(None)
-    asked = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("run", [])
-    at = _RUN.match(path)
-    for run in [*asked, *([at[1]] if at else [])]:
+    for run in runs_of(path, query):
         if method not in SAFE:
             principal.require_run(run)
         elif not principal.sees(run):
             raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
-    if method not in SAFE and needed(method, path) == "admin" and at is None:
+    if method not in SAFE and needed(method, path) == "admin" and _RUN.match(path) is None:
         principal.require_run(None)
+
+
+def runs_of(path: str, query: bytes) -> list[str]:
+    """The runs that path and query name."""
+    asked = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("run", [])
+    at = _RUN.match(path)
+    return [*asked, *([at[1]] if at else [])]
+
+
+def as_asked(whole: Principal, method: str, path: str, query: bytes) -> Principal:
+    """As somebody with several grants counts in this request, before its body is known."""
+    return whole.for_request(needed(method, path), runs_of(path, query))
+
+
+def as_body_says(whole: Principal, method: str, path: str, body: Any) -> Principal:
+    """The same, where only the body names the run: of a job that names none, all runs."""
+    if not isinstance(body, dict) or (path != JOBS and not isinstance(body.get("run"), str)):
+        return whole
+    run, kind = body.get("run"), body.get("kind")
+    about = run if isinstance(run, str) and (path != JOBS or kind in _RUNS_JOBS) else None
+    return whole.for_request(needed(method, path), [about])
 
 
 def body_of(method: str, path: str) -> bodies.Kind:

@@ -45,6 +45,7 @@ def enter(request: Request, services: Wired, code: Annotated[str, Query(max_leng
     """Exchange the code for the session's cookie."""
     try:
         session = services.owner.links.redeem(code)
+        request.state.signed_in = services.tokens.verify(session).name  # for the audit log
     except Unauthenticated as error:
         return HTMLResponse(_OUT.format(detail=error.detail.capitalize(), hint=error.hint), error.status, _HEADERS)
     answer = HTMLResponse(_IN, 200, _HEADERS)

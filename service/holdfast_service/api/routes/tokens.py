@@ -26,6 +26,28 @@ def create_token(services: Wired, wanted: operations.TokenRequest, response: Res
     return services.tokens.create(wanted)
 
 
-@router.delete("/tokens/{name}", dependencies=ADMINS, status_code=204, summary="Revoke a token, at once and permanently")
+@router.post(
+    "/tokens/{name}/rotate",
+    dependencies=ADMINS_JSON,
+    status_code=201,
+    summary="Give a token a new secret; the old one is accepted for a while longer",
+)
+def rotate_token(
+    services: Wired,
+    name: Annotated[str, Path(max_length=63)],
+    wanted: operations.RotationRequest,
+    response: Response,
+) -> operations.NewToken:
+    """Name, scope, runs and limits stay. The old secret ends after `grace_s`, which is a day unless you say otherwise."""
+    response.headers["Cache-Control"] = "no-store"
+    return services.tokens.rotate(name, wanted)
+
+
+@router.delete(
+    "/tokens/{name}",
+    dependencies=ADMINS,
+    status_code=204,
+    summary="Revoke a token with all its secrets, at once and permanently",
+)
 def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
     services.tokens.revoke(name)

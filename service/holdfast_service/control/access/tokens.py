@@ -21,13 +21,14 @@ from sqlalchemy import or_, select
 from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import NewToken, Scope, Token, TokenRequest
+from holdfast_formats.rest.access import By, Grant
+from holdfast_formats.rest.operations import NewToken, RotationRequest, Scope, Token, TokenRequest
 from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import TokenRow
-from holdfast_service.control.database.visible import ALL, matches
+from holdfast_service.control.database.visible import ALL, joined, matches
 
 PREFIX = "hf_"
 SECRET_BYTES = 32
@@ -52,6 +53,11 @@ class Principal(NamedTuple):
     runs: str = ALL
     token: int | None = None  # by which it was let in
     known: bool = True  # it has said who it is, or stands where nobody needs to
+    by: By = "token"
+    expires: str | None = None
+    requests_per_s: int | None = None
+    bytes_per_s: int | None = None
+    grants: tuple[Grant, ...] = ()  # of a person: what each group gives; `scope` and `runs` are what counts in a request
 
     def sees(self, run: str) -> bool:
         return matches(self.runs, run)
@@ -59,6 +65,34 @@ class Principal(NamedTuple):
     @property
     def sees_all(self) -> bool:
         return self.runs == ALL
+
+    @property
+    def granted(self) -> tuple[Grant, ...]:
+        """Everything that it may, in whatever request."""
+        return self.grants or (Grant(scope=self.scope, runs=self.runs),)
+
+    def allows(self, scope: Scope, run: str | None) -> bool:
+        """Whether some request of it may do what needs this scope, about this run or, with None, about all of them."""
+        return any(
+            _rank(one.scope) >= _rank(scope) and (one.runs == ALL if run is None else matches(one.runs, run))
+            for one in self.granted
+        )
+
+    def for_request(self, needed: Scope, runs: Collection[str | None]) -> Principal:
+        """As it counts in one request, about these runs (None: all): never more than its grants give together.
+
+        Where they differ, its scope is the largest that some of them give for all of these runs, else the smallest that is
+        enough; its runs are those of all grants of that scope or a larger one.
+        """
+        if len(self.grants) < 2:
+            return self
+        enough = [one for one in self.grants if _rank(one.scope) >= _rank(needed)]
+        if not enough:
+            return self  # its largest scope is not sufficient, and is told so
+        fit = [one for one in enough if all(one.runs == ALL if run is None else matches(one.runs, run) for run in runs)]
+        ranks = [_rank(one.scope) for one in (fit if runs else enough)] or [_rank(one.scope) for one in enough]
+        scope = _SCOPES[max(ranks) if runs and fit else min(ranks)]
+        return self._replace(scope=scope, runs=joined(one.runs for one in enough if _rank(one.scope) >= _rank(scope)))
 
     @property
     def tenant(self) -> str:
@@ -84,7 +118,7 @@ class Principal(NamedTuple):
             raise Forbidden(f"the token {self.name} is for the runs {self.runs!r}, not for {what}", hint="use another token")
 
 
-OWNER = Principal("the owner", "admin")
+OWNER = Principal("the owner", "admin", by="owner")
 
 
 class Tokens:
@@ -101,14 +135,8 @@ class Tokens:
         """Create a token; its text is only in this answer. `InvalidRequest` for a used name or an invalid run
         pattern.
         """
-        if _RUNS.fullmatch(wanted.runs) is None:
-            raise InvalidRequest(
-                f"{wanted.runs!r} is not a valid pattern of runs", hint="give a run's name, a prefix ending in *, or *"
-            )
-        if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
-            raise InvalidRequest(
-                f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="leave it out for a token that never expires"
-            )
+        check_pattern(wanted.runs)
+        _check_expiry(wanted.expires_s)
         text, now = make_text(), self._now()
         with self._database.write() as session:
             active = select(TokenRow.id).where(TokenRow.name == wanted.name, *_in_force(now)).limit(1)
@@ -123,6 +151,8 @@ class Tokens:
                 runs=wanted.runs,
                 created=now,
                 expires=None if wanted.expires_s is None else moments.later(now, wanted.expires_s),
+                requests_per_s=wanted.requests_per_s,
+                bytes_per_s=wanted.bytes_per_s,
             )
             session.add(made)
             session.flush()
@@ -141,20 +171,50 @@ class Tokens:
         return page("token", found, limit, lambda token: token.id)
 
     def revoke(self, name: str) -> None:
-        """Revoke the token of this name; safe to repeat. `NoSuchResource` if it does not exist."""
+        """Revoke the token of this name, with every secret that it has; safe to repeat. `NoSuchResource` if it does not
+        exist.
+        """
         with self._database.write() as session:
-            row = session.scalar(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc()).limit(1))
-            if row is None:
+            rows = list(session.scalars(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc())))
+            if not rows:
                 raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
-            if row.revoked is not None:
-                return
-            row.revoked = self._now()
+            ended = [row for row in rows if row.revoked is None]
+            for row in ended:
+                row.revoked = self._now()
             self._seen.clear()
-            token = Token.model_validate(row, from_attributes=True)
-        self._tell(token, "revoked")
+            token = Token.model_validate(rows[0], from_attributes=True)
+        if ended:
+            self._tell(token, "revoked")
 
-    def verify(self, text: str) -> Principal:
-        """Whose token or session this is; `Unauthenticated` if it is unknown or no longer valid.
+    def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
+        """Give the token of this name a new secret; the old one ends after the grace, or when it would have anyway.
+
+        `NoSuchResource` if no token of this name is in force.
+        """
+        _check_expiry(wanted.expires_s)
+        text, now = make_text(), self._now()
+        end = moments.later(now, wanted.grace_s)
+        with self._database.write() as session:
+            asked = select(TokenRow).where(TokenRow.name == name, *_in_force(now)).order_by(TokenRow.id.desc())
+            rows = list(session.scalars(asked))
+            if not rows:
+                raise NoSuchResource(f"no token named {name!r} is in force", hint="`holdfast token create` makes one")
+            before = rows[0]
+            made = TokenRow(name=name, digest=digest(text), scope=before.scope, runs=before.runs, created=now)
+            made.requests_per_s, made.bytes_per_s = before.requests_per_s, before.bytes_per_s
+            made.expires = _expiry(before, wanted.expires_s, now)
+            for row in rows:  # one of them may be in the grace of an earlier rotation
+                row.expires = end if row.expires is None else min(row.expires, end)
+            session.add(made)
+            session.flush()
+            self._seen.clear()
+            token = Token.model_validate(made, from_attributes=True)
+        self._tell(token, "rotated")
+        return NewToken(**token.model_dump(), token=text)
+
+    def verify(self, text: str, address: str = "") -> Principal:
+        """Whose token or session this is, which comes from that address; `Unauthenticated` if it is unknown or no longer
+        valid.
 
         The owner's is known without the catalog.
         """
@@ -165,7 +225,7 @@ class Tokens:
         if not well_formed(text):
             raise Unauthenticated("this is not a Holdfast token", hint=_HINT)
         try:
-            found, expires = self._looked_up(text)
+            found, expires = self._looked_up(text, address)
         except CatalogUnavailable:
             known = self._seen.get(digest(text))
             if known is None or time.monotonic() > known[1] or (known[2] is not None and known[2] <= self._now()):
@@ -176,7 +236,7 @@ class Tokens:
             self._seen.pop(next(iter(self._seen)), None)
         return found
 
-    def _looked_up(self, text: str) -> tuple[Principal, str | None]:
+    def _looked_up(self, text: str, address: str) -> tuple[Principal, str | None]:
         wanted, now = digest(text), self._now()
         with self._database.read() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
@@ -186,10 +246,11 @@ class Tokens:
                 raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
-            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
-            expires = row.expires
+            found = Principal(row.name, _scope(row.scope), row.runs, row.id, expires=row.expires)
+            found = found._replace(requests_per_s=row.requests_per_s, bytes_per_s=row.bytes_per_s)
+            token_id, used, expires = row.id, row.used, row.expires
         if used is None or moments.later(used, USED_EVERY_S) <= now:
-            self._note_use(token_id, now)
+            self._note_use(token_id, now, address)
         return found, expires
 
     def in_force(self, ids: Collection[int]) -> set[int]:
@@ -197,11 +258,11 @@ class Tokens:
         with self._database.read() as session:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
-    def _note_use(self, token_id: int, now: str) -> None:
+    def _note_use(self, token_id: int, now: str, address: str) -> None:
         with self._database.write() as session:
             row = session.get(TokenRow, token_id)
             if row is not None:
-                row.used = now
+                row.used, row.used_from = now, address[:64] or row.used_from
 
     def _tell(self, token: Token, what: str) -> None:
         text = f"the token {token.name!r} was {what}"
@@ -232,6 +293,39 @@ def well_formed(text: str) -> bool:
 
 def _in_force(now: str):  # type: ignore[no-untyped-def]
     return TokenRow.revoked.is_(None), or_(TokenRow.expires.is_(None), TokenRow.expires > now)
+
+
+def _rank(scope: Scope) -> int:
+    return _SCOPES.index(scope)
+
+
+def _check_expiry(expires_s: int | None) -> None:
+    if expires_s is not None and expires_s > EXPIRES_MAX_S:
+        hint = "leave it out for a token that never expires"
+        raise InvalidRequest(f"a token expires after at most {EXPIRES_MAX_S} seconds", hint=hint)
+
+
+def _expiry(before: TokenRow, expires_s: int | None, now: str) -> str | None:
+    """When the successor of a token expires: after as long a life as that one had, unless another is asked for."""
+    if expires_s is None and before.expires is not None:
+        return moments.later(now, moments.seconds_of(before.expires) - moments.seconds_of(before.created))
+    return None if expires_s is None else moments.later(now, expires_s)
+
+
+def check_pattern(runs: str) -> str:
+    """The pattern; `InvalidRequest` if it is none."""
+    if _RUNS.fullmatch(runs) is None:
+        raise InvalidRequest(
+            f"{runs!r} is not a valid pattern of runs", hint="give a run's name, a prefix ending in *, or *"
+        )
+    return runs
+
+
+def of_person(name: str, grants: Collection[Grant]) -> Principal:
+    """Somebody whom a proxy has let in, with what their groups give; at least one."""
+    largest = max(grants, key=lambda one: _rank(one.scope))
+    every = tuple(sorted(set(grants), key=lambda one: (-_rank(one.scope), one.runs)))
+    return Principal(name, largest.scope, joined(one.runs for one in every), by="login", grants=every)
 
 
 def _scope(text: str) -> Scope:

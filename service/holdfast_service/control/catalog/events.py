@@ -40,7 +40,7 @@ class Events:
 
     def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
         self._database, self._node, self._now = database, node, now
-        self.now = now
+        self.node, self.now = node, now
         self._changed = threading.Condition()
         self._added = 0
         self._listeners: list[Callable[[], None]] = []

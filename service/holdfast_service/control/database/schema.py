@@ -284,6 +284,39 @@ class TokenRow(CatalogTable):
     expires: Mapped[str | None] = mapped_column(_TIME)
     revoked: Mapped[str | None] = mapped_column(_TIME)
     used: Mapped[str | None] = mapped_column(_TIME)
+    used_from: Mapped[str | None] = mapped_column(String(64))
+    requests_per_s: Mapped[int | None]
+    bytes_per_s: Mapped[int | None]
+
+
+class AuditRow(CatalogTable):
+    """Who did what. `run` is no foreign key: an entry outlives what it tells of."""
+
+    __tablename__ = "audit"
+    __table_args__ = (
+        Index("audit_by_at", "at"),
+        Index("audit_by_run", "run", "id"),
+        Index("audit_by_kind", "kind", "id"),
+        Index("audit_by_author", "who", "kind", "id"),
+    )
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    at: Mapped[str] = mapped_column(_TIME)
+    who: Mapped[str] = mapped_column(_NAME)
+    by: Mapped[str] = mapped_column("known_by", String(16))
+    address: Mapped[str] = mapped_column(String(64))
+    via: Mapped[str] = mapped_column(String(16))
+    kind: Mapped[str] = mapped_column(_TIME)
+    run: Mapped[str | None] = mapped_column(_NAME)
+    step: Mapped[int | None]
+    target: Mapped[str | None] = mapped_column(FreeText)
+    method: Mapped[str] = mapped_column(String(16))
+    path: Mapped[str] = mapped_column(FreeText)
+    status: Mapped[int]
+    code: Mapped[str | None] = mapped_column(String(64))
+    request: Mapped[str] = mapped_column(String(64))
+    node: Mapped[str] = mapped_column(String(64))
+    untold: Mapped[int]
 
 
 class NodeRow(CatalogTable):

@@ -1,28 +1,34 @@
 """Restrict queries to the runs that a request may see: set once at the door, applied to every reading query.
 
-A pattern is a run's name, a prefix ending in `*`, or `*` for all. Stores need not know about it, so none can
-forget it, and pages are full.
+A pattern is a run's name, a prefix ending in `*`, or `*` for all; or several of these, with commas between them. Stores
+need not know about it, so none can forget it, and pages are full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from sqlalchemy import ColumnElement, event, func
+from sqlalchemy import ColumnElement, event, func, or_, true
 from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
 
 from holdfast_service.control.database.schema import CatalogTable, RunRow
 
-ALL = "*"
+ALL, AND = "*", ","
 _pattern: ContextVar[str] = ContextVar("holdfast_visible_runs", default=ALL)
 
 
 def matches(pattern: str, run: str) -> bool:
     """Whether a run is one of the pattern's."""
-    return run.startswith(pattern[:-1]) if pattern.endswith(ALL) else run == pattern
+    return any(run.startswith(one[:-1]) if one.endswith(ALL) else run == one for one in pattern.split(AND))
+
+
+def joined(patterns: Iterable[str]) -> str:
+    """One pattern for all runs of these."""
+    parts = sorted({part for one in patterns for part in one.split(AND)})
+    return ALL if ALL in parts else AND.join(parts)
 
 
 def visible(run: str) -> bool:
@@ -33,6 +39,15 @@ def visible(run: str) -> bool:
 def sees_all() -> bool:
     """Whether the present request may see what is about no run, or about all of them together."""
     return _pattern.get() == ALL
+
+
+def covers(pattern: str, other: str) -> bool:
+    """Whether every run of the other pattern is one of this one's."""
+    return all(any(_inside(part, one) for one in pattern.split(AND)) for part in other.split(AND))
+
+
+def _inside(part: str, one: str) -> bool:
+    return part == one or (one.endswith(ALL) and part.removesuffix(ALL).startswith(one[:-1]))
 
 
 @contextmanager
@@ -53,12 +68,19 @@ def restrict(session: Session) -> None:
 
     def limited(state: ORMExecuteState) -> None:
         for table, column in _RUNS:
-            state.statement = state.statement.options(with_loader_criteria(table, _criterion(column, pattern)))
+            state.statement = state.statement.options(with_loader_criteria(table, criterion(column, pattern)))
 
     event.listen(session, "do_orm_execute", limited)
 
 
-def _criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+def criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+    """That a column names one of the pattern's runs."""
+    return or_(*(_one(column, part) for part in pattern.split(AND)))
+
+
+def _one(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+    if pattern == ALL:
+        return true()
     if not pattern.endswith(ALL):
         return column == pattern
     prefix = pattern[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
@@ -14,6 +15,7 @@ from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def _data_bytes(plan: WritePlan) -> int:
 
 
 class Admission:
-    """Decides for every plan whether it fits: into the run's quota, and onto the disk."""
+    """Decides for every plan whether it fits: into the quotas of the run and of its teams, and onto the disk."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Admission:
         self._tier, self._catalog, self._clock = tier, catalog, clock
         self._files, self._rotation, self._ask = files, rotation, ask
         self.empty_trash: Callable[[int, str], object] = lambda free_bytes, whom: None  # until so many are free
+        self._teams = TeamQuotas(tier, catalog.database)
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
@@ -114,6 +117,32 @@ class Admission:
             log.warning("cannot tell how much of its quota %s uses: %s", run, away.detail)
             return 0
 
+    def _team_shortage(self, plan: WritePlan, what: str) -> QuotaExceeded | None:
+        """The first team's quota into which it does not fit."""
+        try:
+            quotas = self._teams.of(plan.run)
+        except Damaged as error:  # as for the quota of a run
+            log.error("%s", error)
+            return None
+        for pattern, quota in quotas.items():
+            try:
+                used = self._ask(partial(self._teams.used, pattern), USED_S)
+            except CatalogUnavailable as away:
+                log.warning("cannot tell how much of its quota the team %s uses: %s", pattern, away.detail)
+                continue
+            need = counted_bytes(plan)
+            if used + need > quota:
+                return QuotaExceeded(
+                    f"{what} needs {need} bytes; the runs {pattern} already use {used} of their quota of {quota} bytes",
+                    hint=f"keep fewer checkpoints of the runs {pattern}, use `holdfast rm`, or have an admin raise it: "
+                    f"`holdfast quota set '{pattern}' BYTES`",
+                    needed=need,
+                    used=used,
+                    quota=quota,
+                    pattern=pattern,
+                )
+        return None
+
     def _shortage(self, plan: WritePlan) -> CheckpointError | None:
         what = f"{plan.run}@{plan.step}"
         quota = self._quota(plan.run)
@@ -129,6 +158,9 @@ class Admission:
                     used=used,
                     quota=quota,
                 )
+        over = self._team_shortage(plan, what)
+        if over is not None:
+            return over
         room, free = disk_bytes(plan) + SPARE_BYTES, self._tier.free_bytes()
         if room > free:
             return NoSpace(

@@ -6,6 +6,7 @@ from holdfast_service.dashboard import static
 
 from . import (
     actions,
+    audit,
     checkpoint,
     compare,
     daemons,
@@ -46,6 +47,7 @@ for _page in (
     jobs,
     events,
     notifications,
+    audit,
     tokens,
     reference,
     sign_in,

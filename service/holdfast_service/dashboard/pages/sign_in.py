@@ -8,8 +8,9 @@ import httpx
 from fastapi import Query, Request
 from starlette.responses import Response
 
+from holdfast_formats.rest.access import Whoami
 from holdfast_service.dashboard.asking import COOKIE, Asked, SignInNeeded, ViewerApi
-from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.rendering import page, see, viewer_of
 from holdfast_service.dashboard.routing import Posted, page_router
 
 router = page_router()
@@ -20,7 +21,7 @@ TOKEN_CHARACTERS_MAX = 512
 
 @router.get("/login")
 async def show_sign_in(request: Request, api: Asked, next: Annotated[str, Query(max_length=2000)] = "/") -> Response:
-    return page(request, "login.html", next=next, refused=False, open_to_all=await _opens(api, None))
+    return page(request, "login.html", next=next, refused=False, open_to_all=await _who(api, None) is not None)
 
 
 @router.post("/login")
@@ -28,8 +29,10 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
     """Keep a token that the API accepts; another one is not kept."""
     token = form.text("token")
     fits = 0 < len(token) <= TOKEN_CHARACTERS_MAX and token.isascii() and token.isprintable()
-    if not (fits and await _opens(api, token)):
+    who = await _who(api, token) if fits else None
+    if who is None:
         return page(request, "login.html", 401, next=form.text("next"), refused=True, open_to_all=False)
+    request.state.signed_in = who.name  # for the audit log
     answer = see(_own(form.text("next")), "signed-in")
     secure = request.url.scheme == "https" or bool(getattr(request.app.state, "behind_tls", False))
     answer.set_cookie(COOKIE, token, COOKIE_AGE_S, path="/", secure=secure, httponly=True, samesite="strict")
@@ -37,20 +40,22 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 
 
 @router.post("/logout")
-async def sign_out(_: Posted) -> Response:
-    answer = see("/login")
+async def sign_out(request: Request, _: Posted) -> Response:
+    """Forget the cookie; whom a proxy has let in, it lets out."""
+    viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)
+    answer = see(logout if logout is not None and viewer is not None and viewer.by == "login" else "/login")
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
     return answer
 
 
-async def _opens(api: ViewerApi, token: str | None) -> bool:
-    """Whether the API accepts this token, or needs none."""
+async def _who(api: ViewerApi, token: str | None) -> Whoami | None:
+    """Whom the API takes the holder of this token for, or whoever shows none; None where it lets them not in."""
     headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
     try:
-        answer: httpx.Response = await api.ask("GET", "/v1/runs", headers=headers, limit=1)
+        answer: httpx.Response = await api.ask("GET", "/v1/whoami", headers=headers)
     except SignInNeeded:
-        return False
-    return answer.status_code == 200
+        return None
+    return Whoami.model_validate_json(answer.content)
 
 
 def _own(path: str) -> str:

@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import NewToken, Token, TokenRequest
+from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
@@ -38,6 +39,13 @@ async def make_token(request: Request, api: Asked, form: Posted) -> Response:
     return await _page(request, api, None, NewToken.model_validate_json(answer.content))
 
 
+@router.post("/tokens/{name}/rotate")
+async def rotate(request: Request, api: Asked, name: str, _: Posted) -> Response:
+    """Give a token a new secret, which is shown once; the old one is accepted for a day."""
+    answer = await api.ask("POST", f"/v1/tokens/{quote(name, safe='')}/rotate", body=RotationRequest())
+    return await _page(request, api, None, NewToken.model_validate_json(answer.content))
+
+
 @router.post("/tokens/{name}/revoke")
 async def revoke(api: Asked, name: str, _: Posted) -> Response:
     await api.ask("DELETE", f"/v1/tokens/{quote(name, safe='')}")
@@ -46,9 +54,10 @@ async def revoke(api: Asked, name: str, _: Posted) -> Response:
 
 def _wanted(form: Form) -> TokenRequest:
     days = form.number("days")
+    limits = {name: form.number(name) for name in ("requests_per_s", "bytes_per_s")}
     said = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
     try:
-        return TokenRequest.model_validate({**said, "expires_s": None if days is None else days * DAY_S})
+        return TokenRequest.model_validate({**said, **limits, "expires_s": None if days is None else days * DAY_S})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -67,4 +76,5 @@ async def _page(request: Request, api: ViewerApi, cursor: str | None, made: NewT
         first=cursor is None,
         made=made,
         scopes=SCOPES,
+        now=utc_now(),
     )

@@ -1,4 +1,4 @@
-"""`holdfast token`: create, list and revoke API tokens."""
+"""`holdfast token`: create, rotate, list and revoke API tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from holdfast.commands.keep import parse_bytes
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.operations import Token, TokenRequest
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, Token, TokenRequest
 
-app = typer.Typer(help="Create, list and revoke the tokens that the service requires.", no_args_is_help=True)
+app = typer.Typer(help="Create, rotate, list and revoke the tokens that the service requires.", no_args_is_help=True)
 Root = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help="Use the catalog of this directory; no service needs to run.")
 ]
@@ -34,6 +36,13 @@ Runs = Annotated[
 Expires = Annotated[
     str | None, typer.Option("--expires", metavar="30d", help="Time until it expires: 900s, 15min, 12h, 30d.")
 ]
+Grace = Annotated[str, typer.Option("--grace", metavar="1d", help="How long the old secret is still accepted: 0s to 30d.")]
+Requests = Annotated[
+    int | None, typer.Option("--requests-per-s", metavar="N", help="Requests a second at most; more is 429.", min=1)
+]
+Bulk = Annotated[
+    str | None, typer.Option("--bytes-per-s", metavar="BYTES", help="Bytes of answers a second at most, such as 100MB.")
+]
 _SPAN = re.compile(r"([1-9]\d{0,9})(s|min|h|d)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 
@@ -44,6 +53,8 @@ def create(  # noqa: PLR0913 - options of a command
     scope: Scope = "read",
     runs: Runs = "*",
     expires: Expires = None,
+    requests_per_s: Requests = None,
+    bytes_per_s: Bulk = None,
     root: Root = None,
     catalog: Catalog = None,
     url: Url = None,
@@ -52,18 +63,49 @@ def create(  # noqa: PLR0913 - options of a command
     """Create a token. It is printed once and not stored in readable form."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         try:
-            wanted = TokenRequest(name=name, scope=scope, runs=runs, expires_s=_seconds(expires))
+            wanted = TokenRequest(
+                name=name,
+                scope=scope,
+                runs=runs,
+                expires_s=_seconds(expires),
+                requests_per_s=requests_per_s,
+                bytes_per_s=parse_bytes(bytes_per_s),
+            )
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
         made = store.create(wanted)
+    _show(made, as_json)
+
+
+@app.command()
+def rotate(  # noqa: PLR0913 - options of a command
+    name: Name,
+    grace: Grace = "1d",
+    expires: Expires = None,
+    root: Root = None,
+    catalog: Catalog = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a token a new secret. The old one is accepted for a while, so that nobody is cut off."""
+    with console.reporting(as_json), _store(root, catalog, url) as store:
+        grace_s = 0 if grace in ("0", "0s") else _seconds(grace, "--grace") or 0
+        if grace_s > GRACE_MAX_S:
+            raise InvalidRequest(f"--grace {grace} is over 30d", hint="give 30d or less")
+        made = store.rotate(name, RotationRequest(grace_s=grace_s, expires_s=_seconds(expires)))
+    _show(made, as_json)
+
+
+def _show(made: NewToken, as_json: bool) -> None:
+    """Its text goes to stdout, alone; what it is to stderr."""
     if as_json:
         console.print_json(made.model_dump())
-    else:
-        until = f" until {made.expires}" if made.expires else ""
-        told = f"token {made.name}: scope {made.scope}, runs {made.runs}{until}; it cannot be shown again:"
-        console.err().print(told, markup=False)
-        console.out().print(made.token, markup=False)
+        return
+    until = f" until {made.expires}" if made.expires else ""
+    told = f"token {made.name}: scope {made.scope}, runs {made.runs}{until}; it cannot be shown again:"
+    console.err().print(told, markup=False)
+    console.out().print(made.token, markup=False)
 
 
 @app.command()
@@ -77,6 +119,7 @@ def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJ
     table = console.table("NAME", "SCOPE", "RUNS", "CREATED", "USED", "STATE")
     for token in found:
         used = console.human_age(token.used) if token.used else "never"
+        used += f", {token.used_from}" if token.used_from else ""
         table.add_row(token.name, token.scope, token.runs, console.human_age(token.created), used, _state(token))
     console.out().print(table if found else "No tokens.", markup=False)
 
@@ -105,14 +148,18 @@ def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[
         yield ServiceTokens(api)
 
 
-def _seconds(span: str | None) -> int | None:
+def _seconds(span: str | None, option: str = "--expires") -> int | None:
     found = _SPAN.fullmatch(span) if span is not None else None
     if span is not None and found is None:
-        raise InvalidRequest(f"--expires {span!r} is not a time span", hint="write 900s, 15min, 12h or 30d")
+        raise InvalidRequest(f"{option} {span!r} is not a time span", hint="write 900s, 15min, 12h or 30d")
     return int(found[1]) * _SECONDS[found[2]] if found else None
 
 
 def _state(token: Token) -> str:
     if token.revoked is not None:
         return "revoked"
-    return "in force" if token.expires is None else f"until {token.expires}"
+    limits = [f"{token.requests_per_s} requests/s"] if token.requests_per_s else []
+    limits += [f"{console.human_bytes(token.bytes_per_s)}/s"] if token.bytes_per_s else []
+    if token.expires is not None and token.expires <= utc_now():
+        return "expired"
+    return ", ".join(["in force" if token.expires is None else f"until {token.expires[:19]}", *limits])

@@ -1,0 +1,1 @@
+"""Commands about who may do what, and who did what."""

@@ -1,0 +1,67 @@
+"""`holdfast audit`: who did what."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from holdfast.config import default_url
+from holdfast.rest.api import PAGE_ITEMS, Api
+from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.access import AuditEntry
+
+Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
+Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only entries about this run.")]
+Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind.")]
+Since = Annotated[str | None, typer.Option("--since", metavar="TIME", help="Only from this time on: 2030-01-31T12:00:00Z.")]
+Refused = Annotated[bool, typer.Option("--refused", help="Only requests that were refused.")]
+Count = Annotated[int, typer.Option("--count", "-n", metavar="N", help="At most N entries.", min=1)]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
+
+
+def audit(  # noqa: PLR0913 - options of a command
+    who: Who = None,
+    run: Run = None,
+    kind: Kind = None,
+    since: Since = None,
+    refused: Refused = False,
+    count: Count = 50,
+    as_csv: AsCsv = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who did what: every change, and every refused request, newest first."""
+    query = {"who": who, "run": run, "kind": kind, "since": since, "refused": "true" if refused else None}
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        if as_csv:
+            limit = str(min(count, 1000))
+            params = {name: value for name, value in {**query, "format": "csv", "limit": limit}.items() if value}
+            print(api.request("GET", "/v1/audit", params=params).text, end="")
+            return
+        limit = str(min(count, PAGE_ITEMS))
+        found = list(islice(api.pages("/v1/audit", AuditEntry, {**query, "limit": limit}), count))
+    if as_json:
+        console.print_json([entry.model_dump() for entry in found])
+        return
+    table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT")
+    for entry in found:
+        table.add_row(entry.at[:19], entry.who or "?", _from(entry), entry.kind, _about(entry), _result(entry))
+    console.out().print(table if found else "No entries.", markup=False)
+
+
+def _from(entry: AuditEntry) -> str:
+    return f"{entry.address or 'this machine'}, {entry.via}"
+
+
+def _about(entry: AuditEntry) -> str:
+    where = "" if entry.run is None else entry.run if entry.step is None else f"{entry.run}@{entry.step}"
+    what = entry.target or (f"{entry.method} {entry.path}" if entry.kind in ("read", "other") else "")
+    return " ".join(part for part in (where, what) if part)
+
+
+def _result(entry: AuditEntry) -> str:
+    done = "done" if entry.status and entry.status < 400 else entry.code or str(entry.status or "cut off")
+    return f"{done}, and {entry.untold} more" if entry.untold else done

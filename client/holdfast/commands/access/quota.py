@@ -1,0 +1,63 @@
+"""`holdfast quota`: how many bytes all runs of a team may hold together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from holdfast.commands.keep import parse_bytes
+from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.access import Quota, QuotaRequest
+
+app = typer.Typer(help="Show and set how many bytes all runs of a team may hold together.", no_args_is_help=True)
+Pattern = Annotated[str, typer.Argument(metavar="PATTERN", help="Runs: a name, a prefix ending in *, or * for all.")]
+Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may hold together, such as 20TB.")]
+
+
+@app.command()
+def ls(url: Url = None, as_json: AsJson = False) -> None:
+    """List quotas, and how much of each is used."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = list(api.pages("/v1/quotas", Quota))
+    if as_json:
+        console.print_json([quota.model_dump() for quota in found])
+        return
+    table = console.table("RUNS", "USED", "QUOTA", "FULL", "COUNT", right=("USED", "QUOTA", "FULL", "COUNT"))
+    for quota in found:
+        full = f"{100 * quota.used_bytes / quota.quota_bytes:.0f} %"
+        sizes = (console.human_bytes(size) for size in (quota.used_bytes, quota.quota_bytes))
+        table.add_row(quota.pattern, *sizes, full, str(quota.runs))
+    console.out().print(table if found else "No quotas.", markup=False)
+
+
+@app.command("set")
+def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False) -> None:
+    """Set the quota of a pattern of runs. It holds from the next save on."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        body = QuotaRequest(quota_bytes=parse_bytes(size) or 0).model_dump()
+        made = Quota.model_validate_json(api.request("PUT", _path(pattern), json=body).content)
+    if as_json:
+        console.print_json(made.model_dump())
+    else:
+        used, quota = (console.human_bytes(size) for size in (made.used_bytes, made.quota_bytes))
+        console.out().print(f"runs {made.pattern} may hold {quota}; they hold {used}", markup=False)
+
+
+@app.command()
+def rm(pattern: Pattern, url: Url = None, as_json: AsJson = False) -> None:
+    """Remove the quota of a pattern of runs."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        api.request("DELETE", _path(pattern))
+    if as_json:
+        console.print_json({"pattern": pattern, "removed": True})
+    else:
+        console.out().print(f"removed the quota of {pattern}", markup=False)
+
+
+def _path(pattern: str) -> str:
+    return f"/v1/quotas/{quote(pattern, safe='*')}"

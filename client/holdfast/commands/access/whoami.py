@@ -1,0 +1,34 @@
+"""`holdfast whoami`: who the service takes you for."""
+
+from __future__ import annotations
+
+from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.access import Grant, Whoami
+
+_BY = {
+    "token": "a token",
+    "owner": "the token of the daemon's own user",
+    "login": "a login at the proxy",
+    "anybody": "nothing: this service asks nobody who they are",
+}
+
+
+def whoami(url: Url = None, as_json: AsJson = False) -> None:
+    """Show who the service takes you for, and what you may do."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = api.get("/v1/whoami", Whoami)
+    if as_json:
+        console.print_json(found.model_dump())
+        return
+    table = console.table("", "")
+    table.show_header = False
+    table.add_row("you are", found.name)
+    table.add_row("known by", _BY.get(found.by, found.by))
+    for grant in found.grants or [Grant(scope=found.scope, runs=found.runs)]:
+        table.add_row("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}")
+    table.add_row("until", found.expires or "for ever")
+    table.add_row("from", found.address)
+    console.out().print(table, markup=False)

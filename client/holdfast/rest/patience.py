@@ -1,0 +1,39 @@
+"""Waits where the service says that a token's limit is reached: a long restore over HTTP is slower, and does not fail."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+WAIT_MAX_S = 120.0  # for one request, all waits together
+_REPEATABLE = ("GET", "HEAD")
+
+
+class Patient(httpx.BaseTransport):
+    """Sends a reading request again when its 429 says after how long; what says nothing of that is answered as it is."""
+
+    def __init__(self, transport: httpx.BaseTransport) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        waited = 0.0
+        while True:
+            response = self._transport.handle_request(request)
+            wait_s = _wait_s(response)
+            if request.method not in _REPEATABLE or wait_s is None or waited + wait_s > WAIT_MAX_S:
+                return response
+            response.close()
+            time.sleep(wait_s)
+            waited += wait_s
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _wait_s(response: httpx.Response) -> float | None:
+    """How long to wait, if the answer is that; at least a moment, so that nothing is asked in a loop."""
+    said = response.headers.get("Retry-After", "")
+    if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not (said.isascii() and said.isdigit() and len(said) < 6):
+        return None
+    return max(float(said), 0.1)

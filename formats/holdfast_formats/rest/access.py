@@ -1,0 +1,100 @@
+"""Bodies of the REST API about who did what: the audit log, and who asks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast_formats.rest.operations import Scope
+
+By = Literal["token", "owner", "login", "anybody", "local", "nobody"]
+Via = Literal["http", "client", "dashboard", "offline"]
+
+# Every kind of entry of the audit log, and its meaning. Behind each is a change, done or attempted; `read` and `other` are
+# of refused requests alone, the second also of changes that this version has no name for.
+AUDITED: dict[str, str] = {
+    "policy-set": "the retention policy of a run was set",
+    "pin-set": "a checkpoint was pinned",
+    "pin-removed": "a checkpoint was unpinned",
+    "label-set": "a checkpoint got a label",
+    "label-removed": "a label was taken off a checkpoint",
+    "checkpoint-removed": "a checkpoint was removed",
+    "job-submitted": "a job was submitted; `target` is its kind",
+    "job-cancelled": "a job was cancelled; `target` is its ID",
+    "token-created": "a token was created; `target` is its name",
+    "token-rotated": "a token got a new secret; `target` is its name",
+    "token-revoked": "a token was revoked; `target` is its name",
+    "quota-set": "the quota of a pattern of runs was set; `target` is the pattern",
+    "quota-removed": "the quota of a pattern of runs was removed; `target` is the pattern",
+    "node-forgotten": "a node that is gone was removed from the list; `target` is its name",
+    "rank-registered": "a rank that shares no memory with the daemon registered itself, to save or restore",
+    "link-made": "a one-time link was made that signs a browser in",
+    "signed-in": "a browser signed in, with a token or by a one-time link",
+    "signed-out": "a browser signed out",
+    "catalog-rebuilt": "the catalog was rebuilt from the directories, with no daemon",
+    "catalog-adopted": "the catalog was given to a root, with no daemon",
+    "checkpoint-repaired": "a checkpoint was repaired, with no daemon",
+    "checkpoint-imported": "a checkpoint was imported, with no daemon",
+    "checkpoint-merged": "a checkpoint was made of others, with no daemon",
+    "read": "something was asked for and refused",
+    "other": "a request that has no name here; `method` and `path` say what it was",
+}
+
+
+class AuditEntry(BaseModel):
+    """Who did what, from where, and what came of it. Never a secret, and never a body."""
+
+    id: int
+    at: str = Field(description="RFC 3339, UTC")
+    who: str = Field(description="name of the token, of the person, or of the user of the machine; empty if nobody said")
+    by: By = Field(description="how `who` was known")
+    address: str = Field(description="the peer's address; of what a page did, the browser's or its proxy's")
+    via: Via = Field(description="`client`: the `holdfast` command or Api; `http`: any other program")
+    kind: str = Field(description="one of the kinds that docs/api.md lists")
+    run: str | None = None
+    step: int | None = None
+    target: str | None = Field(default=None, description="what else it was about, such as the name of a token")
+    method: str
+    path: str = Field(description="without the query")
+    status: int = Field(description="of the answer; 0 if the connection ended before")
+    code: str | None = Field(default=None, description="of the problem, if it was one")
+    request: str = Field(description="`X-Request-Id` of the answer; what a page asked for has the page's")
+    node: str
+    untold: int = Field(default=0, description="attempts like this one that were counted since the last entry, not recorded")
+
+
+class Grant(BaseModel):
+    """A scope for some runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scope: Scope
+    runs: str = Field(default="*", description="a run's name, a prefix ending in *, or * for all")
+
+
+class Whoami(BaseModel):
+    """Who asks, and what they may do."""
+
+    name: str
+    by: By
+    scope: Scope
+    runs: str = Field(description="a run's name, a prefix ending in *, or * for all; several are separated by commas")
+    grants: list[Grant] = Field(default_factory=list, description="of a person: what each of their groups gives")
+    expires: str | None = Field(default=None, description="when the token expires")
+    address: str = Field(description="where the request came from, as the service sees it")
+
+
+class QuotaRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    quota_bytes: int = Field(ge=1, le=2**62, description="bytes that all runs of the pattern may hold together")
+
+
+class Quota(BaseModel):
+    """How much the runs of a team may hold together, and how much they do."""
+
+    pattern: str
+    quota_bytes: int
+    used_bytes: int
+    runs: int = Field(description="number of runs of the pattern with a checkpoint")

@@ -1,0 +1,168 @@
+"""People whom a proxy has let in, by the headers that it sends: oauth2-proxy's, or any other's with the same contract.
+
+Headers are believed from the configured addresses alone, and only beside the secret that the proxy adds: a program that
+reaches this service past the proxy, from whatever address, is nobody. Whoever sends such headers without being the proxy is
+refused, so that a mistake in the set-up is seen.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from holdfast_formats.errors import Forbidden, InvalidRequest
+from holdfast_formats.rest.access import Grant
+from holdfast_service.api.door.heads import IDENTITY
+from holdfast_service.control.access.tokens import Principal, check_pattern, of_person
+
+log = logging.getLogger(__name__)
+
+SECRET_HEADER = "x-holdfast-proxy-secret"
+SECRET_CHARS_MIN = 32
+FILE_BYTES_MAX = 2**20
+NAME_CHARS_MAX = 128
+GROUPS_MAX = 1000  # of one person
+_EXAMPLE = (
+    '{"proxies": ["10.0.0.5"], "secret_file": "proxy.secret", "groups": {"team-a": {"scope": "write", "runs": "a-*"}}}'
+)
+
+
+class LoginsFile(BaseModel):
+    """The file of `--logins`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    proxies: list[str] = Field(min_length=1, description="addresses of the proxy, or networks: 10.0.0.5, 172.18.0.0/16")
+    secret_file: Path = Field(description="file of the secret that the proxy adds; relative to this file")
+    groups: dict[str, Grant] = Field(default_factory=dict, description="what members of a group may")
+    everybody: Grant | None = Field(default=None, description="what everybody may whom the proxy lets in")
+    headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
+    logout: str | None = Field(default=None, description="path where the proxy ends the session")
+
+    @field_validator("proxies")
+    @classmethod
+    def _check_proxies(cls, value: list[str]) -> list[str]:
+        for one in value:
+            if ip_network(one, strict=False).prefixlen == 0:
+                raise ValueError(f"{one} is every address there is: name the proxy's")
+        return value
+
+    @field_validator("logout")
+    @classmethod
+    def _check_logout(cls, value: str | None) -> str | None:
+        if value is not None and (not value.startswith("/") or value.startswith(("//", "/\\")) or not value.isprintable()):
+            raise ValueError("a path of this site, such as /oauth2/sign_out")
+        return value
+
+
+class Logins(NamedTuple):
+    """Whose headers are believed, and what the groups in them give."""
+
+    proxies: tuple[IPv4Network | IPv6Network, ...]
+    secret: str
+    groups: Mapping[str, Grant]
+    everybody: Grant | None
+    family: str
+    logout: str | None
+
+    def read(self, headers: Mapping[str, str], peer: str) -> Principal | None:
+        """Who is logged in; None where no header says so. `Forbidden` for headers that are not the proxy's, and for people
+        in no group that may do anything; `InvalidRequest` for a name that is none.
+        """
+        said = {name: headers.get(f"{self.family}-{name}".lower()) for name in IDENTITY}
+        secret = headers.get(SECRET_HEADER)
+        if secret is None and not any(said.values()):
+            return None
+        if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not self._is_proxy(peer):
+            raise Forbidden(
+                f"{self.family}-User and the like are believed from the login proxy alone",
+                hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret",
+            )
+        name = said["Email"] or said["Preferred-Username"] or said["User"]
+        if not name:
+            return None  # a path that the proxy lets everybody ask for
+        return self._person(_name(name), _names(said["Groups"] or ""))
+
+    def _person(self, name: str, groups: list[str]) -> Principal:
+        grants = [self.groups[group] for group in groups if group in self.groups]
+        grants += [] if self.everybody is None else [self.everybody]
+        if not grants:
+            hint = "an admin adds one of their groups to the file of --logins"
+            raise Forbidden(f"{name} is in no group that may use this service", hint=hint)
+        return of_person(name, grants)
+
+    def _is_proxy(self, peer: str) -> bool:
+        try:
+            address = ip_address(peer.partition("%")[0])
+        except ValueError:
+            return False
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self.proxies)
+
+
+def load(path: Path) -> Logins:
+    """The file of `--logins`; `InvalidRequest` that names what is wrong in it."""
+    try:
+        read = LoginsFile.model_validate(json.loads(_text(path)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"--logins {path}: {where}: {first['msg']}", hint=f"for example {_EXAMPLE}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"--logins {path} is not JSON: {error}", hint=f"for example {_EXAMPLE}") from error
+    if not read.groups and read.everybody is None:
+        raise InvalidRequest(f"--logins {path} lets nobody in", hint="name a group in `groups`, or give `everybody` a scope")
+    for grant in (*read.groups.values(), *([read.everybody] if read.everybody else [])):
+        check_pattern(grant.runs)
+    proxies = tuple(ip_network(one, strict=False) for one in read.proxies)
+    secret = _secret(path.parent / read.secret_file)
+    return Logins(proxies, secret, read.groups, read.everybody, read.headers, read.logout)
+
+
+def _secret(path: Path) -> str:
+    secret = _text(path).strip()
+    if len(secret) < SECRET_CHARS_MIN or not (secret.isascii() and secret.isprintable()):
+        hint = f"write at least {SECRET_CHARS_MIN} printable characters there: openssl rand -hex 32"
+        raise InvalidRequest(f"the secret in {path} is too short, or not plain text", hint=hint)
+    if path.stat().st_mode & 0o007:
+        log.warning("every user of this machine can read %s, and so be anybody: chmod 600", path)
+    return secret
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            found = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}", hint="check --logins and `secret_file`") from error
+    if len(found) > FILE_BYTES_MAX:
+        raise InvalidRequest(f"{path} is over {FILE_BYTES_MAX} bytes", hint="check --logins and `secret_file`")
+    return found.decode(errors="replace")
+
+
+def _name(text: str) -> str:
+    name = _decoded(text)
+    if len(name) > NAME_CHARS_MAX or not name.isprintable():
+        raise InvalidRequest("the login proxy has sent a name that is none", hint="its claims for user and email are wrong")
+    return name
+
+
+def _names(text: str) -> list[str]:
+    """The groups in a header, with commas between them."""
+    return [group for part in _decoded(text).split(",")[:GROUPS_MAX] if (group := part.strip())]
+
+
+def _decoded(text: str) -> str:
+    """Header values are bytes: proxies send UTF-8 in them. `InvalidRequest`."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError as error:
+        raise InvalidRequest("the login proxy has sent a name that is not UTF-8", hint="check its claims") from error

@@ -1,0 +1,42 @@
+"""Routes: how many bytes all runs of a team may hold together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import Quota, QuotaRequest
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON, READS
+from holdfast_service.api.services import Viewer, Wired
+from holdfast_service.control.access.tokens import check_pattern
+from holdfast_service.control.database.visible import covers
+
+router = APIRouter(prefix="/v1", tags=["access"], responses=problems.RESPONSES)
+Pattern = Annotated[str, Path(max_length=128, description="a run's name, a prefix ending in *, or * for all")]
+
+
+@router.get("/quotas", dependencies=READS, summary="Quotas of teams, and how much of each is used")
+def list_quotas(services: Wired, viewer: Viewer) -> bodies.Page[Quota]:
+    """A token for some runs sees the quotas of which it sees all runs."""
+    told = [quota for quota in services.team_quotas.told() if covers(viewer.runs, quota.pattern)]
+    return bodies.Page(items=told, next=None)
+
+
+@router.put("/quotas/{pattern}", dependencies=ADMINS_JSON, summary="Set how many bytes all runs of a pattern may hold")
+def set_quota(services: Wired, pattern: Pattern, wanted: QuotaRequest) -> Quota:
+    """It holds from the next save on: a save that does not fit is refused with `quota-exceeded`. Nothing is removed."""
+    quotas = services.team_quotas
+    quotas.set(check_pattern(pattern), wanted.quota_bytes)
+    found = next((quota for quota in quotas.told() if quota.pattern == pattern), None)
+    if found is None:
+        raise NoSuchResource(f"the quota of {pattern!r} was removed meanwhile", hint="set it again")
+    return found
+
+
+@router.delete("/quotas/{pattern}", dependencies=ADMINS, status_code=204, summary="Remove the quota of a pattern")
+def remove_quota(services: Wired, pattern: Pattern) -> None:
+    services.team_quotas.remove(pattern)

@@ -1,0 +1,102 @@
+"""Quotas of teams: how many bytes all runs of a pattern may hold together. They are in a file of the root, which is read
+before each save, so that no save asks the catalog what it may do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy import func, select
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchResource
+from holdfast_formats.rest.access import Quota
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.database.visible import criterion, matches
+from holdfast_service.storage import Tier
+
+QUOTAS_MAX = 1000
+BYTES_MAX = 2**62
+FILE_BYTES_MAX = 2**20
+
+
+class _File(BaseModel):
+    """The file of the root."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(default=1, ge=1, le=1)
+    quotas: dict[str, int] = Field(default_factory=dict)
+
+
+class TeamQuotas:
+    """The quotas of one root. Thread-safe; of several daemons that change them at one moment, one's change may be lost."""
+
+    def __init__(self, tier: Tier, database: Database) -> None:
+        self._tier, self._database = tier, database
+        self._lock = threading.Lock()
+
+    def all(self) -> dict[str, int]:
+        """Bytes by pattern; `Damaged` if the file cannot be read."""
+        size = self._tier.size(naming.QUOTAS)
+        if size is None:
+            return {}
+        if size > FILE_BYTES_MAX:
+            raise _damaged(f"it has {size} bytes")
+        try:
+            return _File.model_validate(json.loads(self._tier.read(naming.QUOTAS))).quotas
+        except (ValueError, ValidationError) as error:
+            raise _damaged(str(error).partition("\n")[0]) from error
+
+    def set(self, pattern: str, quota_bytes: int) -> None:
+        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it."""
+        self._change(lambda quotas: quotas.update({pattern: quota_bytes}))
+
+    def remove(self, pattern: str) -> None:
+        """`NoSuchResource` if the pattern has none."""
+
+        def drop(quotas: dict[str, int]) -> None:
+            if quotas.pop(pattern, None) is None:
+                raise NoSuchResource(f"the pattern {pattern!r} has no quota", hint="`holdfast quota ls` lists them")
+
+        self._change(drop)
+
+    def _change(self, change: Callable[[dict[str, int]], None]) -> None:
+        with self._lock:
+            quotas = self.all()
+            change(quotas)
+            if len(quotas) > QUOTAS_MAX:
+                raise LimitExceeded(f"there are {QUOTAS_MAX} quotas already", hint="remove one first: `holdfast quota rm`")
+            file = _File(quotas=dict(sorted(quotas.items())))
+            self._tier.replace(naming.QUOTAS, (file.model_dump_json(indent=1) + "\n").encode())
+
+    def of(self, run: str) -> dict[str, int]:
+        """The quotas that a run counts against; it may be several teams'."""
+        return {pattern: quota for pattern, quota in self.all().items() if matches(pattern, run)}
+
+    def used(self, pattern: str) -> int:
+        """Bytes of all committed checkpoints of the pattern's runs, as far as they may be seen."""
+        return self._counted(pattern)[0]
+
+    def told(self) -> list[Quota]:
+        """All of them, with what is used."""
+        found = []
+        for pattern, quota in sorted(self.all().items()):
+            used, runs = self._counted(pattern)
+            found.append(Quota(pattern=pattern, quota_bytes=quota, used_bytes=used, runs=runs))
+        return found
+
+    def _counted(self, pattern: str) -> tuple[int, int]:
+        total, runs = func.sum(CheckpointRow.bytes), func.count(func.distinct(CheckpointRow.run))
+        with self._database.read() as session:
+            used, number = session.execute(select(total, runs).where(criterion(CheckpointRow.run, pattern))).one()
+        return int(used or 0), int(number or 0)
+
+
+def _damaged(why: str) -> CorruptManifest:
+    hint = "an admin sets them again with `holdfast quota set`, after the file was moved away"
+    return CorruptManifest(f"the file of quotas, {naming.QUOTAS}, cannot be read: {why}", hint=hint)

@@ -1,0 +1,52 @@
+"""The audit log: who did what, with the same entries as CSV and JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import AUDITED, AuditEntry
+from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, shown
+from holdfast_service.dashboard.rendering import link, page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+ENTRIES_SHOWN = 100
+Text = Annotated[str, Query(max_length=200)]
+
+
+@router.get("/audit")
+async def show_audit(  # noqa: PLR0913 — one a filter
+    request: Request,
+    api: Asked,
+    who: Text = "",
+    run: Text = "",
+    kind: Text = "",
+    refused: Text = "",
+    cursor: str | None = None,
+) -> Response:
+    """Show entries, newest first; the API filters them."""
+    asked = _asked(who, run, kind, refused)
+    found = await shown(api.page(AuditEntry, "/v1/audit", cursor=cursor, limit=ENTRIES_SHOWN, **asked))
+    listed = found.value or bodies.Page[AuditEntry](items=[])
+    return page(
+        request,
+        "audit.html",
+        found=found,
+        entries=listed.items,
+        next=listed.next,
+        first=cursor is None,
+        asked=asked,
+        kinds=AUDITED,
+        as_csv=link("/v1/audit", format="csv", limit=LIMIT_MAX, **asked),
+        as_json=link("/v1/audit", limit=LIMIT_MAX, **asked),
+    )
+
+
+def _asked(who: str, run: str, kind: str, refused: str) -> dict[str, str]:
+    """The filters, as the API and the links of the page have them."""
+    return {"who": who, "run": run, "kind": kind, "refused": refused}

@@ -1,0 +1,128 @@
+"""Limits of a token: refused with how long to wait, never in the middle of an answer, and never what ranks ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast import Api
+from holdfast.rest.patience import Patient
+from holdfast_formats.errors import TooManyRequests
+from holdfast_service.api.door.limits import BURST_S, HOLDERS_MAX, Limiter
+from holdfast_service.api.door.middleware import Policy
+from holdfast_service.control.access.tokens import OWNER, Principal
+from tests.api.guarded import CHECKPOINT, code, guarded
+
+LIMITED = Principal("ci", "read", "*", 7, requests_per_s=2)
+BULK = Principal("ci", "read", "*", 8, bytes_per_s=1000)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admitted(limiter: Limiter, principal: Principal, path: str = "/v1/runs", most: int = 1000) -> int:
+    """How many requests come through at once, of so many at most."""
+    for number in range(most):
+        try:
+            limiter.admit(principal, path)
+        except TooManyRequests:
+            return number
+    return most
+
+
+def test_requests_a_second() -> None:
+    """A burst, then so many a second; the wait that is told is enough."""
+    clock = Clock()
+    limiter = Limiter(clock)
+    assert admitted(limiter, LIMITED) == 2 * BURST_S
+    with pytest.raises(TooManyRequests) as caught:
+        limiter.admit(LIMITED, "/v1/runs")
+    assert caught.value.status == 429 and caught.value.retryable
+    clock.now += caught.value.members["retry_after_s"]
+    assert 1 <= admitted(limiter, LIMITED) <= 2
+    clock.now += 1000
+    assert admitted(limiter, LIMITED) == 2 * BURST_S
+
+
+def test_bytes_a_second() -> None:
+    """An answer that has begun goes out whole; who is in debt then waits until it is paid."""
+    clock, sent = Clock(), []
+    limiter = Limiter(clock)
+    limiter.admit(BULK, "/v1/runs")
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    counted = limiter.counting(BULK, "/v1/runs", send)
+    for _ in range(20):
+        asyncio.run(counted({"type": "http.response.body", "body": b"x" * 1000, "more_body": True}))
+    assert len(sent) == 20
+    with pytest.raises(TooManyRequests) as caught:
+        limiter.admit(BULK, "/v1/runs")
+    assert caught.value.members["retry_after_s"] == 20 - BURST_S + 1
+    clock.now += caught.value.members["retry_after_s"]
+    limiter.admit(BULK, "/v1/runs")
+
+
+@pytest.mark.parametrize("principal", [OWNER, Principal("free", "read", "*", 9), LIMITED._replace(token=None)])
+def test_whoever_has_no_limit_has_none(principal: Principal) -> None:
+    """The owner, people, and tokens that were made without."""
+    assert admitted(Limiter(), principal) == 1000
+
+
+def test_ranks_are_never_limited() -> None:
+    """What a rank asks for to save and to restore is not counted at all."""
+    limiter = Limiter(Clock())
+    assert admitted(limiter, LIMITED, f"/v1/ranks/{'a' * 32}/uploads/0/data") == 1000
+    assert admitted(limiter, LIMITED) == 2 * BURST_S
+
+
+def test_many_tokens_cost_little() -> None:
+    """So many are remembered, those that asked last."""
+    limiter = Limiter(Clock())
+    for token in range(HOLDERS_MAX + 50):
+        limiter.admit(LIMITED._replace(token=token), "/v1/runs")
+    assert len(limiter._holders) == HOLDERS_MAX
+
+
+def test_over_rest(tmp_path: Path) -> None:
+    """429 with Retry-After and a problem; the client's reading requests wait and succeed; a page's own questions are one."""
+    with guarded(tmp_path, Policy(tokens=True)) as door:
+        token = door.token("read", requests_per_s=1)
+        answers = [door.ask("GET", "/v1/runs", token) for _ in range(30)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused and code(refused[0]) == (429, "too-many-requests")
+        assert int(refused[0].headers["retry-after"]) == refused[0].json()["retry_after_s"] >= 1
+        with Api(door.running.url, token=token) as api:
+            assert len(list(api.runs())) == 3
+        bulk = door.token("read", bytes_per_s=1)
+        assert door.ask("GET", f"{CHECKPOINT}/manifest", bulk).status_code == 200
+        assert door.ask("GET", "/v1/runs", bulk).status_code == 429
+        paged = door.token("read", requests_per_s=1)
+        assert [door.ask("GET", "/runs/team-a", paged).status_code for _ in range(3)] == [200, 200, 200]
+
+
+def test_a_client_waits_where_it_is_told_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a change, not for a limit without an end, and not for ever."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    heads = iter([{"Retry-After": "3"}, {"Retry-After": "0"}, {}])
+    answers = [httpx.Response(429, headers=head) for head in heads]
+    transport = Patient(httpx.MockTransport(lambda request: answers.pop(0)))
+    assert transport.handle_request(httpx.Request("GET", "http://x/")).headers.get("Retry-After") is None
+    assert waits == [3.0, 0.1]
+    for head in ({"Retry-After": "Thu, 01 Jan 2026 00:00:00 GMT"}, {"Retry-After": "99999"}):
+        limited = Patient(httpx.MockTransport(lambda request, head=head: httpx.Response(429, headers=head)))
+        assert limited.handle_request(httpx.Request("GET", "http://x/")).status_code == 429
+    limited = Patient(httpx.MockTransport(lambda request: httpx.Response(429, headers={"Retry-After": "1"})))
+    assert limited.handle_request(httpx.Request("POST", "http://x/")).status_code == 429
+    assert waits == [3.0, 0.1]

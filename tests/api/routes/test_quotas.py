@@ -1,0 +1,28 @@
+"""Quotas of teams over REST: set by admins of all runs, seen by whoever sees all runs of the team."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_service.api.door.middleware import Policy
+from tests.api.guarded import code, guarded
+
+
+def test_quotas_over_rest(tmp_path: Path) -> None:
+    """Set, listed with what is used, and removed; a pattern that is none is refused; another team's is not seen."""
+    with guarded(tmp_path, Policy(tokens=True)) as door:
+        admin = door.token("admin")
+        made = door.ask("PUT", "/v1/quotas/team-*", admin, json={"quota_bytes": 10**9})
+        assert made.status_code == 200 and made.json()["runs"] == 2 and made.json()["used_bytes"] > 0
+        assert door.ask("PUT", "/v1/quotas/other", admin, json={"quota_bytes": 5}).status_code == 200
+        for pattern, body in (("*-x", {"quota_bytes": 5}), ("a*", {"quota_bytes": 0}), ("a*", {})):
+            assert code(door.ask("PUT", f"/v1/quotas/{pattern}", admin, json=body)) == (400, "invalid-request")
+        seen = {
+            runs: [one["pattern"] for one in door.ask("GET", "/v1/quotas", door.token("read", runs)).json()["items"]]
+            for runs in ("*", "team-*", "team-a", "other")
+        }
+        assert seen == {"*": ["other", "team-*"], "team-*": ["team-*"], "team-a": [], "other": ["other"]}
+        assert door.ask("GET", "/v1/quotas", door.token("read", "team-*")).json()["items"] == [made.json()]
+        assert code(door.ask("PUT", "/v1/quotas/team-*", door.token("admin", "team-*"), json={"quota_bytes": 1}))[0] == 403
+        assert door.ask("DELETE", "/v1/quotas/other", admin).status_code == 204
+        assert code(door.ask("DELETE", "/v1/quotas/other", admin)) == (404, "no-such-resource")

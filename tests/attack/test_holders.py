@@ -1,0 +1,119 @@
+"""Fifty holders of tokens at once, each for a run of their own: every list, page, metric and stream has that run alone,
+while all of them change something.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from holdfast_formats.rest.operations import TokenRequest
+from holdfast_service.api.door.middleware import Policy
+from tests.attack.matrix import ROUTES
+from tests.checkpoints import build_root
+from tests.serving import Served, served
+
+HOLDERS = 50
+_NAMED = re.compile(r"holder-\d\d")
+LISTS = [route for route in ROUTES if route.method == "GET" and route.about == "seen" and "{" not in route.path]
+OF_A_RUN = [route for route in ROUTES if route.method == "GET" and route.about == "path" and "{label}" not in route.path]
+
+
+class Holder(NamedTuple):
+    number: int
+    token: str
+
+    @property
+    def run(self) -> str:
+        return f"holder-{self.number:02}"
+
+
+class Crowd(NamedTuple):
+    service: Served
+    holders: list[Holder]
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
+    root = tmp_path_factory.mktemp("crowd") / "root"
+    build_root(root, {f"holder-{number:02}": (5,) for number in range(HOLDERS)})
+    with served(root, door=Policy(tokens=True)) as service:
+        tokens = service.services.tokens
+        wanted = [TokenRequest(name=f"t{number}", scope="admin", runs=f"holder-{number:02}") for number in range(HOLDERS)]
+        yield Crowd(service, [Holder(number, tokens.create(one).token) for number, one in enumerate(wanted)])
+
+
+def asked(client: httpx.Client, holder: Holder, path: str) -> str:
+    """An answer in which no run but the holder's is named."""
+    answer = client.get(path)
+    assert answer.status_code in (200, 400, 404), (path, answer.text[:300])
+    assert set(_NAMED.findall(answer.text)) <= {holder.run}, (holder, path)
+    return answer.text
+
+
+def marked(lines: Iterator[str]) -> str:
+    """The run of the next event of a stream that tells of a pin."""
+    told = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+    return next(str(event["run"]) for event in told if event.get("kind") == "mark-changed")
+
+
+def everything(crowd: Crowd, holder: Holder, start: Barrier, full: bool) -> int:
+    """Lists, pages, another's run, and the stream, while others do the same; how many requests these were.
+
+    Each list is asked for by 12 of the holders, each page and route about a run by 3, or all of them by all.
+    """
+    url, other = crowd.service.url, f"holder-{(holder.number + 1) % HOLDERS:02}"
+    headers = {"Authorization": f"Bearer {holder.token}"}
+
+    def due(number: int, of: int) -> bool:
+        return full or (number + holder.number) % of == 0
+
+    lists = [route for route in LISTS if not route.is_page]
+    pages = [route for route in LISTS if route.is_page]
+    own = [route for number, route in enumerate(OF_A_RUN) if due(number, 16)]
+    paths = [route.path for number, route in enumerate(lists) if due(number, 4)]
+    paths += [route.path for number, route in enumerate(pages) if due(number, 16)]
+    paths += [route.target(holder.run) for route in own]
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=120, verify=False) as client:
+        with client.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            start.wait(300)
+            assert client.put(f"/v1/runs/{holder.run}/checkpoints/5/pin").status_code == 204
+            assert marked(lines) == holder.run
+        found = [asked(client, holder, path) for path in ["/v1/runs", *paths]]
+        assert holder.run in found[0]
+        for route in own:
+            assert client.get(route.target(other)).status_code in (400, 404), route
+        assert client.delete(f"/v1/runs/{other}/checkpoints/5/pin").status_code == 403
+        assert client.delete(f"/v1/runs/{holder.run}/checkpoints/5/pin").status_code == 204
+    return len(paths)
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.attack)])
+def test_fifty_holders_at_once(crowd: Crowd, full: bool) -> None:
+    """Each sees their own run and no other; and the audit log has what each did, and shows each theirs."""
+    start = Barrier(HOLDERS)
+    with ThreadPoolExecutor(HOLDERS) as pool:
+        counts = list(pool.map(lambda holder: everything(crowd, holder, start, full), crowd.holders))
+    assert min(counts) >= 2
+    audit = crowd.service.services.audit
+    assert audit.settle(60) and audit.lost == 0
+    for holder in crowd.holders[::10]:
+        entries = httpx.get(
+            f"{crowd.service.url}/v1/audit", headers={"Authorization": f"Bearer {holder.token}"}, trust_env=False
+        ).json()["items"]
+        assert {entry["run"] for entry in entries} == {holder.run}
+        assert [entry["kind"] for entry in entries if entry["who"] == f"t{holder.number}" and entry["status"] == 204][
+            :2
+        ] == [
+            "pin-removed",
+            "pin-set",
+        ]
