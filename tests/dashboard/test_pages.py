@@ -40,6 +40,8 @@ PAGES = {
     "/nodes": ("node-1", "Catalog and storage answer"),
     "/jobs": ("Jobs", "Import a checkpoint"),
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
+    "/merge": ("Merge checkpoints", "as mergekit's", "its newest", "Dry run"),
+    "/merge?run=tiny": ("Merge checkpoints",),
     "/events": ("Events",),
     "/tokens": ("Tokens",),
     "/api": (
