@@ -15,9 +15,9 @@ from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, byte_runs
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Found, Terms
-from holdfast_service.daemon.merging.stretches import Stretch, Stretches, cut
+from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
-BAND_BYTES = 2**25  # what the executor asks for at once
+BAND_BYTES = 2**24  # what the executor asks for at once
 ROW_ELEMENTS_MAX = 2**23
 _ALIGNED = 8  # blocks are whole bytes of a mask with a bit for each element, if rows are not too long for it
 
@@ -48,7 +48,7 @@ class MergedTensor:
             self._formula.prepare(_WholeTensor(self._stretches, fetch, prod(self._spec.shape), self._block))
             self._prepared = True
         made = np.empty(box.volume, dtypes.to_numpy(self._spec.dtype))
-        row, wanted = self._formula.row, list[Stretch]()
+        row, wanted = self._formula.row, list[MergedPart]()
         places: list[tuple[int, int, int]] = []
         for start, at, length in byte_runs(box, self._spec.shape, 1):
             first, last = start - start % row, start + length + -(start + length) % row
@@ -80,7 +80,7 @@ class _WholeTensor:
         return len(self._cut)
 
     def __call__(self, measure: Callable[[Block], Found], numbers: Sequence[int] | None = None) -> Iterator[Found]:
-        wanted: Sequence[Stretch] = self._cut if numbers is None else [self._cut[number] for number in numbers]
+        wanted: Sequence[MergedPart] = self._cut if numbers is None else [self._cut[number] for number in numbers]
         return self._stretches.each(self._fetch, wanted, measure)
 
 

@@ -9,6 +9,7 @@ looked up in its block. NaN counts as larger than any number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -16,13 +17,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_service.daemon.merging.scanning import Floats, Mask
+from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Floats, Mask
 
 _LOW_BITS = 15
 _HIGH_BINS, _LOW_BINS = 2**16, 2**_LOW_BITS
 _ALL = 0x7FFFFFFF  # the bits of magnitudes
 _SIGN = np.uint32(_ALL)
-COLLECTED_MAX = 2**22  # elements in a window, that one selector keeps
+COLLECTED_MAX = 2**20  # different elements in a window, block by block, that one selector keeps: 12 bytes each
 _DEVIATIONS, _UNLIKE = 5, 0.005  # a sample's window: standard deviations on each side, and what parts of a tensor differ by
 
 Bits = NDArray[np.uint32]
@@ -83,8 +84,8 @@ class Selector:
         self._left = count
         self._way: _Way = "window" if elements <= collected_max else "high"
         self._low, self._high = 0, _ALL
-        self._below = self._inside = 0
-        self._collected: list[Any] = []  # of each block; None when they are too many
+        self._below = self._inside = self._different = 0
+        self._collected: list[Any] = []  # of each block: how many, or the different ones and how many of each
         self._bins, self._lock = np.zeros(_HIGH_BINS, np.int64), Lock()
         self._bin = self._bits = 0
         self.wanted: int | None = None
@@ -100,9 +101,11 @@ class Selector:
             return
         share = (self._count if not self._largest else self._elements - self._count) / self._elements
         margin = _DEVIATIONS * sqrt(sample.size * share * (1 - share)) + _UNLIKE * sample.size + 1
-        if 2 * margin / sample.size * self._elements > self._collected_max:
-            return
         low, high = int(share * sample.size - margin), int(share * sample.size + margin) + 1
+        different = np.unique(sample[max(low, 0) : high + 1]).size  # few, where 16-bit numbers were subtracted
+        inside = min((high - low) / sample.size * self._elements, different * self._elements / BLOCK_ELEMENTS)
+        if inside > self._collected_max:
+            return
         self._low = int(sample[low]) if low >= 0 else 0
         self._high = int(sample[high]) if high < sample.size else _ALL
         self._way = "window"
@@ -113,7 +116,8 @@ class Selector:
             below = int(np.count_nonzero(found < self._low)) if self._low else 0
             if self._low == self._high:
                 return below, int(np.count_nonzero(found == self._low))
-            return below, found[(found - np.uint32(self._low)) <= self._high - self._low]
+            inside = found[(found - np.uint32(self._low)) <= self._high - self._low]
+            return below, np.unique(inside, return_counts=True)
         if self._way == "high":
             return self._count_bins(np.bincount(found >> _LOW_BITS, minlength=_HIGH_BINS))
         if self._way == "low":
@@ -128,8 +132,9 @@ class Selector:
         if self._way == "window":
             below, inside = measured
             self._below += below
-            self._inside += inside if isinstance(inside, int) else inside.size
-            if self._inside > self._collected_max and self._low != self._high:
+            self._inside += inside if isinstance(inside, int) else int(inside[1].sum())
+            self._different += 0 if isinstance(inside, int) else inside[0].size
+            if self._different > self._collected_max:
                 self._collected.clear()
             else:
                 self._collected.append(inside)
@@ -163,17 +168,15 @@ class Selector:
         """The element, if the window has its rank; else the way that is certain."""
         rank = self._elements - self._count + 1 if self._largest else self._count
         inside, lump = self._collected, self._low == self._high
-        if not self._below < rank <= self._below + self._inside or (not lump and self._inside > self._collected_max):
+        if not self._below < rank <= self._below + self._inside or self._different > self._collected_max:
             self._way, self._collected = "high", []
             return
         if lump:
             self._bits, less, equal = self._low, self._below, list(inside)
         else:
-            joined = np.concatenate(inside)
-            nth = rank - self._below - 1
-            self._bits = int(np.partition(joined, nth)[nth])
-            less = self._below + int(np.count_nonzero(joined < self._bits))
-            equal = [int(np.count_nonzero(one == self._bits)) for one in inside]
+            self._bits, less = _nth(inside, self._inside, rank - self._below)
+            less += self._below
+            equal = [_count_of(self._bits, *one) for one in inside]
         more = self._elements - less - sum(equal)
         self._left = self._count - (more if self._largest else less)
         if not self._end_if_all(sum(equal)):
@@ -198,3 +201,22 @@ class Selector:
         at = int(np.searchsorted(reached, self._left))
         self._left -= int(reached[at] - bins[at])
         return bins.size - 1 - at if self._largest else at
+
+
+def _nth(inside: Sequence[tuple[Bits, NDArray[np.int64]]], total: int, nth: int) -> tuple[int, int]:
+    """The element with this rank, from 1 on, of those that were collected; and how many are smaller."""
+    values = np.concatenate([values for values, _ in inside])
+    if values.size == total:  # all are different within their block
+        found = int(np.partition(values, nth - 1)[nth - 1])
+        return found, int(np.count_nonzero(values < found))
+    order = np.argsort(values)
+    reached = np.cumsum(np.concatenate([counts for _, counts in inside])[order])
+    ordered = values[order]
+    found = int(ordered[np.searchsorted(reached, nth)])
+    first = int(np.searchsorted(ordered, found))
+    return found, int(reached[first - 1]) if first else 0
+
+
+def _count_of(bits: int, values: Bits, counts: NDArray[np.int64]) -> int:
+    at = int(np.searchsorted(values, bits))
+    return int(counts[at]) if at < values.size and values[at] == bits else 0

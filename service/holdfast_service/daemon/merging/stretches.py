@@ -16,12 +16,12 @@ from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
 from holdfast_service.daemon.merging.scanning import Block, Found, Workspace, flat
 from holdfast_service.daemon.writing.priority import give_way
 
-READ_BYTES = 2**25  # of all inputs together, read at once; as much again is being computed
+READ_BYTES = 2**24  # of all inputs together, read at once; as much again is being computed
 THREADS_MAX = 4
 WORK_BYTES_MAX = 2**27  # of the arrays that all threads compute in
 
 
-class Stretch(NamedTuple):
+class MergedPart(NamedTuple):
     """Elements [start, stop) of a tensor, and the number of the stretch."""
 
     number: int
@@ -42,7 +42,7 @@ class Stretches:
         self._threads = max(min(room, THREADS_MAX, len(os.sched_getaffinity(0))), 1)
         self._spaces: list[Workspace] = []
 
-    def each(self, fetch: FetchBox, stretches: Sequence[Stretch], act: Callable[[Block], Found]) -> Iterator[Found]:
+    def each(self, fetch: FetchBox, stretches: Sequence[MergedPart], act: Callable[[Block], Found]) -> Iterator[Found]:
         """What `act` returns of each stretch, in their order; errors of the reader and of `act`."""
         if len(stretches) == 1 or self._threads == 1:
             for group in self._groups(stretches):
@@ -62,9 +62,9 @@ class Stretches:
                 for _, job in pending:
                     job.cancel()
 
-    def _groups(self, stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    def _groups(self, stretches: Sequence[MergedPart]) -> Iterator[list[MergedPart]]:
         """Neighbours that are read at once."""
-        group: list[Stretch] = []
+        group: list[MergedPart] = []
         for one in stretches:
             if group and (one.start != group[-1].stop or one.stop - group[0].start > self._read_elements):
                 yield group
@@ -73,12 +73,12 @@ class Stretches:
         if group:
             yield group
 
-    def _read(self, fetch: FetchBox, group: Sequence[Stretch]) -> list[tuple[Stretch, list[NDArray[Any]]]]:
+    def _read(self, fetch: FetchBox, group: Sequence[MergedPart]) -> list[tuple[MergedPart, list[NDArray[Any]]]]:
         low = group[0].start
         stored = [flat(fetch, one, low, group[-1].stop) for one in self._inputs]
         return [(one, [array[one.start - low : one.stop - low] for array in stored]) for one in group]
 
-    def _act(self, act: Callable[[Block], Found], stretch: Stretch, stored: Sequence[NDArray[Any]]) -> Found:
+    def _act(self, act: Callable[[Block], Found], stretch: MergedPart, stored: Sequence[NDArray[Any]]) -> Found:
         try:
             space = self._spaces.pop()
         except IndexError:
@@ -90,7 +90,7 @@ class Stretches:
             self._spaces.append(space)
 
 
-def cut(start: int, stop: int, length: int) -> list[Stretch]:
+def cut(start: int, stop: int, length: int) -> list[MergedPart]:
     """[start, stop) in stretches that end at multiples of `length`, numbered from the tensor's first element on."""
     firsts = range(start // length, -(-stop // length))
-    return [Stretch(at, max(at * length, start), min((at + 1) * length, stop)) for at in firsts]
+    return [MergedPart(at, max(at * length, start), min((at + 1) * length, stop)) for at in firsts]

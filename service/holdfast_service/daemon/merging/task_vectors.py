@@ -50,7 +50,7 @@ class TaskFormula:
         rows = rows_of(shape)
         self.row = rows.elements if ranked else 1
         self._elements = prod(shape)
-        collected_max = 2 * COLLECTED_MAX // max(len(terms.sparsities), 1)
+        collected_max = 4 * COLLECTED_MAX // max(len(terms.sparsities), 1)
         self._vectors = [
             ThinnedVector(one, self._elements, rows, Draws(terms.seed, number, terms.tensor), collected_max)
             for number, one in enumerate(terms.sparsities)
