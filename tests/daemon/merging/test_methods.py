@@ -76,3 +76,15 @@ def test_chunks_change_no_bit(case: Case, chunk: int) -> None:
     boxes = [box for at in range(0, elements, 113) for box in flat_boxes(at, min(at + 113, elements), SHAPE)]
     assert computed(terms_of(case), inputs(case), chunk).tobytes() == wanted.tobytes()
     assert computed(terms_of(case), inputs(case), chunk, boxes).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(700,), (5, 7, 20), (3, 4, 5, 6)])
+@pytest.mark.parametrize("method", ["della", "della_linear"])
+def test_ranks_of_any_shape(shape: tuple[int, ...], method: str) -> None:
+    """Of vectors and of tensors with more than two dimensions: whatever is computed at once."""
+    chance = np.random.default_rng(6)
+    arrays = [chance.standard_normal(shape, np.float32) for _ in range(3)]
+    terms = terms_of(Case(method, ({"weight": 1.0, "density": 0.5}, {"weight": 0.4, "density": 0.6})))
+    wanted = computed(terms, arrays)
+    boxes = [box for at in range(0, wanted.size, 29) for box in flat_boxes(at, min(at + 29, wanted.size), shape)]
+    assert computed(terms, arrays, 13, boxes).tobytes() == wanted.tobytes()
