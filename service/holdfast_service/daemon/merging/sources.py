@@ -25,7 +25,7 @@ from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Buffer, Readable
 
-KEPT_BYTES_MAX = 2**28  # verified extents that all checkpoints of a merge keep together, one each if there are few
+KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep together
 
 
 class ModelPlace(NamedTuple):
