@@ -122,6 +122,8 @@ POST   /notifications/{name}/test                                admin all  form
 GET    /jobs                                                     read  seen
 GET    /import                                                   read  seen
 POST   /import                                                   write seen form
+GET    /merge                                                    read  seen
+POST   /merge                                                    write seen form
 GET    /jobs/{job_id}                                            read  seen
 POST   /jobs/{job_id}/cancel                                     write seen form
 GET    /events                                                   read  seen

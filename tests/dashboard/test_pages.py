@@ -47,6 +47,8 @@ PAGES = {
     "/notifications": ("Notifications", "This daemon notifies nobody"),
     "/jobs": ("Jobs", "Import a checkpoint"),
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
+    "/merge": ("Merge checkpoints", "as mergekit's", "its newest", "Dry run"),
+    "/merge?run=tiny": ("Merge checkpoints",),
     "/events": ("Events",),
     "/audit": ("Audit", "Nothing was changed yet", "CSV"),
     "/audit?who=nobody&kind=pin-set&refused=true": ("No entry matches",),

@@ -261,6 +261,42 @@ def test_an_adapter_into_its_base(world: MergeWorld, rslora: bool, scale: float)
     check_equal(world.arrays(3), wanted)
 
 
+def test_adapters_with_each_other(world: MergeWorld) -> None:
+    """Their mean is an adapter, with its configuration; those that count differently are refused."""
+    arrays, config = lora(4)
+    for number, alpha in enumerate((6, 6, 8)):
+        put_adapter(
+            world, f"tuned{number}", {name: array + number for name, array in arrays.items()}, config | {"lora_alpha": alpha}
+        )
+        world.importer.bring(PosixTier(world.place / f"tuned{number}"), WantedImport("tuned", number), Quiet())
+    recipe = "{merge_method: linear, group: adapter, models: [{model: tuned@0}, {model: tuned@1}], parameters: {weight: 1}}"
+    world.merge(recipe)
+    made = verify(world.tier, naming.checkpoint_path("merged", 1))
+    found = load_file(
+        world.path() / next(one.name for one in made.files if "adapter" in one.name and "json" not in one.name)
+    )
+    wanted = mean(arrays, {name: array + 1 for name, array in arrays.items()})
+    assert sorted(array.tobytes() for array in found.values()) == sorted(array.tobytes() for array in wanted.values())
+    assert "adapter" in made.groups and json.loads((world.path() / "adapter_config.json").read_text()) == config
+    with pytest.raises(StateMismatch, match="lora_alpha"):
+        world.merge(recipe.replace("tuned@1", "tuned@2"), 2)
+
+
+def test_other_groups(world: MergeWorld) -> None:
+    """`group` is what is read, `out_group` what it becomes: a model again, perhaps, that Hugging Face loads."""
+    recipe = "{merge_method: linear, GROUPS, models: [{model: one@1}, {model: two@1}], parameters: {weight: 1}}"
+    world.merge(recipe.replace("GROUPS", "out_group: ema"))
+    assert "ema" in verify(world.tier, naming.checkpoint_path("merged", 1)).groups
+    done = world.merge("{merge_method: passthrough, group: ema, out_group: model, models: [{model: merged@1}]}", 2)
+    assert verify(world.tier, naming.checkpoint_path("merged", 2)).groups == ("model",)
+    check_equal(world.arrays(2), mean(MODELS["one"], MODELS["two"]))
+    assert (done["source"]["group"], done["source"]["out_group"]) == ("ema", "model")
+    with pytest.raises(NoSuchResource, match="no group 'master'"):
+        world.merge(recipe.replace("GROUPS", "group: master"), 3)
+    with pytest.raises(InvalidRequest, match="out_group"):
+        world.merge(recipe.replace("GROUPS", "out_group: ../up"), 3)
+
+
 OTHER: dict[str, Any] = {
     "dora": {"use_dora": True},
     "biases": {"bias": "all"},

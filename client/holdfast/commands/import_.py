@@ -16,8 +16,9 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
-from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchCheckpoint
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.recipes import average_of_last
 
 from .marks import named
 
@@ -188,24 +189,13 @@ def _read(recipe: str) -> str:
 
 
 def _average(run: str, count: int, dtype: str | None, root: Path | None, url: str | None) -> str:
-    """A recipe for the mean of the newest checkpoints of a run; it names their steps, so that it stays what it is.
-
-    Abandoned, damaged and unhealthy checkpoints do not count.
-    """
+    """A recipe for the mean of the newest checkpoints of a run."""
     target = parse_target(run)
     if target.directory is not None or run != target.run:
         raise InvalidRequest(f"{run!r} is not the name of a run", hint="with --average-last, give a run and no step")
     with closing(open_library(root, url)) as library:
         listed = library.checkpoints(target.run).checkpoints
-    usable = [one for one in listed if not one.abandoned and one.damage is None and one.healthy is not False]
-    steps = sorted((one.step for one in usable if "model" in one.groups), reverse=True)[:count]
-    if len(steps) < count:
-        raise NoSuchCheckpoint(
-            f"{target.run} has {len(steps)} sound checkpoints with a model, not {count}", hint=f"`holdfast ls {target.run}`"
-        )
-    models = "".join(f"  - model: {target.run}@{step}\n" for step in steps)
-    told = "" if dtype is None else f"dtype: {dtype}\n"
-    return f"merge_method: linear\nmodels:\n{models}parameters: {{weight: 1.0}}\n{told}"
+    return average_of_last(target.run, listed, count, dtype)
 
 
 def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool, as_json: bool) -> None:

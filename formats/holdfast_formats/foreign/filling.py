@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import Decoder, ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, narrowed
 from holdfast_formats.region import Box, Shape, flat_boxes, intersect, whole
 
@@ -28,9 +28,18 @@ def elements(
 
     Raises `CorruptManifest` by file where one became shorter, and errors of `files`.
     """
+    boxes = flat_boxes(start, stop, mapped.spec.shape)
+    decoder = _decoder_of_all(tensors, mapped) if len(boxes) == 1 else None
+    if decoder is not None:  # its array need not be copied
+        values = decoder.decode(boxes[0], lambda stored, wanted: fetched(files, stored, wanted))
+        if values.dtype == dtypes.to_numpy(mapped.spec.dtype):
+            return np.ascontiguousarray(values).reshape(-1)
+        converted = np.empty(boxes[0].shape, dtypes.to_numpy(mapped.spec.dtype))
+        assign(converted, values, mapped.spec.name)
+        return converted.reshape(-1)
     made = np.zeros(stop - start, dtypes.to_numpy(mapped.spec.dtype))
     at = 0
-    for box in flat_boxes(start, stop, mapped.spec.shape):
+    for box in boxes:
         target = made[at : at + box.volume].reshape(box.shape)
         at += box.volume
         for move in mapped.moves:
@@ -52,6 +61,16 @@ def fetched(files: ForeignFiles, tensor: ForeignTensor, box: Box | None = None) 
     made = np.empty(wanted.shape, dtypes.to_numpy(tensor.spec.dtype))
     fill(files, tensor, wanted, made)
     return made
+
+
+def _decoder_of_all(tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTensor) -> Decoder | None:
+    """The decoder that makes a tensor as it is; None for one that is mapped in any way."""
+    if len(mapped.moves) != 1:
+        return None
+    move, source = mapped.moves[0], tensors[mapped.moves[0].source]
+    everything = whole(mapped.spec.shape)
+    straight = move.axes == tuple(range(len(source.spec.shape))) and move.box == move.target == everything
+    return source.decoder if straight and not move.stepped and source.spec.shape == mapped.spec.shape else None
 
 
 def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> None:

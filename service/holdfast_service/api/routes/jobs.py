@@ -20,7 +20,8 @@ from holdfast_service.api.door import scopes
 from holdfast_service.api.door.needs import READS, WRITES_STATED, WRITES_STATED_JSON
 from holdfast_service.api.services import Cursor, Limit, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.jobs.catalog import GOES_ON, second_run
+from holdfast_service.control.jobs.catalog import GOES_ON
+from holdfast_service.control.jobs.named_runs import other_runs
 from holdfast_service.control.jobs.runner import JobRunner
 
 WAIT_MAX_S = 20.0
@@ -133,11 +134,10 @@ def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
 
 
 def _shown(job: Job, viewer: Principal) -> Job:
-    """The job as this caller may see it: of a comparison with another run only its existence, without access to
-    that run.
+    """The job as this caller may see it: of a comparison or a merge with other runs only its existence, without access to
+    those runs.
     """
-    other = second_run(job)
-    if other is None or viewer.sees(other):
+    if viewer.sees_all or all(viewer.sees(run) for run in other_runs(job)):
         return job
     return job.model_copy(update={"arguments": {}, "result": None, "problem": None})
 

@@ -252,9 +252,3 @@ def _given_up(row: JobRow) -> CheckpointError:
 def _job(row: JobRow) -> Job:
     columns = Job.model_fields.keys() - {"arguments"}
     return Job(**{name: getattr(row, name) for name in columns}, arguments=row.request)
-
-
-def second_run(job: Job) -> str | None:
-    """The run that a job names besides its own, which compares the two; None where there is none."""
-    named = str(job.arguments.get("with", "")).rpartition("@")[0]
-    return named if named and named != job.run else None

@@ -16,7 +16,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
 from holdfast_formats.rest.operations import Job, JobRequest, Level
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.jobs.catalog import Jobs, second_run
+from holdfast_service.control.jobs.catalog import Jobs
+from holdfast_service.control.jobs.named_runs import other_runs
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ class JobRunner:
         about = f" of {job.run}" + ("" if job.step is None else f"@{job.step}") if job.run else ""
         why = f": {job.problem['detail']}" if job.problem else ""
         text = f"job {job.id}, {job.kind}{about}, {_SAID[job.state]}{why}"
-        run = job.run if second_run(job) is None else None  # what is about two runs is for who may see all
+        run = None if other_runs(job) else job.run  # what is about several runs is for who may see all
         self._events.add(
             "job-ended",
             text,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -19,11 +19,13 @@ AGAIN_BYTES_MAX = 2**26  # a file up to this size is read once more where its di
 class WatchedSource:
     """A `Readable` that remembers of every file, when it is first touched, its stamp: size, time of the last write, inode.
 
-    With `digested` it also computes the XXH3 digest of whole files from the bytes that pass. For one thread at a time.
+    With `digested`, or for the paths that it is true of, it also computes the XXH3 digest of whole files from the bytes that
+    pass. For one thread at a time.
     """
 
-    def __init__(self, source: Readable, digested: bool = False) -> None:
-        self._source, self._digested = source, digested
+    def __init__(self, source: Readable, digested: bool | Callable[[str], bool] = False) -> None:
+        self._source = source
+        self._digested = digested if callable(digested) else lambda path: digested
         self._stamps: dict[str, str] = {}
         self._names: dict[str, list[str]] = {}
         self._streams: dict[str, _FileDigest] = {}
@@ -36,7 +38,7 @@ class WatchedSource:
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
         self.stamp(path)
         read = self._source.read_into(path, offset, buffer)
-        if self._digested:
+        if self._digested(path):
             self._stream(path).passed(offset, octets(buffer)[:read])
         self._members.passed(path, offset, octets(buffer)[:read])
         return read

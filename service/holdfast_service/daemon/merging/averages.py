@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import acos, prod, sin, sqrt
+from math import acos, fsum, prod, sin, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from holdfast_service.daemon.merging.norms import PairwiseSum
-from holdfast_service.daemon.merging.scanning import Block, Floats, Scan, total
+from holdfast_service.daemon.merging.scanning import Block, Floats, Scan, Workspace, total
 from holdfast_service.daemon.merging.task_vectors import Dialect, summed
 
 _COLLINEAR = 0.9995  # beyond this cosine two tensors have one direction, and are interpolated linearly
@@ -44,15 +44,28 @@ class MeanFormula:
         """There is nothing to find out."""
 
     def merge(self, block: Block) -> Floats:
-        made = np.zeros_like(block.values[0])
-        for values, weight in zip(block.values, self._weights, strict=True):
-            if self._fused:
-                made[:] = made.astype(np.float64) + values.astype(np.float64) * np.float64(weight)
-            else:
-                made += values * weight
-        if self._divisor is not None:
+        made = block.space.floats("made", block.size)
+        for number, weight in enumerate(self._weights):
+            self._add(block.values(number), weight, made, not number, block.space)
+        if self._divisor is not None and self._divisor != 1:
             made /= self._divisor
         return made
+
+    def _add(self, values: Floats, weight: np.float32, made: Floats, first: bool, space: Workspace) -> None:
+        if first:  # rounded once in any case; and 0 is added to make no negative zero
+            np.multiply(values, weight, out=made)
+            made += np.float32(0)
+        elif weight == 1:
+            made += values
+        elif self._fused:
+            product, longer = (space.array(name, values.size, np.float64) for name in ("product", "longer"))
+            np.copyto(product, values)
+            product *= np.float64(weight)  # exact
+            np.copyto(longer, made)
+            longer += product
+            np.copyto(made, longer, casting="same_kind")
+        else:
+            made += np.multiply(values, weight, out=space.floats("product", values.size))
 
 
 class SlerpTerms(NamedTuple):
@@ -78,17 +91,15 @@ class SlerpFormula:
 
     def prepare(self, scan: Scan) -> None:
         """Norms and dot product, by one scan, or two."""
-        squares, dot = [0.0, 0.0], 0.0
-        for block in scan():
-            pair = [values.astype(np.float64) for values in block.values]
-            squares = [square + total(values * values) for square, values in zip(squares, pair, strict=True)]
-            dot += total(pair[0] * pair[1])
-        norms = [norm if (norm := sqrt(square)) > _NORM_MIN else 1.0 for square in squares]
+        other, base, dot = map(fsum, zip(*scan(_products), strict=True))
+        norms = [norm if (norm := sqrt(square)) > _NORM_MIN else 1.0 for square in (other, base)]
         self._factors = self._of_paddle(scan, norms) if self._paddle else self._found(dot / norms[0] / norms[1])
 
     def merge(self, block: Block) -> Floats:
-        other, base = block.values
-        return base * self._factors[0] + other * self._factors[1]
+        made, part = (block.space.floats(name, block.size) for name in ("made", "part"))
+        np.multiply(block.values(1), self._factors[0], out=made)
+        made += np.multiply(block.values(0), self._factors[1], out=part)
+        return made
 
     def _found(self, cosine: float) -> _Factors:
         if not abs(cosine) <= _COLLINEAR:
@@ -98,9 +109,10 @@ class SlerpFormula:
 
     def _of_paddle(self, scan: Scan, norms: list[float]) -> _Factors:
         found = PairwiseSum(self._elements)
-        for block in scan():
-            other, base = (values / np.float32(norm) for values, norm in zip(block.values, norms, strict=True))
-            found.add(base * other)
+        for products in scan(
+            lambda block: block.values(1) / np.float32(norms[1]) * (block.values(0) / np.float32(norms[0]))
+        ):
+            found.add(products)
         if not abs(found.value) <= _COLLINEAR:
             return self._straight()
         angle = np.arccos(found.value)
@@ -127,4 +139,13 @@ class AloneFormula:
         """There is nothing to find out."""
 
     def merge(self, block: Block) -> Floats:
-        return block.values[0]
+        return block.values(0)
+
+
+def _products(block: Block) -> tuple[float, float, float]:
+    """The squares of both inputs, and their products, summed in float64."""
+    one, other, product = (block.space.array(name, block.size, np.float64) for name in ("one", "other", "product"))
+    np.copyto(one, block.values(0))
+    np.copyto(other, block.values(1))
+    squares = [total(np.multiply(side, side, out=product)) for side in (one, other)]
+    return squares[0], squares[1], total(np.multiply(one, other, out=product))

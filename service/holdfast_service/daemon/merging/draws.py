@@ -1,27 +1,43 @@
 """Random numbers that belong to an element: its draw depends on seed, model, tensor and flat index, and on nothing else.
 
-Philox counts instead of remembering, so any stretch of a tensor has its draws without those before it: chunks, kills and the
-order of the work change nothing.
+The generator can be moved ahead, so any stretch of a tensor has its draws without those before it: chunks, kills and the
+order of the work change nothing. Of numpy's streams those of bit generators and of `RandomState` never change.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_intdigest
 
-_PER_COUNT = 4  # numbers of 64 bits that one count of Philox 4×64 gives
+from holdfast_service.daemon.merging.scanning import Mask
+
+_PER_NUMBER = 2  # draws that one number of 64 bits gives
+_BITS, _UNUSED = 24, 8  # of each draw's 32 bits; so many F32 tells apart
 
 
 class Draws:
-    """The uniform draws of one tensor of one model; `stream` tells several of them apart."""
+    """The uniform draws of one tensor of one model: multiples of 2⁻²⁴ in [0, 1)."""
 
     def __init__(self, seed: int, model: int, tensor: str) -> None:
         self._key = xxh3_128_intdigest(f"{seed}/{model}/{tensor}".encode())
 
-    def uniform(self, start: int, count: int) -> NDArray[np.float64]:
-        """The draws of elements [start, start + count): multiples of 2⁻⁵³ in [0, 1)."""
-        skipped = start % _PER_COUNT
-        raw = np.random.Philox(key=self._key, counter=start // _PER_COUNT).random_raw(skipped + count)
-        bits: NDArray[np.uint64] = raw[skipped:] >> np.uint64(11)
-        return bits.astype(np.float64) * 2.0**-53
+    def uniform(self, start: int, count: int) -> NDArray[np.float32]:
+        """The draws of elements [start, start + count)."""
+        made = (self._raw(start, count) >> np.uint32(_UNUSED)).astype(np.float32)
+        made *= np.float32(2.0**-_BITS)
+        return made
+
+    def below(self, chance: float, start: int, count: int) -> Mask:
+        """Where the draws of elements [start, start + count) are below a chance less than 1."""
+        made: Mask = self._raw(start, count) < (ceil(chance * 2**_BITS) << _UNUSED)
+        return made
+
+    def _raw(self, start: int, count: int) -> NDArray[np.uint32]:
+        skipped = start % _PER_NUMBER
+        generator = np.random.PCG64DXSM(self._key).advance(start // _PER_NUMBER)
+        numbers = -(-(skipped + count) // _PER_NUMBER)
+        raw = np.random.RandomState(generator).randint(0, 2**64, numbers, np.uint64)
+        return raw.astype("<u8", copy=False).view("<u4")[skipped : skipped + count]

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
+from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box
+from holdfast_formats.tensors import TensorSpec
 
 
 class Identical(NamedTuple):
@@ -38,6 +39,8 @@ class Identical(NamedTuple):
         return made
 
 
-def identical(names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:
-    """The tensor that all of these have in common."""
-    return ForeignTensor(sources[0].spec, (), decoder=Identical(tuple(sources), tuple(names)))
+def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:
+    """The tensor that all of these have in common, under this key."""
+    first = sources[0].spec
+    spec = TensorSpec(key.group, key.name, first.dtype, first.shape)
+    return ForeignTensor(spec, (), decoder=Identical(tuple(sources), tuple(names)))

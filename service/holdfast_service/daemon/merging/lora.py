@@ -86,6 +86,18 @@ def adapted(
     return made
 
 
+def check_alike(configs: Mapping[str, bytes], first: str) -> None:
+    """`StateMismatch` where adapters that are merged with each other are not added to their base in the same way."""
+    scales = {name: _scale(config, name)(1) for name, config in configs.items()}
+    for name, scale in scales.items():
+        if scale != scales[first]:
+            raise StateMismatch(
+                f"lora_alpha of {CONFIG} is {scale:g} in {name}, and {scales[first]:g} in {first}",
+                hint="merge each adapter into its base first, as MODEL+ADAPTER",
+                file=CONFIG,
+            )
+
+
 def _pairs(adapter: Mapping[str, ForeignTensor], name: str) -> dict[str, tuple[ForeignTensor, ForeignTensor]]:
     made = {}
     for key, tensor in adapter.items():

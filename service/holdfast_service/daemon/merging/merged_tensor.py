@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -14,67 +14,74 @@ from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, byte_runs
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Floats, Terms, blocks, flat
+from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Found, Terms
+from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
-CHUNK_BYTES = 2**26  # of all F32 copies that a chunk needs at the same time
-BAND_BYTES = 2**25  # what the executor computes at once
-COPIES_AT_ONCE = 4  # of a chunk, besides those of the inputs and of their task vectors
-ROW_ELEMENTS_MAX = 2**24
+BAND_BYTES = 2**24  # what the executor asks for at once
+ROW_ELEMENTS_MAX = 2**23
+_ALIGNED = 8  # blocks are whole bytes of a mask with a bit for each element, if rows are not too long for it
 
 
 class MergedTensor:
-    """Computes one merged tensor. For one thread."""
+    """Computes one merged tensor. For one thread, which starts others."""
 
     band_bytes = BAND_BYTES
 
     def __init__(self, spec: TensorSpec, inputs: tuple[ForeignTensor, ...], terms: Terms, chunk: int = 0) -> None:
-        """`inputs` are of the spec's shape. `chunk`: elements at a time, 0 for as many as memory allows.
+        """`inputs` are of the spec's shape. `chunk`: about how many elements to merge at a time, 0 for what is fast.
 
         Raises `LimitExceeded`, by name, for rows that are too long to be ranked.
         """
         self.inputs, self.terms = inputs, terms
         self._spec, self._formula = spec, terms.begin(spec.shape)
-        if self._formula.row > ROW_ELEMENTS_MAX:
-            raise LimitExceeded(f"a row of tensor {spec.name!r} has over {ROW_ELEMENTS_MAX} elements")
-        room = CHUNK_BYTES // (4 * (2 * len(inputs) + COPIES_AT_ONCE))
-        self._chunk = self._rows(chunk or room)
-        self._scanned = self._rows(min(BLOCK_ELEMENTS, room))
+        row = self._formula.row
+        if row > ROW_ELEMENTS_MAX:
+            raise LimitExceeded(f"tensor {spec.name!r} is ranked in rows, which have over {ROW_ELEMENTS_MAX} elements")
+        self._block = max(BLOCK_ELEMENTS // (row * _ALIGNED), 1) * _ALIGNED * row if row * _ALIGNED <= 2**22 else row
+        self._chunk = max(chunk // row, 1) * row if chunk else self._block
+        self._stretches = Stretches(inputs, max(self._block, self._chunk))
         self._prepared = False
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         """The merged values of a box, rounded to the spec's dtype once."""
         if not self._prepared:
-            self._formula.prepare(lambda: self._blocks(fetch))
+            self._formula.prepare(_WholeTensor(self._stretches, fetch, prod(self._spec.shape), self._block))
             self._prepared = True
         made = np.empty(box.volume, dtypes.to_numpy(self._spec.dtype))
+        row, wanted = self._formula.row, list[MergedPart]()
+        places: list[tuple[int, int, int]] = []
         for start, at, length in byte_runs(box, self._spec.shape, 1):
-            for low in range(start, start + length, self._chunk):
-                high = min(low + self._chunk, start + length)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    made[at + low - start : at + high - start] = self._merged(low, high, fetch).astype(
-                        made.dtype, copy=False
-                    )
+            first, last = start - start % row, start + length + -(start + length) % row
+            for one in cut(first, last, self._chunk):
+                wanted.append(one._replace(number=len(places)))
+                places.append((start, at, length))
+
+        def merge(block: Block) -> None:
+            start, at, length = places[block.number]
+            found = self._formula.merge(block)
+            low, high = max(block.start, start), min(block.start + block.size, start + length)
+            into = made[at + low - start : at + high - start]
+            np.copyto(into, found[low - block.start : high - block.start], casting="unsafe")
+
+        for _ in self._stretches.each(fetch, wanted, merge):
+            pass
         return made.reshape(box.shape)
 
-    def _merged(self, low: int, high: int, fetch: FetchBox) -> Floats:
-        """A stretch, of which whole rows are computed."""
-        row = self._formula.row
-        begin = low - low % row
-        stop = high + -high % row
-        made = self._formula.merge(self._block(begin, stop, fetch))
-        return made[low - begin : high - begin]
 
-    def _blocks(self, fetch: FetchBox) -> Iterator[Block]:
-        with np.errstate(over="ignore", invalid="ignore"):
-            for start, stop in blocks(prod(self._spec.shape), self._scanned):
-                yield self._block(start, stop, fetch)
+class _WholeTensor:
+    """Scans over all blocks of the inputs."""
 
-    def _block(self, start: int, stop: int, fetch: FetchBox) -> Block:
-        return Block(start, [flat(fetch, one, start, stop) for one in self.inputs])
+    def __init__(self, stretches: Stretches, fetch: FetchBox, elements: int, length: int) -> None:
+        self._stretches, self._fetch, self.length = stretches, fetch, length
+        self._cut = cut(0, elements, length)
 
-    def _rows(self, elements: int) -> int:
-        """About so many elements, in whole rows."""
-        return max(elements // self._formula.row, 1) * self._formula.row
+    @property
+    def blocks(self) -> int:
+        return len(self._cut)
+
+    def __call__(self, measure: Callable[[Block], Found], numbers: Sequence[int] | None = None) -> Iterator[Found]:
+        wanted: Sequence[MergedPart] = self._cut if numbers is None else [self._cut[number] for number in numbers]
+        return self._stretches.each(self._fetch, wanted, measure)
 
 
 def merged(key: TensorKey, dtype: str, inputs: tuple[ForeignTensor, ...], terms: Terms) -> ForeignTensor:

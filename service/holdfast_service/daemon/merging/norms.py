@@ -6,34 +6,104 @@ order: numpy halves a range again and again, and so does `PairwiseSum`, stretch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdfast_service.daemon.merging.scanning import Floats, total
+from holdfast_service.daemon.merging.scanning import Block, Floats, Mask, Scan, Workspace, total
 
 _WHOLE_MAX = 2**17  # elements that are summed by one call of numpy; its own limit is 128, and halves are the same from there
 _UNIT = 8  # numpy's ranges begin at multiples of this
 
 
-class RunningSum(Protocol):
-    """A sum over a whole tensor, whose stretches come in order."""
+_NORM_MIN = {"mergekit": 1e-7, "paddle": 1e-8}
+_MASKS_BYTES_MAX = 2**26  # of the masks that are kept from the scan for the merge
 
-    def add(self, values: Floats) -> None: ...
 
-    @property
-    def value(self) -> np.float32: ...
+class _Norm(NamedTuple):
+    """What a block adds to the norms of one task vector: sums, or for PaddleFormers all magnitudes."""
+
+    before: Any
+    after: Any
+    mask: NDArray[np.uint8] | None
+
+
+class ScaleFactors:
+    """What task vectors are multiplied by to keep their L1 norm, and the masks that were found on the way.
+
+    `measure` blocks by any thread; a tensor's masks are kept for the merge if they are not too long, a bit an element.
+    """
+
+    def __init__(self, thinned: Sequence[bool], elements: int, dialect: Literal["mergekit", "paddle"]) -> None:
+        self._thinned, self._elements, self._dialect = thinned, elements, dialect
+        self._kept: list[NDArray[np.uint8] | None] = [None] * len(thinned)
+        self._factors: list[np.float32 | None] = [None] * len(thinned)
+        self._keeps = sum(thinned) * elements <= 8 * _MASKS_BYTES_MAX
+
+    def measure(self, deltas: Sequence[Floats], masks: Sequence[Mask | None], space: Workspace) -> list[_Norm | None]:
+        """What a block adds, of the task vectors that have a mask."""
+        found: list[_Norm | None] = []
+        for delta, mask in zip(deltas, masks, strict=True):
+            if mask is None:
+                found.append(None)
+                continue
+            packed = np.packbits(mask) if self._keeps else None
+            if self._dialect == "paddle":
+                found.append(_Norm(np.abs(delta), np.abs(delta) * mask, packed))
+                continue
+            magnitudes = np.abs(delta, out=space.floats("magnitudes", delta.size))
+            before = total(magnitudes)
+            found.append(_Norm(before, total(np.multiply(magnitudes, mask, out=magnitudes)), packed))
+        return found
+
+    def find(self, scan: Scan, measure: Callable[[Block], list[_Norm | None]]) -> None:
+        """Scan the tensor."""
+        keeps = self._keeps and (scan.length % 8 == 0 or scan.blocks == 1)
+        size = -(-self._elements // 8)
+        self._kept = [np.empty(size, np.uint8) if keeps and thinned else None for thinned in self._thinned]
+        before, after = ([self._sum() for _ in self._thinned] for _ in range(2))
+        for block, found in enumerate(scan(measure)):
+            for number, norm in enumerate(found):
+                if norm is None:
+                    continue
+                before[number].add(norm.before)
+                after[number].add(norm.after)
+                kept, at = self._kept[number], block * scan.length // 8
+                if kept is not None and norm.mask is not None:
+                    kept[at : at + norm.mask.size] = norm.mask
+        least = _NORM_MIN[self._dialect]
+        for number, thinned in enumerate(self._thinned):
+            if thinned and min(before[number].value, after[number].value) >= least:
+                self._factors[number] = np.float32(before[number].value / after[number].value)
+
+    def factor(self, number: int) -> np.float32 | None:
+        """What a task vector is multiplied by; None if it stays as it is."""
+        return self._factors[number]
+
+    def kept_mask(self, number: int, start: int, count: int) -> Mask | None:
+        """The mask of a stretch, if it was kept."""
+        kept = self._kept[number]
+        if kept is None:
+            return None
+        first = start // 8
+        bits = np.unpackbits(kept[first : -(-(start + count) // 8)])
+        made: Mask = bits[start - 8 * first :][:count].view(np.bool_)
+        return made
+
+    def _sum(self) -> PlainSum | PairwiseSum:
+        return PairwiseSum(self._elements) if self._dialect == "paddle" else PlainSum()
 
 
 class PlainSum:
-    """The sum in float64, rounded once."""
+    """The sum of blocks in float64, rounded once."""
 
     def __init__(self) -> None:
         self._sum = 0.0
 
-    def add(self, values: Floats) -> None:
-        self._sum += total(values)
+    def add(self, value: float) -> None:
+        self._sum += value
 
     @property
     def value(self) -> np.float32:

@@ -17,13 +17,12 @@ from holdfast_service.daemon.copying.mapping import MappedListing
 from holdfast_service.daemon.merging import lora
 from holdfast_service.daemon.merging.identical import identical
 from holdfast_service.daemon.merging.merged_tensor import merged
-from holdfast_service.daemon.merging.recipe import DTYPES, MergeRecipe, ModelName
+from holdfast_service.daemon.merging.recipe import DTYPES, GROUP, MergeRecipe, ModelName
 from holdfast_service.daemon.merging.recipe_document import nearest
 from holdfast_service.daemon.merging.settings import depths
 from holdfast_service.daemon.merging.sources import MergeSource, MergeSources
 
 KIND = "merge"
-GROUP = "model"
 FLOATS = frozenset(DTYPES.values())
 NAMED_MAX = 3
 _ADAPTER_GROUPS = ("adapter", "adapter_model")
@@ -51,10 +50,13 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
 
     Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
     """
-    models = [_model(name, sources) for name in recipe.inputs]
+    models = [_model(name, sources, recipe.group) for name in recipe.inputs]
     reference = models[[one.same(recipe.assets_of) for one in recipe.inputs].index(True)]
     for other in models:
         _check_fits(reference, other, recipe)
+    if recipe.group in _ADAPTER_GROUPS:
+        configs = {name.model: _config(sources.source(name.model), sources) for name in recipe.inputs}
+        lora.check_alike(configs, recipe.assets_of.model)
     notes = list(_notes(recipe, sources, list(reference.tensors)))
     tensors = _merged(recipe, models, reference)
     sources.joined.plain = sources.source(recipe.assets_of.model).number
@@ -64,12 +66,13 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     return planned._replace(about=_about(recipe, sources))
 
 
-def _model(name: ModelName, sources: MergeSources) -> Model:
+def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
     source = sources.source(name.model)
-    tensors = {key: one for key, one in source.tensors(GROUP).items() if not is_of_rank(key)}
+    asked = _ADAPTER_GROUPS if group in _ADAPTER_GROUPS else (group,)
+    tensors = {key: one for key, one in source.tensors(*asked).items() if not is_of_rank(key)}
     if not tensors:
         groups = sorted({key.group for key in source.listing.tensors})
-        raise NoSuchResource(f"{name.model} has no group {GROUP!r}", hint=f"groups: {', '.join(groups) or 'none'}")
+        raise NoSuchResource(f"{name.model} has no group {group!r}", hint=f"groups: {', '.join(groups) or 'none'}")
     stored = {key: one.spec.dtype for key, one in tensors.items()}
     if name.adapter is not None:
         adapter = sources.source(name.adapter)
@@ -124,13 +127,13 @@ def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> d
     made = {}
     depth = depths(reference.tensors)
     for name, tensor in reference.tensors.items():
-        key, dtype = TensorKey(GROUP, name), reference.stored[name]
+        key, dtype = TensorKey(recipe.out_group, name), reference.stored[name]
         inputs = tuple(model.tensors[name] for model in models)
         if dtype in FLOATS:
             terms = recipe.terms(name, depth[name])
             made[key] = merged(key, recipe.dtype or dtype, inputs, terms)
         elif dtype in _INTEGERS or not prod(tensor.spec.shape):
-            made[key] = identical([model.name for model in models], inputs)
+            made[key] = identical(key, [model.name for model in models], inputs)
         else:
             raise StateMismatch(
                 f"tensor {name!r} is {dtype}; models of {', '.join(sorted(FLOATS))} are merged",
@@ -145,8 +148,9 @@ def _listing(
 ) -> ForeignListing:
     """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
     base = sources.source(recipe.assets_of.model).listing
-    assets = tuple(name for name in base.assets if name != lora.CONFIG)
-    made = {name: data for name, data in base.made_assets.items() if name != lora.CONFIG}
+    left = () if recipe.out_group in _ADAPTER_GROUPS else (lora.CONFIG,)
+    assets = tuple(name for name in base.assets if name not in left)
+    made = {name: data for name, data in base.made_assets.items() if name not in left}
     config = hugging_face.CONFIG
     if recipe.dtype is not None and (config in assets or config in made):
         data = made[config] if config in made else sources.watched.read(config)
@@ -172,7 +176,7 @@ def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> li
         said.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
     for source in sources.by_name.values():
         said += [f"{source.name}: {note}" for note in source.listing.notes]
-        others = {key.group for key in source.listing.tensors} - {GROUP, *_ADAPTER_GROUPS}
+        others = {key.group for key in source.listing.tensors} - {recipe.group, *_ADAPTER_GROUPS}
         if others:
             said.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
     return said
@@ -184,6 +188,7 @@ def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:
         "method": recipe.method.name,
         "dialect": recipe.dialect,
         "seed": recipe.seed,
+        **({} if recipe.group == recipe.out_group == GROUP else {"group": recipe.group, "out_group": recipe.out_group}),
         "recipe": recipe.text,
         "models": [dict(source.told) for source in sources.by_name.values()],
     }

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.naming import check_group
 from holdfast_service.daemon.merging.methods import METHODS, MergedName, MergeParameter, Method, Value
 from holdfast_service.daemon.merging.recipe_document import Located, nearest, read_document
 from holdfast_service.daemon.merging.scanning import Terms
@@ -26,7 +27,8 @@ from holdfast_service.daemon.merging.task_vectors import Dialect
 MODELS_MAX = 64
 SEED_MAX = 2**63 - 1
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "seed", "dialect")
+KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "seed", "dialect", "group", "out_group")
+GROUP = "model"
 # Keys of mergekit's that are refused by name, and what to do instead.
 NOT_SUPPORTED = {
     "slices": "list whole models under `models`; filters and gradients reach single layers",
@@ -70,6 +72,8 @@ class MergeRecipe(NamedTuple):
     seed: int
     dialect: Dialect
     text: str
+    group: str = GROUP  # whose tensors are merged
+    out_group: str = GROUP
 
     @property
     def assets_of(self) -> ModelName:
@@ -133,9 +137,10 @@ def read_recipe(text: str) -> MergeRecipe:
     models = [_model(one, method) for one in _needed(document, keys, "models").items()]
     settings = _settings(keys["parameters"], method, of_models=True) if "parameters" in keys else {}
     dtype = _dtype(keys.get("dtype"))
+    group = _group(keys.get("group"), GROUP)
     recipe = MergeRecipe(
         method, tuple(models), base, settings, _dtype(keys.get("out_dtype")) or dtype, _seed(keys.get("seed")), dialect, text
-    )
+    )._replace(group=group, out_group=_group(keys.get("out_group"), group))
     return _without_base(recipe, document, keys)
 
 
@@ -191,6 +196,15 @@ def _dtype(given: Located | None) -> str | None:
     if given.value not in DTYPES:
         given.refuse(f"is {given.value!r}", f"one of {', '.join(DTYPES)}")
     return DTYPES[str(given.value)]
+
+
+def _group(given: Located | None, otherwise: str) -> str:
+    if given is None:
+        return otherwise
+    try:
+        return check_group(given.text())
+    except CheckpointError as error:
+        given.refuse(f"is {given.value!r}, which is no name of a group: {error.detail}")
 
 
 def _seed(given: Located | None) -> int:

@@ -6,7 +6,7 @@ Sums over a tensor are taken block by block, so no length of a chunk, of a band 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,20 +14,64 @@ from numpy.typing import NDArray
 from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import flat_boxes
 
-BLOCK_ELEMENTS = 2**20
+BLOCK_ELEMENTS = 2**18  # an array of it is a MiB in F32: several fit into a processor's cache
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Found = TypeVar("Found")
 
 
-class Block(NamedTuple):
-    """Elements [start, start + n) of each input of a merge, in the order of the recipe's models, the base last."""
+class Workspace:
+    """Arrays by name that one thread uses block after block: made anew each time, the kernel would clear them each time."""
 
-    start: int
-    values: Sequence[Floats]
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], NDArray[Any]] = {}
+
+    def array(self, name: str, count: int, dtype: Any) -> NDArray[Any]:
+        """`count` elements, in which anything may stand."""
+        key = name, np.dtype(dtype).str
+        held = self._held.get(key)
+        if held is None or held.size < count:
+            held = self._held[key] = np.empty(count, dtype)
+        return held[:count]
+
+    def floats(self, name: str, count: int) -> Floats:
+        return self.array(name, count, np.float32)
 
 
-Scan = Callable[[], Iterator[Block]]  # every call reads the whole tensor once, in order
+class Block:
+    """Elements [start, start + size) of each input of a merge, in the order of the recipe's models, the base last."""
+
+    def __init__(self, number: int, start: int, stored: Sequence[NDArray[Any]], space: Workspace) -> None:
+        """`stored` are in the dtypes of the inputs; `number` counts the blocks of a scan."""
+        self.number, self.start, self.space, self._stored = number, start, space, stored
+        self.size, self.inputs = stored[0].size if stored else 0, len(stored)
+
+    def values(self, number: int, name: str = "values") -> Floats:
+        """An input in F32, in the workspace under this name. It is only read."""
+        stored = self._stored[number]
+        if stored.dtype == np.float32:
+            return stored
+        made = self.space.floats(name, self.size)
+        np.copyto(made, stored, casting="unsafe")
+        return made
+
+
+class Scan(Protocol):
+    """Reads a whole tensor once, or some of its blocks."""
+
+    def __call__(self, measure: Callable[[Block], Found], numbers: Sequence[int] | None = None) -> Iterator[Found]:
+        """What is measured in each block, in order. Several threads measure, each its own block; what they return must
+        not be part of the block's workspace.
+        """
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the tensor has."""
+
+    @property
+    def length(self) -> int:
+        """Elements of a block; the last one may have fewer."""
 
 
 class Formula(Protocol):
@@ -41,7 +85,7 @@ class Formula(Protocol):
         """Find out, by as many scans as it takes, what depends on the whole tensor."""
 
     def merge(self, block: Block) -> Floats:
-        """The merged elements of a stretch."""
+        """The merged elements of a stretch, perhaps in its workspace. Several threads may ask at once."""
 
 
 class Terms(Protocol):
@@ -51,18 +95,10 @@ class Terms(Protocol):
         """A formula for a tensor of this shape that has seen nothing yet."""
 
 
-def flat(fetch: FetchBox, tensor: ForeignTensor, start: int, stop: int) -> Floats:
-    """Elements [start, stop) of a tensor, row-major, in F32."""
+def flat(fetch: FetchBox, tensor: ForeignTensor, start: int, stop: int) -> NDArray[Any]:
+    """Elements [start, stop) of a tensor, row-major."""
     parts: list[NDArray[Any]] = [fetch(tensor, box).reshape(-1) for box in flat_boxes(start, stop, tensor.spec.shape)]
-    joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
-    with np.errstate(invalid="ignore"):
-        return joined.astype(np.float32, copy=False)
-
-
-def blocks(elements: int, length: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) of blocks of `length` elements; the last one may be shorter."""
-    for start in range(0, elements, length):
-        yield start, min(start + length, elements)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
 def total(values: NDArray[Any]) -> float:

@@ -1,29 +1,38 @@
-"""Exact ranks by magnitude in a tensor that is never held as a whole: two histograms of the bits of its F32 values.
+"""Exact ranks by magnitude in a tensor that is never held as a whole, mostly by one scan.
 
-Without the sign, bits of floating-point numbers are ordered as their magnitudes. The first scan counts their upper half, the
-second the lower half within the one bin that has the rank, a third finds which of equal elements are still inside. Of
-equal elements the one with the lower index comes first. NaN counts as larger than any number.
+Without the sign, bits of floating-point numbers are ordered as their magnitudes. A sample tells about where the element of a
+rank is; one scan counts what is below that window and collects what is inside. Where the sample was wrong, three scans
+find the element for certain: the first counts the upper half of the bits, the second the lower half within the one bin that
+has the rank, the third counts equal elements. Of these the one with the lower index comes first, so the last that counts is
+looked up in its block. NaN counts as larger than any number.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import sqrt
+from threading import Lock
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_service.daemon.merging.scanning import Floats, Mask
+from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Floats, Mask
 
 _LOW_BITS = 15
 _HIGH_BINS, _LOW_BINS = 2**16, 2**_LOW_BITS
-_SIGN = np.uint32(0x7FFFFFFF)
+_ALL = 0x7FFFFFFF  # the bits of magnitudes
+_SIGN = np.uint32(_ALL)
+COLLECTED_MAX = 2**20  # different elements in a window, block by block, that one selector keeps: 12 bytes each
+_DEVIATIONS, _UNLIKE = 5, 0.005  # a sample's window: standard deviations on each side, and what parts of a tensor differ by
 
 Bits = NDArray[np.uint32]
+_Way = Literal["window", "high", "low", "equal", "place"]
 
 
-def magnitude_bits(values: Floats) -> Bits:
+def magnitude_bits(values: Floats, into: Bits | None = None) -> Bits:
     """The bits of the magnitudes, ordered as they are."""
-    made: Bits = values.view(np.uint32) & _SIGN
+    made: Bits = np.bitwise_and(values.view(np.uint32), _SIGN, out=into)
     return made
 
 
@@ -37,19 +46,24 @@ class RankCut(NamedTuple):
 
     def largest(self, found: Bits, start: int) -> Mask:
         """Which elements of a stretch are inside, where the order begins at the largest."""
-        made: Mask = (found > self.bits) | self._equal(found, start)
+        if self.before <= start:
+            return found > self.bits
+        made: Mask = found >= self.bits
+        self._cut_equal(made, found, start)
         return made
 
     def smallest(self, found: Bits, start: int) -> Mask:
         """The same where it begins at the smallest."""
-        made: Mask = (found < self.bits) | self._equal(found, start)
+        if self.before <= start:
+            return found < self.bits
+        made: Mask = found <= self.bits
+        self._cut_equal(made, found, start)
         return made
 
-    def _equal(self, found: Bits, start: int) -> Mask:
-        made: Mask = found == self.bits
-        if self.before < start + found.size:
-            made[max(self.before - start, 0) :] = False
-        return made
+    def _cut_equal(self, made: Mask, found: Bits, start: int) -> None:
+        at = self.before - start
+        if at < found.size:
+            made[at:] &= found[at:] != self.bits
 
     @property
     def magnitude(self) -> np.float32:
@@ -58,47 +72,127 @@ class RankCut(NamedTuple):
 
 
 class Selector:
-    """Finds the first `count` elements in the order by magnitude. Feed it whole scans until it is `ready`."""
+    """Finds the first `count` elements in the order by magnitude, by as many scans as it takes.
 
-    def __init__(self, count: int, largest: bool) -> None:
-        """`count` is from 1 to the tensor's elements."""
-        self._left, self._largest = count, largest
-        self._scan = 0
-        self._bins = np.zeros(_HIGH_BINS, np.int64)
-        self._high = self._bits = 0
+    Each scan: `measure` every block, or the one that `wanted` names, in any order and by any thread; `add` what it returns,
+    in the order of the blocks; then `end_scan`, until it is `ready`.
+    """
+
+    def __init__(self, count: int, largest: bool, elements: int, collected_max: int = COLLECTED_MAX) -> None:
+        """`count` is from 1 to `elements`, those of the tensor. `collected_max` bounds memory, and changes no result."""
+        self._count, self._largest, self._elements, self._collected_max = count, largest, elements, collected_max
+        self._left = count
+        self._way: _Way = "window" if elements <= collected_max else "high"
+        self._low, self._high = 0, _ALL
+        self._below = self._inside = self._different = 0
+        self._collected: list[Any] = []  # of each block: how many, or the different ones and how many of each
+        self._bins, self._lock = np.zeros(_HIGH_BINS, np.int64), Lock()
+        self._bin = self._bits = 0
+        self.wanted: int | None = None
         self.cut: RankCut | None = None
 
     @property
     def ready(self) -> bool:
         return self.cut is not None
 
-    def feed(self, start: int, found: Bits) -> None:
-        """A stretch of the scan, in order."""
-        if self.ready:
+    def predict(self, sample: Bits) -> None:
+        """Say where to look, by some sorted magnitudes of the tensor. They change no result."""
+        if self._elements <= self._collected_max or not sample.size:
             return
-        if self._scan == 0:
-            self._bins += np.bincount(found >> _LOW_BITS, minlength=_HIGH_BINS)
-        elif self._scan == 1:
-            inside = found[found >> _LOW_BITS == self._high]
-            self._bins += np.bincount(inside & (_LOW_BINS - 1), minlength=_LOW_BINS)
-        else:
-            equal = np.flatnonzero(found == self._bits)
-            if equal.size >= self._left:
-                self.cut = RankCut(self._bits, start + int(equal[self._left - 1]) + 1)
-            self._left -= equal.size
+        share = (self._count if not self._largest else self._elements - self._count) / self._elements
+        margin = _DEVIATIONS * sqrt(sample.size * share * (1 - share)) + _UNLIKE * sample.size + 1
+        low, high = int(share * sample.size - margin), int(share * sample.size + margin) + 1
+        different = np.unique(sample[max(low, 0) : high + 1]).size  # few, where 16-bit numbers were subtracted
+        inside = min((high - low) / sample.size * self._elements, different * self._elements / BLOCK_ELEMENTS)
+        if inside > self._collected_max:
+            return
+        self._low = int(sample[low]) if low >= 0 else 0
+        self._high = int(sample[high]) if high < sample.size else _ALL
+        self._way = "window"
+
+    def measure(self, found: Bits) -> Any:
+        """Look at a block."""
+        if self._way == "window":
+            below = int(np.count_nonzero(found < self._low)) if self._low else 0
+            if self._low == self._high:
+                return below, int(np.count_nonzero(found == self._low))
+            inside = found[(found - np.uint32(self._low)) <= self._high - self._low]
+            return below, np.unique(inside, return_counts=True)
+        if self._way == "high":
+            return self._count_bins(np.bincount(found >> _LOW_BITS, minlength=_HIGH_BINS))
+        if self._way == "low":
+            inside = found[found >> _LOW_BITS == self._bin]
+            return self._count_bins(np.bincount(inside & (_LOW_BINS - 1), minlength=_LOW_BINS))
+        if self._way == "equal":
+            return int(np.count_nonzero(found == self._bits))
+        return int(np.flatnonzero(found == self._bits)[self._left - 1])
+
+    def add(self, start: int, measured: Any) -> None:
+        """What `measure` returned of the block that begins at element `start`."""
+        if self._way == "window":
+            below, inside = measured
+            self._below += below
+            self._inside += inside if isinstance(inside, int) else int(inside[1].sum())
+            self._different += 0 if isinstance(inside, int) else inside[0].size
+            if self._different > self._collected_max:
+                self._collected.clear()
+            else:
+                self._collected.append(inside)
+        elif self._way == "equal":
+            self._collected.append(measured)
+        elif self._way == "place":
+            self.cut = RankCut(self._bits, start + measured + 1)
+
+    def _count_bins(self, counts: NDArray[np.int64]) -> None:
+        """Whole numbers: the order in which blocks are counted does not matter."""
+        with self._lock:
+            self._bins += counts
 
     def end_scan(self) -> None:
-        """All stretches were fed."""
+        """All blocks were added."""
         if self.ready:
             return
-        self._scan += 1
-        chosen = self._bin_of_the_last()
-        if self._scan == 1:
-            self._high, self._bins = chosen, np.zeros(_LOW_BINS, np.int64)
-        elif self._scan == 2:
-            self._bits = self._high << _LOW_BITS | chosen
-            if self._left == self._bins[chosen]:
-                self.cut = RankCut(self._bits, np.iinfo(np.int64).max)
+        if self._way == "window":
+            self._end_window()
+        elif self._way == "high":
+            self._bin, self._bins, self._way = self._bin_of_the_last(), np.zeros(_LOW_BINS, np.int64), "low"
+        elif self._way == "low":
+            chosen = self._bin_of_the_last()
+            self._bits = self._bin << _LOW_BITS | chosen
+            self._way, self._collected = "equal", []
+            self._end_if_all(int(self._bins[chosen]))
+        elif self._way == "equal":
+            self._look_up(self._collected)
+
+    def _end_window(self) -> None:
+        """The element, if the window has its rank; else the way that is certain."""
+        rank = self._elements - self._count + 1 if self._largest else self._count
+        inside, lump = self._collected, self._low == self._high
+        if not self._below < rank <= self._below + self._inside or self._different > self._collected_max:
+            self._way, self._collected = "high", []
+            return
+        if lump:
+            self._bits, less, equal = self._low, self._below, list(inside)
+        else:
+            self._bits, less = _nth(inside, self._inside, rank - self._below)
+            less += self._below
+            equal = [_count_of(self._bits, *one) for one in inside]
+        more = self._elements - less - sum(equal)
+        self._left = self._count - (more if self._largest else less)
+        if not self._end_if_all(sum(equal)):
+            self._look_up(equal)
+
+    def _end_if_all(self, equal: int) -> bool:
+        if self._left == equal:
+            self.cut = RankCut(self._bits, np.iinfo(np.int64).max)
+        return self.ready
+
+    def _look_up(self, equal: list[int]) -> None:
+        """Look for the last of the first `_left` equal elements, in the block that has it."""
+        reached = np.cumsum(equal)
+        self.wanted = int(np.searchsorted(reached, self._left))
+        self._left -= int(reached[self.wanted]) - equal[self.wanted]
+        self._way, self._collected = "place", []
 
     def _bin_of_the_last(self) -> int:
         """The bin with the last of the first `_left` elements; what is in the bins before it is counted off."""
@@ -107,3 +201,22 @@ class Selector:
         at = int(np.searchsorted(reached, self._left))
         self._left -= int(reached[at] - bins[at])
         return bins.size - 1 - at if self._largest else at
+
+
+def _nth(inside: Sequence[tuple[Bits, NDArray[np.int64]]], total: int, nth: int) -> tuple[int, int]:
+    """The element with this rank, from 1 on, of those that were collected; and how many are smaller."""
+    values = np.concatenate([values for values, _ in inside])
+    if values.size == total:  # all are different within their block
+        found = int(np.partition(values, nth - 1)[nth - 1])
+        return found, int(np.count_nonzero(values < found))
+    order = np.argsort(values)
+    reached = np.cumsum(np.concatenate([counts for _, counts in inside])[order])
+    ordered = values[order]
+    found = int(ordered[np.searchsorted(reached, nth)])
+    first = int(np.searchsorted(ordered, found))
+    return found, int(reached[first - 1]) if first else 0
+
+
+def _count_of(bits: int, values: Bits, counts: NDArray[np.int64]) -> int:
+    at = int(np.searchsorted(values, bits))
+    return int(counts[at]) if at < values.size and values[at] == bits else 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
 from holdfast_formats.exports.source import of_committed
 from holdfast_formats.foreign.committed import CommittedFiles
@@ -24,7 +25,7 @@ from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Buffer, Readable
 
-KEPT_BYTES_MAX = 2**26  # verified extents that all checkpoints of a merge keep together
+KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep together
 
 
 class ModelPlace(NamedTuple):
@@ -131,10 +132,11 @@ def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
     """Read what every place has, without a tensor. `StateMismatch` and others, by the model's name, for what is not
     understood; `Damaged` for a checkpoint that does not match its digests.
     """
-    share = KEPT_BYTES_MAX // max(len(places), 1)
+    share = min(KEPT_BYTES_MAX // max(len(places), 1), EXTENT_BYTES_MAX)
     exports = [_committed(place, share) for place in places]
     joined = JoinedFiles([place.files if own is None else own.files for place, own in zip(places, exports, strict=True)])
-    watched = WatchedSource(joined, digested=True)
+    ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
+    watched = WatchedSource(joined, digested=lambda path: path.partition("/")[0] not in ours)
     found = {}
     for number, (place, own) in enumerate(zip(places, exports, strict=True)):
         try:

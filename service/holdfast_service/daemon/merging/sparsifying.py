@@ -8,17 +8,22 @@ ranked      each stays by a draw of its own, with a chance that grows with its r
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_service.daemon.merging.draws import Draws
-from holdfast_service.daemon.merging.scanning import Floats, Mask
-from holdfast_service.daemon.merging.selection import Selector, magnitude_bits
+from holdfast_service.daemon.merging.scanning import Block, Floats, Mask, Workspace
+from holdfast_service.daemon.merging.selection import COLLECTED_MAX, Bits, Selector, magnitude_bits
 
 Sparsification = Literal["none", "trim", "outliers", "random", "ranked"]
 Trim = Literal["count", "quantile"]
+
+_RANKED_AT_ONCE = 2**17
+_PLACE_BITS = 31  # with the 31 of a magnitude, a key is an ordinary float64
 
 
 class Sparsity(NamedTuple):
@@ -31,30 +36,62 @@ class Sparsity(NamedTuple):
     trim: Trim = "count"
 
 
-class ThinnedVector:
-    """Finds which elements of one task vector stay. `feed` it whole scans until it is `ready`."""
+class Rows(NamedTuple):
+    """The rows that are ranked: of `length` elements, each `step` from the one before, `step` rows side by side."""
 
-    def __init__(self, sparsity: Sparsity, elements: int, row: int, draws: Draws) -> None:
-        self._sparsity, self._elements, self._row, self._draws = sparsity, elements, row, draws
+    length: int
+    step: int
+
+    @property
+    def elements(self) -> int:
+        """Of rows that lie side by side."""
+        return self.length * self.step
+
+
+def rows_of(shape: tuple[int, ...]) -> Rows:
+    """Along the second dimension, as mergekit sorts; a vector is one row."""
+    if len(shape) < 2:
+        return Rows(max(prod(shape), 1), 1)
+    return Rows(max(shape[1], 1), max(prod(shape[2:]), 1))
+
+
+class ThinnedVector:
+    """Finds which elements of one task vector stay.
+
+    Until it is `ready`: `measure` a scan's blocks, by any thread, `add` what it returns in order, and `end_scan`.
+    """
+
+    def __init__(
+        self, sparsity: Sparsity, elements: int, rows: Rows, draws: Draws, collected_max: int = COLLECTED_MAX
+    ) -> None:
+        self._sparsity, self._elements, self._rows, self._draws = sparsity, elements, rows, draws
+        self._collected_max = collected_max
         self.all = sparsity.how == "none" or sparsity.density >= 1 or not elements
-        self._selectors: list[Selector] = []
+        self.selectors: list[Selector] = []
         self._share = np.float32(0)
         if not self.all and sparsity.how == "trim":
             self._begin_trim()
         elif not self.all and sparsity.how == "outliers":
             self._begin_outliers()
+        elif not self.all and sparsity.how == "ranked":
+            density, epsilon = sparsity.density, sparsity.epsilon
+            places = np.arange(rows.length, dtype=np.float32) / np.float32(max(rows.length - 1, 1))
+            self._chances = np.float32(density - epsilon) + places * np.float32(2) * np.float32(epsilon)
+
+    def _selector(self, count: int, largest: bool) -> Selector:
+        return Selector(count, largest, self._elements, self._collected_max)
 
     def _begin_trim(self) -> None:
         density = self._sparsity.density
         if self._sparsity.trim == "count":
-            self._selectors = [Selector(max(int(density * self._elements), 1), largest=True)]
+            self.selectors = [self._selector(max(int(density * self._elements), 1), largest=True)]
             return
         # numpy's quantile of F32 values: between the two elements around this place in their order
         place = np.float32(self._elements - 1) * np.float32(1 - density)
         below = min(int(np.floor(place)), self._elements - 1)
         self._share = np.float32(place - np.float32(below))
         ranks = (below + 1, min(below + 2, self._elements))
-        self._selectors = [Selector(rank, largest=False) for rank in ranks]
+        self.selectors = [self._selector(rank, largest=False) for rank in ranks]
 
     def _begin_outliers(self) -> None:
         wanted = int(self._sparsity.density * self._elements)
@@ -62,66 +99,75 @@ class ThinnedVector:
         self._bottom = max(self._elements - wanted - top, 0)
         self._nothing = wanted == 0
         ranks = () if self._nothing else (self._bottom, self._bottom + wanted)
-        self._selectors = [Selector(rank, largest=False) for rank in ranks if rank]
+        self.selectors = [self._selector(rank, largest=False) for rank in ranks if rank]
 
     @property
-    def ready(self) -> bool:
-        return all(one.ready for one in self._selectors)
+    def waiting(self) -> list[Selector]:
+        """The selectors that need another scan."""
+        return [one for one in self.selectors if not one.ready]
 
-    def feed(self, start: int, delta: Floats) -> None:
-        """A stretch of the scan, in order."""
-        found = magnitude_bits(delta)
-        for one in self._selectors:
-            one.feed(start, found)
-
-    def end_scan(self) -> None:
-        """All stretches were fed."""
-        for one in self._selectors:
-            one.end_scan()
-
-    def mask(self, start: int, delta: Floats) -> Mask:
+    def mask(self, start: int, delta: Floats, space: Workspace) -> Mask:
         """Which elements of a stretch stay."""
         how = self._sparsity.how
-        if how == "trim":
-            return self._trimmed(start, delta)
-        if how == "outliers":
-            return self._between(start, delta)
-        made: Mask = self._draws.uniform(start, delta.size) < self.chances(delta)
-        return made
+        if how == "random":
+            return self._draws.below(self._sparsity.density, start, delta.size)
+        if how == "ranked":
+            made: Mask = self._draws.uniform(start, delta.size) < self.chances(delta, space)
+            return made
+        if how == "trim" and self._sparsity.trim == "quantile":
+            low, high = (one.cut for one in self.selectors)
+            assert low is not None and high is not None
+            return ~(np.abs(delta) < between(low.magnitude, high.magnitude, self._share))
+        return self._cut(start, magnitude_bits(delta, space.array("bits", delta.size, np.uint32)))
 
-    def chances(self, delta: Floats) -> NDArray[np.float32] | float:
-        """The chance of each element of a stretch to stay, where draws decide; else the density."""
-        if self._sparsity.how != "ranked":
-            return self._sparsity.density
-        rows = np.abs(delta).reshape(-1, self._row)
-        order = np.argsort(rows, axis=1, kind="stable")
-        ranks = np.empty(order.shape, np.float32)
-        np.put_along_axis(ranks, order, np.arange(self._row, dtype=np.float32)[None, :], axis=1)
-        ranks /= np.float32(max(self._row - 1, 1))
-        density, epsilon = self._sparsity.density, self._sparsity.epsilon
-        made: NDArray[np.float32] = np.float32(density - epsilon) + ranks * np.float32(2) * np.float32(epsilon)
-        return made.reshape(-1)
-
-    def _trimmed(self, start: int, delta: Floats) -> Mask:
-        cuts = [one.cut for one in self._selectors]
-        if self._sparsity.trim == "count":
-            assert cuts[0] is not None
-            return cuts[0].largest(magnitude_bits(delta), start)
-        assert cuts[0] is not None and cuts[1] is not None
-        made: Mask = ~(np.abs(delta) < between(cuts[0].magnitude, cuts[1].magnitude, self._share))
-        return made
-
-    def _between(self, start: int, delta: Floats) -> Mask:
-        if self._nothing:
-            return np.zeros(delta.size, np.bool_)
-        cuts = [one.cut for one in self._selectors]
-        found = magnitude_bits(delta)
-        last = cuts[-1]
-        assert last is not None
+    def _cut(self, start: int, found: Bits) -> Mask:
+        if self._sparsity.how == "outliers" and self._nothing:
+            return np.zeros(found.size, np.bool_)
+        first, last = self.selectors[0].cut, self.selectors[-1].cut
+        assert first is not None and last is not None
+        if self._sparsity.how == "trim":
+            return last.largest(found, start)
         made = last.smallest(found, start)
-        if self._bottom and cuts[0] is not None:
-            made &= ~cuts[0].smallest(found, start)
+        if self._bottom:
+            made &= ~first.smallest(found, start)
         return made
+
+    def chances(self, delta: Floats, space: Workspace) -> Floats | np.float32:
+        """The chance of each element of a stretch to stay, where ranks decide, in the workspace; else the density."""
+        if self._sparsity.how != "ranked":
+            return np.float32(self._sparsity.density)
+        found = magnitude_bits(delta, space.array("bits", delta.size, np.uint32))
+        made = space.floats("chances", delta.size)
+        rows, (length, step) = found.reshape(-1, *self._rows).swapaxes(1, 2), self._rows
+        whole, beside = max(_RANKED_AT_ONCE // self._rows.elements, 1), max(_RANKED_AT_ONCE // length, 1)
+        for at in range(0, rows.shape[0], whole):
+            for side in range(0, step, beside):
+                part = rows[at : at + whole, side : side + beside]
+                firsts = np.arange(at, at + part.shape[0])[:, None] * self._rows.elements + side + np.arange(part.shape[1])
+                made[_order(part) * step + firsts[:, :, None]] = self._chances
+        return made
+
+
+def _order(rows: Bits) -> NDArray[np.int64]:
+    """Which element of each row is the first, the second and so on; of equal ones the earlier comes first."""
+    keys = rows.astype(np.uint64)
+    keys <<= np.uint64(_PLACE_BITS)
+    keys |= np.arange(rows.shape[-1], dtype=np.uint64)
+    ordered = keys.view(np.float64)  # positive numbers: they have the same order, and are sorted faster
+    ordered.sort(axis=-1)
+    keys &= np.uint64(2**_PLACE_BITS - 1)
+    return keys.view(np.int64)
+
+
+def measured(vectors: Sequence[ThinnedVector], deltas: Sequence[Floats], block: Block) -> list[Any]:
+    """What those selectors of all vectors that wait for this block find in it."""
+    made = []
+    for vector, delta in zip(vectors, deltas, strict=True):
+        waiting = [one for one in vector.waiting if one.wanted in (None, block.number)]
+        if waiting:
+            found = magnitude_bits(delta, block.space.array("bits", block.size, np.uint32))
+            made += [one.measure(found) for one in waiting]
+    return made
 
 
 def between(low: np.float32, high: np.float32, share: np.float32) -> np.float32:

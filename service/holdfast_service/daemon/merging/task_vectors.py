@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from holdfast_service.daemon.merging.draws import Draws
-from holdfast_service.daemon.merging.norms import PairwiseSum, PlainSum, RunningSum
-from holdfast_service.daemon.merging.scanning import Block, Floats, Mask, Scan
-from holdfast_service.daemon.merging.sparsifying import Sparsity, ThinnedVector
+from holdfast_service.daemon.merging.norms import ScaleFactors
+from holdfast_service.daemon.merging.scanning import Block, Floats, Mask, Scan, Workspace
+from holdfast_service.daemon.merging.selection import COLLECTED_MAX, magnitude_bits
+from holdfast_service.daemon.merging.sparsifying import Sparsity, ThinnedVector, measured, rows_of
 
 Rescale = Literal["l1", "density", "none"]
 Dialect = Literal["mergekit", "paddle"]
 
-_NORM_MIN = {"mergekit": 1e-7, "paddle": 1e-8}
 _DIVISOR_MIN = 1e-8
+_SAMPLE_BLOCKS, _SAMPLE_STEP = 4, 16  # a sample is every so many elements of some blocks
 
 
 class TaskTerms(NamedTuple):
@@ -46,95 +47,131 @@ class TaskFormula:
     def __init__(self, terms: TaskTerms, shape: tuple[int, ...]) -> None:
         self._terms = terms
         ranked = any(one.how == "ranked" and one.density < 1 for one in terms.sparsities)
-        self.row = max(shape[-1], 1) if ranked and shape else 1
-        elements = prod(shape)
-        self._elements = elements
-        self._kept = [
-            ThinnedVector(one, elements, self.row, Draws(terms.seed, number, terms.tensor))
+        rows = rows_of(shape)
+        self.row = rows.elements if ranked else 1
+        self._elements = prod(shape)
+        collected_max = 4 * COLLECTED_MAX // max(len(terms.sparsities), 1)
+        self._vectors = [
+            ThinnedVector(one, self._elements, rows, Draws(terms.seed, number, terms.tensor), collected_max)
             for number, one in enumerate(terms.sparsities)
         ]
-        self._factors: list[np.float32 | None] = [None] * len(self._kept)
+        thinned = [not one.all for one in self._vectors]
+        self._scales = ScaleFactors(thinned, self._elements, terms.dialect) if terms.rescale == "l1" else None
 
     def prepare(self, scan: Scan) -> None:
         """Find the cuts, then the factors that keep the L1 norms."""
-        while not all(one.ready for one in self._kept):
-            for block in scan():
-                for kept, delta in zip(self._kept, self._deltas(block), strict=True):
-                    if not kept.ready:
-                        kept.feed(block.start, delta)
-            for kept in self._kept:
-                kept.end_scan()
-        if self._terms.rescale == "l1" and not all(one.all for one in self._kept):
-            self._find_factors(scan)
+        self._find_cuts(scan)
+        scales = self._scales
+        if scales is None or all(one.all for one in self._vectors):
+            return
+
+        def measure(block: Block) -> list[Any]:
+            deltas, space = self._deltas(block), block.space
+            pairs = zip(self._vectors, deltas, strict=True)
+            masks = [None if one.all else one.mask(block.start, delta, space) for one, delta in pairs]
+            return scales.measure(deltas, masks, space)
+
+        scales.find(scan, measure)
 
     def merge(self, block: Block) -> Floats:
         """base + what is left of the models' task vectors, mixed."""
-        terms, base = self._terms, block.values[-1]
-        weighted = []
-        for number, (delta, weight) in enumerate(zip(self._deltas(block), terms.weights, strict=True)):
-            weighted.append(self._thinned(number, block.start, delta) * np.float32(weight))
-        if terms.dialect == "paddle":
-            return _paddle_mixed(weighted, terms) + base
-        mixed, divisor = _mixed(weighted, terms)
-        if terms.normalize:
-            mixed /= divisor
+        terms, base = self._terms, block.values(block.inputs - 1, "base")
+        if terms.consensus or terms.dialect == "paddle":
+            weighted = [self._weighted(block, number, base, f"delta {number}") for number in range(block.inputs - 1)]
+            if terms.dialect == "paddle":
+                return np.asarray(_paddle_mixed(weighted, terms, block.space) + base)
+            mixed = _agreed(weighted, terms, block.space)
+        else:
+            mixed = self._summed(block, base)
         if terms.scale != 1:
             mixed *= np.float32(terms.scale)
-        return base + mixed
+        mixed += base
+        return mixed
+
+    def _find_cuts(self, scan: Scan) -> None:
+        if not any(one.selectors for one in self._vectors):
+            return
+        if scan.blocks > 1:
+            self._predict(scan)
+        while waiting := [one for vector in self._vectors for one in vector.waiting]:
+            wanted = {one.wanted for one in waiting}
+            numbers = None if None in wanted else sorted(number for number in wanted if number is not None)
+            found = scan(lambda block: (block.number, measured(self._vectors, self._deltas(block), block)), numbers)
+            for number, parts in found:
+                concerned = [one for one in waiting if one.wanted in (None, number)]
+                for one, part in zip(concerned, parts, strict=True):
+                    one.add(number * scan.length, part)
+            for one in waiting:
+                one.end_scan()
+
+    def _predict(self, scan: Scan) -> None:
+        """Let the selectors know by some blocks where to look."""
+        count = min(_SAMPLE_BLOCKS, scan.blocks)
+        numbers = sorted({number * (scan.blocks - 1) // max(count - 1, 1) for number in range(count)})
+        samples = scan(lambda block: [magnitude_bits(one)[::_SAMPLE_STEP] for one in self._deltas(block)], numbers)
+        for vector, parts in zip(self._vectors, zip(*samples, strict=True), strict=True):
+            joined = np.sort(np.concatenate(parts))
+            for one in vector.selectors:
+                one.predict(joined)
+
+    def _summed(self, block: Block, base: Floats) -> Floats:
+        """The weighted task vectors together, or their mean."""
+        mixed = block.space.floats("mixed", block.size)
+        for number in range(block.inputs - 1):
+            weighted = self._weighted(block, number, base, "delta")
+            np.add(weighted, np.float32(0) if not number else mixed, out=mixed)
+        divisor = summed([np.float32(weight) for weight in self._terms.weights])
+        if self._terms.normalize and not abs(divisor) < _DIVISOR_MIN:
+            mixed /= divisor
+        return mixed
+
+    def _delta(self, block: Block, number: int, base: Floats, name: str) -> Floats:
+        into = block.space.floats(name, block.size)
+        made: Floats = np.subtract(block.values(number), base, out=into)
+        return made
 
     def _deltas(self, block: Block) -> list[Floats]:
-        return [values - block.values[-1] for values in block.values[:-1]]
+        base = block.values(block.inputs - 1, "base")
+        return [self._delta(block, number, base, f"delta {number}") for number in range(block.inputs - 1)]
 
-    def _find_factors(self, scan: Scan) -> None:
-        before, after = ([self._sum() for _ in self._kept] for _ in range(2))
-        for block in scan():
-            for number, (kept, delta) in enumerate(zip(self._kept, self._deltas(block), strict=True)):
-                if not kept.all:
-                    magnitudes = np.abs(delta)
-                    before[number].add(magnitudes)
-                    after[number].add(magnitudes * kept.mask(block.start, delta))
-        least = _NORM_MIN[self._terms.dialect]
-        for number, kept in enumerate(self._kept):
-            if not kept.all and min(before[number].value, after[number].value) >= least:
-                self._factors[number] = np.float32(before[number].value / after[number].value)
-
-    def _sum(self) -> RunningSum:
-        return PairwiseSum(self._elements) if self._terms.dialect == "paddle" else PlainSum()
-
-    def _thinned(self, number: int, start: int, delta: Floats) -> Floats:
-        kept, factor = self._kept[number], self._factors[number]
-        if kept.all:
-            return delta
-        left: Floats = delta * kept.mask(start, delta)
-        if self._terms.rescale == "density":
-            left /= kept.chances(delta) if isinstance(kept.chances(delta), np.ndarray) else np.float32(kept.chances(delta))
-        elif factor is not None:
-            left *= factor
-        return left
+    def _weighted(self, block: Block, number: int, base: Floats, name: str) -> Floats:
+        """What is left of a task vector, scaled and weighted."""
+        vector, made = self._vectors[number], self._delta(block, number, base, name)
+        if not vector.all:
+            chances = vector.chances(made, block.space) if self._terms.rescale == "density" else None
+            mask = None if self._scales is None else self._scales.kept_mask(number, block.start, block.size)
+            np.multiply(made, vector.mask(block.start, made, block.space) if mask is None else mask, out=made)
+            factor = None if self._scales is None else self._scales.factor(number)
+            if chances is not None:
+                made /= chances
+            elif factor is not None:
+                made *= factor
+        made *= np.float32(self._terms.weights[number])
+        return made
 
 
-def _mixed(weighted: Sequence[Floats], terms: TaskTerms) -> tuple[Floats, Floats | np.float32]:
-    """The sum of the weighted task vectors, and what it is divided by to be their mean."""
-    weights = [np.float32(weight) for weight in terms.weights]
-    if not terms.consensus:
-        divisor = summed(weights)
-        return _sum(weighted), np.float32(1) if abs(divisor) < _DIVISOR_MIN else divisor
-    inside = _agreeing(weighted)
-    divisors = np.zeros_like(weighted[0])
-    mixed = np.zeros_like(weighted[0])
-    for values, weight, mask in zip(weighted, weights, inside, strict=True):
-        mixed += values * mask
-        divisors += weight * mask
-    divisors[divisors == 0] = 1
-    return mixed, divisors
+def _agreed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace) -> Floats:
+    """The sum of the elements that have the sign of the sum, or their weighted mean, in the workspace."""
+    mixed = _sum(weighted, space.floats("mixed", weighted[0].size))
+    inside = _agreeing(weighted, mixed)
+    mixed = _sum([np.multiply(values, mask, out=values) for values, mask in zip(weighted, inside, strict=True)], mixed)
+    if terms.normalize:
+        divisors, part = (space.floats(name, mixed.size) for name in ("divisors", "part"))
+        divisors[:] = 0
+        for mask, weight in zip(inside, terms.weights, strict=True):
+            divisors += np.multiply(mask, np.float32(weight), out=part)
+        divisors += divisors == 0
+        mixed /= divisors
+    return mixed
 
 
-def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms) -> Floats:
+def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace) -> Floats:
     """The same as PaddleFormers computes it, which divides by float64 and normalises weights beforehand."""
+    mixed = _sum(weighted, space.floats("mixed", weighted[0].size))
     if not terms.consensus:
-        return _sum(weighted)
-    inside = _agreeing(weighted)
-    mixed = _sum([values * mask for values, mask in zip(weighted, inside, strict=True)])
+        return mixed
+    inside = _agreeing(weighted, mixed)
+    mixed = _sum([values * mask for values, mask in zip(weighted, inside, strict=True)], mixed)
     if terms.normalize:
         divisors = np.zeros(mixed.size, np.float64)
         for mask, weight in zip(inside, terms.weights, strict=True):
@@ -144,17 +181,18 @@ def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms) -> Floats:
     return mixed
 
 
-def _agreeing(weighted: Sequence[Floats]) -> list[Mask]:
+def _agreeing(weighted: Sequence[Floats], together: Floats) -> list[Mask]:
     """Of each task vector, the elements that have the sign of the sum; where that is zero, the positive ones."""
-    positive = _sum(weighted) >= 0
-    return [np.where(positive, values > 0, values < 0) for values in weighted]
+    positive = together >= 0
+    negative = ~positive
+    return [(values > 0) & positive | (values < 0) & negative for values in weighted]
 
 
-def _sum(values: Sequence[Floats]) -> Floats:
-    made = np.zeros_like(values[0])
-    for one in values:
-        made += one
-    return made
+def _sum(values: Sequence[Floats], into: Floats) -> Floats:
+    """The sum, one after the other from zero on."""
+    for number, one in enumerate(values):
+        np.add(one, np.float32(0) if not number else into, out=into)
+    return into
 
 
 def summed(values: Sequence[np.float32]) -> np.float32:

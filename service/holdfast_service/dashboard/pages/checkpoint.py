@@ -17,6 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import contents
+from holdfast_service.dashboard.ancestry import Ancestry, ancestry_of
 from holdfast_service.dashboard.asking import Asked, Shown, ViewerApi, at, shown
 from holdfast_service.dashboard.contents import Stripe, TensorLine
 from holdfast_service.dashboard.rendering import page
@@ -41,11 +42,12 @@ class Drawn(NamedTuple):
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
     """Facts, checks, copies and actions."""
     found = await api.get(bodies.CheckpointInfo, at(run, step))
-    replicas, verdict, jobs, beside = await asyncio.gather(
+    replicas, verdict, jobs, beside, ancestry = await asyncio.gather(
         shown(api.page(Replica, at(run, found.step, "replicas"))),
         shown(_verdict(api, run, found.step)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
         _before(api, found),
+        shown(_ancestry(api, found)),
     )
     return page(
         request,
@@ -57,6 +59,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
         verdict=verdict,
         jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,
         before=beside,
+        ancestry=ancestry.value,
         export_kinds=KINDS,
         export_dtypes=tuple(FLOATS.values()),
     )
@@ -155,6 +158,10 @@ async def show_extents(
 async def _verdict(api: ViewerApi, run: str, step: int) -> Verdict | None:
     preview = await api.get(Preview, at(run) + "/retention")
     return next((verdict for verdict in preview.verdicts if verdict.step == step), None)
+
+
+async def _ancestry(api: ViewerApi, made: bodies.CheckpointInfo) -> Ancestry | None:
+    return await ancestry_of(api, made.run, made.step) if made.world == 1 else None  # merges are made by one process
 
 
 async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:

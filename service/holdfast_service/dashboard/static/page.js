@@ -1,4 +1,4 @@
-// Small things of every page: copying, and asking once more. Without scripts, pages work and these do not appear.
+// Small things of every page: copying, asking once more, and reading a file into a field. Without scripts, pages work and these do not appear.
 (function () {
   "use strict";
 
@@ -21,5 +21,10 @@
     if (asked && !window.confirm(asked.dataset.confirm)) event.preventDefault();
   });
 
-  for (const button of document.querySelectorAll("[data-copy]")) button.hidden = false;
+  document.addEventListener("change", async (event) => {
+    const chosen = event.target.closest("[data-into]");
+    if (chosen && chosen.files.length) document.getElementById(chosen.dataset.into).value = await chosen.files[0].text();
+  });
+
+  for (const hidden of document.querySelectorAll("[data-copy], [data-scripted]")) hidden.hidden = false;
 })();
