@@ -152,7 +152,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     spill = Spill(root) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
-    averages = saver.averages = Averages(arena)
+    averages = saver.averages = Averages(arena, None if cluster is None else cluster.votes)
     commands = _commit_commands(config, control, url)
     if commands is not None:
         stack.callback(commands.close)

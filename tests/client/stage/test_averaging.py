@@ -266,11 +266,3 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, t
     """Before anything is contacted, by the option's name."""
     with pytest.raises(InvalidRequest, match=next(iter(options))):
         Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=Ema(**options))
-
-
-def test_ranks_on_several_nodes_are_refused(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is contacted, with what to do."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "HOLDFAST_LAUNCH": "x"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidRequest, match="several nodes"):
-        Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=WEIGHTS)

@@ -23,7 +23,8 @@ from holdfast_service.daemon.arena.budget import Bound, Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
-from holdfast_service.daemon.averaging.averages import Averages, CrewKey
+from holdfast_service.daemon.averaging.averages import Averages
+from holdfast_service.daemon.averaging.crew import CrewKey
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemons import wait_until
 

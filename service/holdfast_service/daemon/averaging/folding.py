@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.staging import average
 from holdfast_formats.staging.average import AverageRecord, AverageStretch, AverageUpdate
+from holdfast_formats.staging.average_history import history_after
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 
 GAP_BYTES_MAX = 64  # between F32 stretches that are folded as one: what stands there is never read
@@ -92,13 +93,14 @@ def fold(segment: AverageSegment, update: AverageUpdate) -> None:
 
 def _after(record: AverageRecord, update: AverageUpdate) -> AverageRecord:
     number, seed = update.number, update.seed
+    history = history_after(record.history, update)
     if seed is None:
         return AverageRecord(
             *(number, number, record.seeded, record.n + 1, record.own + 1, update.step),
-            *(record.dropped, record.skipped, record.lost, update.layout, update.rule),
+            *(record.dropped, record.skipped, record.lost, update.layout, update.rule, history),
         )
     counts = seed.dropped, seed.skipped, seed.lost
-    return AverageRecord(number, number, number, seed.n, 0, seed.step, *counts, update.layout, update.rule)
+    return AverageRecord(number, number, number, seed.n, 0, seed.step, *counts, update.layout, update.rule, history)
 
 
 def _compute(segment: AverageSegment, chunk: FoldChunk, step: Lerp | None) -> None:
