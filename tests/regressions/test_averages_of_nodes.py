@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,24 +25,24 @@ RUN = "run"
 EMA = Ema(decay=DECAY, of="master", every=1, correction="none")
 
 
-def values(step: int) -> dict[str, torch.Tensor]:
+def values(step: int, size: int = SIZE) -> dict[str, torch.Tensor]:
     """The masters of a step: one is cut over all ranks, one is the same on all."""
     made = torch.Generator().manual_seed(step)
-    return {"cut": torch.randn(SIZE, generator=made), "alike": torch.randn(33, generator=made)}
+    return {"cut": torch.randn(size, generator=made), "alike": torch.randn(33, generator=made)}
 
 
 class _Masters(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.cut, self.alike = nn.Parameter(torch.zeros(SIZE)), nn.Parameter(torch.zeros(33))
+        self.cut, self.alike = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(33))
 
 
-def expected(steps: Sequence[int]) -> dict[str, torch.Tensor]:
+def expected(steps: Sequence[int], size: int = SIZE) -> dict[str, torch.Tensor]:
     """What torch's own average of these steps is."""
-    model = _Masters()
+    model = _Masters(size)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for step in steps:
-        for name, value in values(step).items():
+        for name, value in values(step, size).items():
             getattr(model, name).data.copy_(value)
         averaged.update_parameters(model)
     return {name: getattr(averaged.module, name).data for name in ("cut", "alike")}
@@ -50,14 +51,15 @@ def expected(steps: Sequence[int]) -> dict[str, torch.Tensor]:
 class World:
     """The ranks of a launch, in this process: rank r is at `places[r]`."""
 
-    def __init__(self, places: Sequence[Daemon], name: str, ema: Ema = EMA) -> None:
+    def __init__(self, places: Sequence[Daemon], name: str, ema: Ema = EMA, size: int = SIZE) -> None:
+        self.size = size
         self.held: list[dict[str, torch.Tensor]] = []
         self.checkpointers: list[Checkpointer] = []
         world = len(places)
         for rank, daemon in enumerate(places):
-            begin, end = SIZE * rank // world, SIZE * (rank + 1) // world
+            begin, end = size * rank // world, size * (rank + 1) // world
             mine = {"cut": torch.zeros(end - begin), "alike": torch.zeros(33)}
-            whole: dict[str, Any] = {**mine, "cut": Fragment(mine["cut"], (SIZE,), offset=(begin,))}
+            whole: dict[str, Any] = {**mine, "cut": Fragment(mine["cut"], (size,), offset=(begin,))}
             launch = Launch(rank, world, name, 1)
             with assigned(lambda launch=launch: launch):
                 made = Checkpointer(RUN, {"master": whole}, at=daemon.socket, ema=ema, fenced=True)
@@ -69,8 +71,8 @@ class World:
         world = len(self.held)
         for rank, (mine, one) in enumerate(zip(self.held, self.checkpointers, strict=True)):
             one.fence()
-            found = values(step)
-            mine["cut"].copy_(found["cut"][SIZE * rank // world : SIZE * (rank + 1) // world])
+            found = values(step, self.size)
+            mine["cut"].copy_(found["cut"][self.size * rank // world : self.size * (rank + 1) // world])
             mine["alike"].copy_(found["alike"])
             one.ema.update(**({"loss": losses[rank]} if losses else {}))
 
@@ -82,9 +84,7 @@ class World:
         return [one.save(step) for one in self.checkpointers]
 
     def restore(self) -> list[int]:
-        """Restore on all ranks at once, and wait until the daemons have what they average."""
-        from concurrent.futures import ThreadPoolExecutor
-
+        """Restore on all ranks at once."""
         with ThreadPoolExecutor(len(self.checkpointers)) as pool:
             return list(pool.map(lambda one: one.restore(), self.checkpointers))
 
@@ -93,14 +93,14 @@ class World:
             one.close()
 
 
-def check(site: Site, step: int, averaged: Sequence[int], **said: int) -> None:
+def check(site: Site, step: int, averaged: Sequence[int], size: int = SIZE, **said: int) -> None:
     """A checkpoint has the average of exactly these steps, and says so."""
     with open_checkpoint(site.root, None, RUN, step) as reader:
         assert reader.verify() == []
         (state,) = json.loads(reader.state)["groups"]["ema"]["average"].values()  # one for all ranks
         assert (state["n"], state["step"]) == (len(averaged), averaged[-1])
         assert {name: state[name] for name in said} == said
-        for name, value in expected(averaged).items():
+        for name, value in expected(averaged, size).items():
             assert torch.equal(torch.from_numpy(reader.read("ema", name).copy()), value), name
 
 
