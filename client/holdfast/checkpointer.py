@@ -446,6 +446,8 @@ class Checkpointer:
         rank = RestoringRank(self.run, self._launch, self._session, self._state, average)
         restored = fallback.restore(rank, asked)
         if restored is not None:
+            if self._averaging is not None:
+                restored = restored._replace(notes=(*restored.notes, *self._averaging.taken_in()))
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:

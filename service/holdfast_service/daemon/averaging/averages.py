@@ -29,7 +29,7 @@ from holdfast_service.daemon.arena.segment import SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
 from holdfast_service.daemon.averaging.agreement import Agreement
-from holdfast_service.daemon.averaging.crew import RETURN_S, Crew, CrewKey, Fill, Filled
+from holdfast_service.daemon.averaging.crew import RETURN_S, AveragingCrew, CrewKey, Fill, Filled
 from holdfast_service.daemon.averaging.folding import fold
 from holdfast_service.daemon.ports import AverageVotes
 from holdfast_service.daemon.writing.priority import give_way
@@ -46,7 +46,7 @@ class Averages:
         """With `votes`, ranks of a world may be on other nodes as well."""
         self._arena = arena
         self._lock = threading.Condition()
-        self._crews: dict[CrewKey, Crew] = {}
+        self._crews: dict[CrewKey, AveragingCrew] = {}
         self._rung: set[CrewKey] = set()
         self._ending = False
         self._agreement = None if votes is None else Agreement(votes, self._ring)
@@ -136,7 +136,7 @@ class Averages:
     def fill(self, key: CrewKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
         """Put the average into the slots of a save that all ranks here have sealed, then call `then`, in another thread."""
         with self._lock:
-            self._crews.setdefault(key, Crew()).fills.append(Fill(parts, then))
+            self._crews.setdefault(key, AveragingCrew()).fills.append(Fill(parts, then))
             self._rung.add(key)
             self._lock.notify_all()
 
@@ -167,7 +167,7 @@ class Averages:
 
     def _add(self, segment: AverageSegment, user: object) -> None:
         with self._lock:
-            crew = self._crews.setdefault(_crew_of(segment.owner), Crew())
+            crew = self._crews.setdefault(_crew_of(segment.owner), AveragingCrew())
             crew.segments[segment.owner.rank] = segment
             if user is not None:
                 crew.users[segment.owner.rank] = user
@@ -214,7 +214,7 @@ class Averages:
                     log.exception("the average of %s, attempt %d, cannot go on", key.run, key.attempt)
                     self._give_up(crew)
 
-    def _look(self, key: CrewKey, crew: Crew) -> None:
+    def _look(self, key: CrewKey, crew: AveragingCrew) -> None:
         """Do everything that can be done for these ranks now."""
         while self._fill_first(key, crew) or self._next(key, crew):
             pass
@@ -228,7 +228,7 @@ class Averages:
         if unused is not None and self._agreement is not None:
             self._agreement.forget(key)
 
-    def _next(self, key: CrewKey, crew: Crew) -> bool:
+    def _next(self, key: CrewKey, crew: AveragingCrew) -> bool:
         """Deal with the next update, if every rank has said what it brings; False if there is none."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
@@ -290,7 +290,7 @@ class Averages:
             log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
         return found.pop() if len(found) == 1 else None
 
-    def _fill_first(self, key: CrewKey, crew: Crew) -> bool:
+    def _fill_first(self, key: CrewKey, crew: AveragingCrew) -> bool:
         """Give the oldest save its average, if that can be done now; whether it was."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
@@ -316,7 +316,7 @@ class Averages:
         """Fill the slots of a save; False if they have to wait."""
         said = saved_average.agreed(fill.parts)
         filled = [rank for rank, sealed in fill.parts.items() if saved_average.is_filled(sealed)]
-        found: saved_average.Noted | None = None
+        found: saved_average.NotedAverage | None = None
         if filled:  # an earlier daemon has begun, and nothing was folded since
             found = saved_average.noted(fill.parts[filled[0]])
             if found is not None and not fill.parts.keys() - set(filled) <= segments.keys():
@@ -332,7 +332,7 @@ class Averages:
                 log.warning("step %d of %s is saved without its average, which is lost", fill.step, key.run)
             elif _one(records, fill.parts):
                 state = average.state_at(records[0], said)
-                found = None if state is None else saved_average.Noted(state, records[0].history)
+                found = None if state is None else saved_average.NotedAverage(state, records[0].history)
             elif any(record.n for record in records):
                 log.warning("step %d of %s is saved without its average: %s", fill.step, key.run, records)
         for rank, sealed in fill.parts.items():
@@ -351,7 +351,7 @@ class Averages:
             fill.renew()
         return not fill.is_late and not self._ending
 
-    def _give_up(self, crew: Crew) -> None:
+    def _give_up(self, crew: AveragingCrew) -> None:
         with self._lock:
             fills, crew.fills = crew.fills, []
         for fill in fills:

@@ -42,7 +42,7 @@ class Fill:
         self.deadline = time.monotonic() + RETURN_S
 
 
-class Crew:
+class AveragingCrew:
     """The averages of the ranks of one attempt that are here, and the saves that want them, oldest first. What changes is
     guarded by the lock of `Averages`.
     """

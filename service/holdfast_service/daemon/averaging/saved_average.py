@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 STEP_BYTES = 64 * 2**20  # that are copied without letting go of the interpreter
 
 
-class Noted(NamedTuple):
+class NotedAverage(NamedTuple):
     """An average in a slot: what the checkpoint says of it, and which updates it has taken in."""
 
     state: AverageState
@@ -45,7 +45,7 @@ def is_filled(sealed: SealedSlot) -> bool:
     return arena.is_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
-def put(sealed: SealedSlot, of: AverageSegment, found: Noted) -> None:
+def put(sealed: SealedSlot, of: AverageSegment, found: NotedAverage) -> None:
     """Copy the accumulator into the slot, and note that it is there; safe to repeat."""
     place = handover(sealed)
     into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
@@ -62,20 +62,20 @@ def put_nothing(sealed: SealedSlot) -> None:
     arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
-def noted(sealed: SealedSlot) -> Noted | None:
+def noted(sealed: SealedSlot) -> NotedAverage | None:
     """What was noted of the average in a filled slot."""
     place = handover(sealed)
     note = bytes(sealed.data[place.note_offset : place.end]).rstrip(b"\0")
-    return Noted(*average_history.decode_note(note)) if note else None
+    return NotedAverage(*average_history.decode_note(note)) if note else None
 
 
-def tell(parts: Mapping[int, SealedSlot], found: Noted | None) -> None:
+def tell(parts: Mapping[int, SealedSlot], found: NotedAverage | None) -> None:
     """Have the tables of all ranks say what the average is, or nothing of the group where there is none."""
     for sealed in parts.values():
         sealed.table = _without(sealed.table) if found is None else _with(sealed.table, found)
 
 
-def _with(table: SlotTable, found: Noted) -> SlotTable:
+def _with(table: SlotTable, found: NotedAverage) -> SlotTable:
     values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(found.state)}}
     place = None if table.average is None else msgspec.structs.replace(table.average, history=found.history)
     return msgspec.structs.replace(table, values=values, average=place)
