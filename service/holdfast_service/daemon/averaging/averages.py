@@ -136,7 +136,7 @@ class Averages:
     def fill(self, key: CrewKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
         """Put the average into the slots of a save that all ranks here have sealed, then call `then`, in another thread."""
         with self._lock:
-            self._crews.setdefault(key, AveragingCrew()).fills.append(Fill(parts, then))
+            self._crews.setdefault(key, AveragingCrew()).add(Fill(parts, then))
             self._rung.add(key)
             self._lock.notify_all()
 

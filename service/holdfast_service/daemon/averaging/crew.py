@@ -57,6 +57,10 @@ class AveragingCrew:
     def unused(self, now: float) -> bool:
         return not self.users and not self.fills and now - self.left_at > RETURN_S
 
+    def add(self, fill: Fill) -> None:
+        self.fills.append(fill)
+        self.fills.sort(key=lambda one: one.after)
+
     def withdraw(self, step: int) -> bool:
         """A save waits for the average no more. False if it does not wait: it is being filled, or that is done."""
         found = next((one for one in self.fills if one.step == step and one is not self.filling), None)

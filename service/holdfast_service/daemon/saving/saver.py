@@ -178,8 +178,14 @@ class Saver:
 
     def _ready(self) -> list[SaveRound]:
         """The saves of which all that comes from this node is there, and others are on other nodes."""
+        ready = []
         with self._lock:
-            return [current for current in self._going.parts() if not self._fills.wants(current)]
+            for current in self._going.parts():
+                if self._fills.wants(current):  # that ends by itself
+                    current.deadline = time.monotonic() + LEASE_DEADLINE_S
+                else:
+                    ready.append(current)
+        return ready
 
     def _joint_sealed(self, current: SaveRound) -> bool:
         """The parts of all nodes are there. False where this node's has been given up."""
