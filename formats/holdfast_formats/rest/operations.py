@@ -23,6 +23,7 @@ EVENTS: dict[str, str] = {
     "run-lost": "ranks of a run disappeared without closing their Checkpointer",
     "run-swept": "a run without any save, whose ranks are long gone, was removed from the list",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
+    "average-left-out": "a checkpoint has no average of the daemon's, although its ranks keep one",
     "commit-command-started": "the command of `--on-commit` was started for a checkpoint",
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",

@@ -188,6 +188,19 @@ def test_steps_with_a_large_loss_are_left_out(daemon: RunningDaemon, run: str) -
     assert (said["n"], said["skipped"], said["dropped"], said["step"]) == (2, 2, 0, 8)
 
 
+def test_a_save_without_the_average_is_told(daemon: RunningDaemon, run: str) -> None:
+    """No update is in it yet, since the only one was left out."""
+    trainer = Trainer()
+    ema = Ema(decay=0.9, of="model", every=1, loss_above=1.0)
+    with Checkpointer(run, trainer.state, at=daemon.socket, ema=ema) as checkpointer:
+        trainer.train(range(1, 2), checkpointer, lambda step: checkpointer.ema.update(loss=9.0))
+        checkpointer.save(1, wait="durable")
+    asked = f"{daemon.url}/v1/events?run={run}&kind=average-left-out"
+    wait_until(lambda: len(httpx.get(asked, trust_env=False).raise_for_status().json()["items"]) == 1)
+    with open_checkpoint(daemon.root, None, run, 1) as reader:
+        assert "ema" not in reader.manifest.groups and reader.verify() == []
+
+
 def test_a_save_has_the_group_that_was_asked_for(daemon: RunningDaemon, run: str) -> None:
     """It is left out and chosen as other groups are, and is not there before the first update."""
     trainer = Trainer()

@@ -54,6 +54,7 @@ def saved(tables: Sequence[SlotTable]) -> tuple[tuple[str, ...], set[str]]:
     share_planner.forget()
     first, second = (share_planner.plan_share(parts(tables), node).plan for node in (0, 1))
     assert first.groups == second.groups and first.state == second.state
+    assert first.lacks_average == second.lacks_average == ("ema" not in first.groups)
     layouts = [[file.layout for file in plan.files] for plan in (first, second)]
     assert layouts[0] == layouts[1]
     return first.groups, {tensor.spec.group for file in first.files for tensor in file.tensors}
