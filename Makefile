@@ -99,7 +99,7 @@ tools: $(READY) ## promtool, for the tests of the alert rules
 		echo "promtool could not be had: the tests of the alert rules will be skipped"
 
 # torch comes first and alone, so that only this line decides which build of it is taken.
-$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c
+$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c service/holdfast_service/daemon/averaging/native_lerp.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/python -m pip install -e '.[dev]'

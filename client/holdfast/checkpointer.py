@@ -465,6 +465,8 @@ class Checkpointer:
         rank = RestoringRank(self.run, self._launch, self._session, self._state, average)
         restored = fallback.restore(rank, asked)
         if restored is not None:
+            if self._averaging is not None:
+                restored = restored._replace(notes=(*restored.notes, *self._averaging.taken_in()))
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
@@ -542,14 +544,10 @@ class Checkpointer:
         return groups if self._averaging is None else of_save(groups)
 
     def _averaged(self, ema: Ema, fenced: bool, file_bytes_max: int) -> Averaging:
-        launch = self._launch
-        if launch.peers < launch.world:
-            raise InvalidRequest(
-                f"ema= is not possible where ranks are on several nodes, as {launch.world} ranks are here",
-                hint="train without ema=, or keep the average in the state, under the key 'ema'",
-            )
         rank = AveragingRank(
-            *(self.run, launch.rank, launch.world, self._state, self._session), fenced=fenced, file_bytes_max=file_bytes_max
+            *(self.run, self._launch.rank, self._launch.world, self._state, self._session),
+            fenced=fenced,
+            file_bytes_max=file_bytes_max,
         )
         return Averaging(ema, rank, lambda: bool(self._hooks.optimizers))
 

@@ -208,7 +208,7 @@ class MeetingNode:
         writer = ShareWriter(cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}
         self._pending: dict[RoundKey, SaveRound] = {}
-        host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)
+        host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
         self.joint = JointSaves(party, cast(Any, self.decisions), self.name, writer, host=host, history=history)
         self.later = Later()
         self.joint._pool.shutdown()

@@ -44,11 +44,6 @@ def main() -> None:
     with Checkpointer(run, {"master": {"w": whole}}, at=socket, ema=ema, fenced=True) as checkpointer:
         restored = checkpointer.restore()
         say(f"restored {restored}")
-        limit = time.monotonic() + LIMIT_S
-        while not checkpointer.ema.ready:  # else the first update is dropped, and counted: the seed is not folded yet
-            if time.monotonic() > limit:
-                raise SystemExit("the restored average was not taken in")
-            time.sleep(0.002)
         for step in range(restored + 1, int(steps) + 1):
             checkpointer.fence()
             held.copy_(values(step, size)[mine])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TABLE_ROOM = 2  # a table may grow by this factor: numbers get longer
 FREE_WAIT_S = 120.0  # how long a restore waits until the daemon has folded the last update
+TAKEN_IN_S = 20.0  # how long a restore waits until the daemon has taken in what was restored
 POLL_S = 0.01
 NAMED_MAX = 5
 
@@ -243,6 +245,15 @@ class Averaging:
         ]
         return (f"the average goes on with other options: {'; '.join(changed)}",) if changed else ()
 
+    def taken_in(self) -> tuple[str, ...]:
+        """Wait until the daemon has what `restored` gave it, so that it is free for the next update; returns notes.
+
+        All ranks have to have restored for that, on all nodes.
+        """
+        if self._memory is None or self._becomes_free(self._memory, TAKEN_IN_S):
+            return ()
+        return ("the daemon has not taken in the restored average yet: updates are dropped until it has",)
+
     def close(self) -> None:
         """See the last update through. The memory is the daemon's."""
         self.fence()
@@ -398,8 +409,8 @@ class Averaging:
         """Hand over what the average is from here on: the checkpoint's, or nothing if its n is 0."""
         layout = self._present()
         memory = self._ready(layout)
-        self._last.wait(FREE_WAIT_S)
-        self._wait_until_free(memory)
+        if not self._becomes_free(memory, FREE_WAIT_S):
+            raise DeadlineExceeded("the daemon does not fold the last update of the average", hint="see the daemon's log")
         self._number += 1
         self._skipped = self._lost = 0
         update = AverageUpdate(
@@ -442,17 +453,16 @@ class Averaging:
         wants = average_layout.wants(layout, memory.update)
         fill(reader, wants, of.session.held, of.rank, Overwriting(lambda: None), of.session.held_elsewhere)
 
-    def _wait_until_free(self, memory: _Memory) -> None:
-        waited = Latch()
-        left = FREE_WAIT_S
+    def _becomes_free(self, memory: _Memory, wait_s: float) -> bool:
+        """Whether the last update is dealt with by then."""
+        limit = time.monotonic() + wait_s
+        self._last.wait(wait_s)
         while average.read_rank(memory.words).state is not SlotState.FREE:
-            if left <= 0:
-                raise DeadlineExceeded(
-                    "the daemon does not fold the last update of the average", hint="see the daemon's log"
-                )
+            if time.monotonic() > limit:
+                return False
             self._ring()
-            waited.wait(POLL_S)
-            left -= POLL_S
+            time.sleep(POLL_S)
+        return True
 
 
 class _Turn(NamedTuple):

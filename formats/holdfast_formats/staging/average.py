@@ -66,7 +66,8 @@ class AverageRecord(msgspec.Struct, frozen=True):
 
     `number` is the last update that was dealt with, `folded` the last that was folded in, `seeded` the one that set the
     accumulator: from a checkpoint, or to nothing. `n` counts the updates in the average, `own` those since the seed; the
-    other counts are those of the seed. `layout` says which elements stand where.
+    other counts are those of the seed. `layout` says which elements stand where. `history` is a digest of the seed and of
+    all that was folded in since: averages with the same one are of the same updates (`average_history`).
     """
 
     number: int = 0
@@ -80,6 +81,7 @@ class AverageRecord(msgspec.Struct, frozen=True):
     lost: int = 0
     layout: str = ""
     rule: AverageRule | None = None
+    history: str = ""
 
 
 class AverageState(msgspec.Struct, frozen=True):
@@ -136,7 +138,8 @@ class AverageUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 class AverageHandover(msgspec.Struct, frozen=True):
     """In the table of a save: where in the slot the daemon puts the accumulator, and which updates came before the save.
 
-    The region is followed by a page for what the daemon says of it. `skipped` and `lost` count since the seed.
+    The region is followed by a page for what the daemon says of it. `skipped` and `lost` count since the seed. `history` is
+    the daemon's word, once the accumulator is in the slot: that of the average there.
     """
 
     slot_offset: int
@@ -145,6 +148,7 @@ class AverageHandover(msgspec.Struct, frozen=True):
     layout: str
     skipped: int = 0
     lost: int = 0
+    history: str = ""
 
     @property
     def note_offset(self) -> int:

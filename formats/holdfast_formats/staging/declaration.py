@@ -211,6 +211,23 @@ def _pairs(of: Numbers, box: Numbers, boxes: int) -> Iterable[tuple[int, int]]:
         yield divmod(pair, max(boxes, 1))
 
 
+def without(made: Declaration, group: str) -> Declaration:
+    """The declaration as if this group had not been saved."""
+    stays = np.array([held.spec.group != group for held in made.tensors], np.bool_)
+    kept = stays[made.tensor] if len(made.tensors) else np.zeros(0, np.bool_)
+    number = np.cumsum(stays, dtype=np.int64) - 1
+    columns = FragmentColumns(
+        tensor=number[made.tensor[kept]],
+        boxes=made.boxes[kept],
+        place=made.place[kept],
+        box=made.box[np.repeat(kept, made.boxes)],
+    )
+    tensors = tuple(held for held in made.tensors if held.spec.group != group)
+    ends = _ends(kept.astype(np.int64))[made.first_fragment]
+    counts = ends[1:] - ends[:-1]
+    return declared(made.ranks, tensors, made.different, columns, counts)
+
+
 def rows(made: Declaration) -> RowColumns:
     """Every box of every rank, rank by rank, in the order of their tables."""
     tensor = np.repeat(made.tensor, made.boxes)

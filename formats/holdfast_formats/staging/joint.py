@@ -70,3 +70,14 @@ class JointlyStaged(NamedTuple):
     place: Place
     receipts: Sequence[Receipt]
     created: str
+
+
+class AverageVote(NamedTuple):
+    """What a node says of the averages of its `ranks`: they have dealt with all updates before this `number`. If they all
+    bring it, `history` is what theirs would be with it, else it is empty. `folded` is the last update that was folded in.
+    """
+
+    ranks: tuple[int, ...]
+    number: int
+    history: str
+    folded: int

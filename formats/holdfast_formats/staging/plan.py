@@ -72,6 +72,7 @@ class WritePlan(NamedTuple):
     mesh: dict[str, int]
     state: bytes  # state.json
     intent: Intent = Intent()
+    lacks_average: bool = False  # although its ranks keep one with the daemon
 
     @property
     def bytes(self) -> int:

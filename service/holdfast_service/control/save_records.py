@@ -44,6 +44,14 @@ class SaveRecords:
             measured=measured,
         )
 
+    def without_average(self, made: Manifest) -> None:
+        """The ranks of this checkpoint keep an average, which is not in it."""
+        text = (
+            f"step {made.step} was saved without the group ema: no update was in the average yet, or its parts on the ranks "
+            "were not of the same updates, which the daemon's log names"
+        )
+        self._tell("average-left-out", text, made.run, made.step, "warning")
+
     def aborted(
         self, round_id: int, error: CheckpointError, staging: Place | None, measured: Mapping[str, float] | None = None
     ) -> None:

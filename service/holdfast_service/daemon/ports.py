@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
-from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState, Votes
+from holdfast_formats.staging.joint import AverageVote, JointlyStaged, JointRound, RoundState, Votes
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, CheckProgress, Portion, PortionPlan
@@ -135,6 +135,13 @@ class Rendezvous(Protocol):
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None
     ) -> Votes: ...
+
+
+class AverageVotes(Protocol):
+    """What nodes say of the averages of their ranks. `CatalogUnavailable` from every call, while it is away."""
+
+    def cast(self, run: str, attempt: int, vote: AverageVote) -> Sequence[AverageVote]: ...
+    def ring(self) -> None: ...
 
 
 class SharedChecks(Protocol):

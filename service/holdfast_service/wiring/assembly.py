@@ -158,7 +158,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     spill = Spill(root) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
-    averages = saver.averages = Averages(arena)
+    averages = saver.averages = Averages(arena, None if cluster is None else cluster.votes)
     commands, on_event = _commit_commands(config, control, url), event_commands(config, decisions.events, root)
     if on_event is not None:
         stack.callback(on_event.close)

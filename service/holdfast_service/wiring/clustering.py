@@ -45,7 +45,8 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
-    stack.callback(Bell(cluster.database, saver.look_at_others, saver.look_at_checks).close)
+    bell = Bell(cluster.database, saver.look_at_others, saver.look_at_checks, saver.look_at_averages)
+    stack.callback(bell.close)
     assert decisions.care is not None
     stack.callback(Upkeep(cluster, decisions.care.look).close)
     cluster.membership.start()

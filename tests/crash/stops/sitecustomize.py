@@ -94,6 +94,8 @@ POINTS = {
     "freed": Point("holdfast_service.daemon.arena.average_segment", "AverageSegment.free", after=True),
     "before an average is saved": Point(_SAVED, "put"),
     "average in the slot": Point(_SAVED, "tell"),
+    "before voting": Point("holdfast_service.control.cluster.average_votes", "AverageVotes.cast"),
+    "voted": Point("holdfast_service.control.cluster.average_votes", "AverageVotes.cast", after=True),
     # in a daemon that saves with those of other nodes
     "before arriving": Point(_RENDEZVOUS, "Rendezvous.arrive"),
     "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),

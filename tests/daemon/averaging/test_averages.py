@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from holdfast_service.daemon.arena.budget import Bound, Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
-from holdfast_service.daemon.averaging.averages import Averages, CrewKey
+from holdfast_service.daemon.averaging.averages import Averages
+from holdfast_service.daemon.averaging.crew import CrewKey
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemons import wait_until
 
@@ -48,12 +50,12 @@ class World:
         if start:
             self.averages.start()
 
-    def bring(self, rank: int, number: int, value: float, layout: str = "l") -> None:
+    def bring(self, rank: int, number: int, value: float, layout: str = "l", step: int = 0) -> None:
         """A rank seals an update, all elements of which have this value."""
         of = self.ranks[rank]
         average.take(of.memory, number)
         of.brought(0, 4 * SIZE).view(np.float32)[:] = value
-        update = AverageUpdate(of.owner, number, number, RULE, layout, (AverageStretch(0, SIZE, "F32"),))
+        update = AverageUpdate(of.owner, number, step or number, RULE, layout, (AverageStretch(0, SIZE, "F32"),))
         average.seal(of.memory, of.geometry, number, average.encode_update(update))
         self.averages.ring(of.owner)
 
@@ -192,6 +194,46 @@ def test_ranks_that_count_differently_are_refused_by_name(world: World) -> None:
     outside.data = outside.data[:PAGE]
     with pytest.raises(InvalidRequest, match="outside its slot"):
         saved_average.handover(outside)
+
+
+def test_a_save_that_has_ended_gets_nothing(world: World) -> None:
+    """Its slots may be another save's by then. If something is put into them just now, they are free after that."""
+    told: list[CheckpointError | None] = []
+    parts = {rank: slot(rank, after=1) for rank in (0, 1)}
+    assert not world.averages.withdraw(CREW, 1)  # nothing waits
+    world.averages.fill(CREW, parts, told.append)
+    assert world.averages.withdraw(CREW, 1) and not world.averages.withdraw(CREW, 1)
+    world.bring(0, 1, 1.0)
+    world.bring(1, 1, 1.0)
+    world.wait_for(1)
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_in_it(*given: Any) -> None:
+        began.set()
+        assert goes_on.wait(60)
+        put(*given)
+
+    put = saved_average.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_average, "put", wait_in_it)
+        world.averages.fill(CREW, parts, lambda error: ended.set())
+        assert began.wait(60)
+        assert not world.averages.withdraw(CREW, 1) and not ended.is_set()
+        goes_on.set()
+        assert ended.wait(60)
+    assert not told and taken(parts[1]) == 1.0
+
+
+def test_ranks_that_bring_other_steps_are_no_average(world: World) -> None:
+    """Two ranks with the same number, but not of the same step: it is left out for both."""
+    world.bring(0, 1, 1.0)
+    world.bring(1, 1, 1.0)
+    world.wait_for(1)
+    world.bring(0, 2, 5.0)
+    world.bring(1, 2, 5.0, step=3)
+    world.wait_for(2)
+    assert world.values() == [1.0, 1.0]
+    assert len({of.record.history for of in world.ranks}) == 1
 
 
 def test_the_next_daemon_takes_the_averages_over() -> None:

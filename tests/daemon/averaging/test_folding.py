@@ -19,13 +19,24 @@ from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.average import AverageRule, AverageState, AverageStretch, AverageUpdate
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 from holdfast_service.daemon.arena.segment import memfd
-from holdfast_service.daemon.averaging import folding
+from holdfast_service.daemon.averaging import folding, native_lerp
 from holdfast_service.daemon.averaging.folding import Lerp, chunks, fold
 
 OWNER = SegmentOwner("r", 0, 1, 1)
 SIZE = 5_000
 WHOLE = (AverageStretch(0, SIZE, "F32"),)
 RULE = AverageRule("master", 0.9, 1, "none")
+
+
+@pytest.fixture(autouse=True, scope="module", params=["in C", "with numpy"])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test is of both; without a compiler, only of one."""
+    if request.param == "in C" and not native_lerp.available():
+        pytest.skip("native_lerp.c was not built here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "with numpy":
+            patch.setattr(native_lerp, "_library", None)
+        yield
 
 
 @pytest.fixture

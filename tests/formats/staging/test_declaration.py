@@ -29,7 +29,7 @@ def holdings(draw: st.DrawFn) -> Held:
         shape = (number, 3)
         boxes = draw(ragged_grids(shape))
         mine = tuple(boxes[: draw(st.integers(0, len(boxes)))])
-        spec = TensorSpec("model", f"t.{number}", "BF16", shape)
+        spec = TensorSpec(("model", "ema")[number % 2], f"t.{number}", "BF16", shape)
         held[rank].append(StagedFragment(spec, mine, draw(st.integers(0, 2**40)), draw(st.sampled_from(["", "rows"]))))
         if draw(st.booleans()):
             held[rank].append(StagedFragment(spec, (), 0, draw(st.sampled_from(["", "rows"])), "master"))
@@ -54,6 +54,19 @@ def test_a_declaration_reads_back(held: Held, random: object) -> None:
     rows = declaration.rows(read)
     columns = (column.tolist() for column in rows)
     assert [(read.tensors[t].spec, read.different[b], p) for t, b, p in zip(*columns, strict=True)] == expected
+
+
+@given(holdings())
+def test_a_declaration_without_a_group(held: Held) -> None:
+    """It is that of ranks which never had the group."""
+    made = declaration.decode(declaration.encode(held))
+    for group in {fragment.spec.group for of in held.values() for fragment in of} | {"none"}:
+        kept = {rank: [one for one in of if one.spec.group != group] for rank, of in held.items()}
+        found = declaration.without(made, group)
+        assert found.ranks == tuple(sorted(held))
+        for position, rank in enumerate(found.ranks):
+            assert list(found.fragments(position)) == list(kept[rank])
+        assert all(one.spec.group != group for one in found.tensors)
 
 
 def test_ranks_of_one_program_take_few_bytes() -> None:

@@ -20,6 +20,7 @@ from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, first_overlap, whole
 from holdfast_formats.staging import replica_claims
+from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.plan import BoxOrigin, PlannedAsset, PlannedFile, PlannedTensor, WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
@@ -69,6 +70,7 @@ def merged(ordered: Sequence[SlotTable], files: tuple[PlannedFile, ...]) -> Writ
         metrics=metrics,
         mesh=next((t.mesh for t in ordered if t.mesh), {}),
         intent=first.intent,
+        lacks_average=EMA not in first.groups and any(t.average is not None for t in ordered),
         state=state_json.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
     )
 

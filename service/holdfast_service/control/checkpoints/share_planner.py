@@ -21,6 +21,7 @@ from holdfast_formats.staging.blocks import Grid, HeldSpans, Mask, Numbers, Shar
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor
 from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.control.checkpoints import joint_averages
 from holdfast_service.control.checkpoints import world as worlds
 from holdfast_service.control.checkpoints.planner import check_world, merged
 from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes
@@ -117,6 +118,7 @@ def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
     """The plan of a save from the parts of all nodes, in the order of their numbers, each with its declaration's digest; and
     what the node with the number `me` writes. Raises what `planner.plan` does.
     """
+    parts = joint_averages.settled(parts)
     said: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
     check_world(said)
     file_bytes_max = said[0].file_bytes_max or FILE_BYTES_MAX

@@ -16,18 +16,25 @@ from holdfast_service.control.database.database import Database
 log = logging.getLogger(__name__)
 
 CHANNEL = "holdfast_rounds"
-ROUNDS, CHECKS = "", "check"  # what it is about
+ROUNDS, CHECKS, AVERAGES = "", "check", "average"  # what it is about
 LISTEN_S = 2.0  # how long it listens before it looks whether it is to end
 AGAIN_S = 2.0  # after the connection was lost
 
 
 class Bell:
-    """A thread that calls `rung` whenever some node says that a round has changed, and `checking` when a check of several
-    nodes has begun; both after it was deaf for a while.
+    """A thread that calls `rung` whenever some node says that a round has changed, `checking` when a check of several nodes
+    has begun, and `averaging` when the last one has voted for an update of an average; all after it was deaf for a while.
     """
 
-    def __init__(self, database: Database, rung: Callable[[], None], checking: Callable[[], None] = lambda: None) -> None:
-        self._database, self._rung, self._checking = database, rung, checking
+    def __init__(
+        self,
+        database: Database,
+        rung: Callable[[], None],
+        checking: Callable[[], None] = lambda: None,
+        averaging: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self._calls = {ROUNDS: rung, CHECKS: checking, AVERAGES: averaging}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-bell", daemon=True)
         self._thread.start()
@@ -50,13 +57,13 @@ class Bell:
         with self._database.engine.connect() as connection:
             connection = connection.execution_options(isolation_level="AUTOCOMMIT")
             connection.execute(text(f"LISTEN {CHANNEL}"))
-            self._rung()
-            self._checking()
+            for call in self._calls.values():
+                call()
             driver = connection.connection.driver_connection
             assert driver is not None
             try:
                 while not self._closing.is_set():
                     for heard in driver.notifies(timeout=LISTEN_S, stop_after=1):
-                        (self._checking if heard.payload == CHECKS else self._rung)()
+                        self._calls.get(heard.payload, self._calls[ROUNDS])()
             finally:
                 connection.invalidate()  # nobody else is to get what it still hears

@@ -14,6 +14,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable
+from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.joint_rounds import JointRounds
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
@@ -173,6 +174,7 @@ class Cluster:
         self.holds = SharedHolds(self.membership, self.locks)
         self.rendezvous = Rendezvous(self.membership)
         self.rounds = JointRounds(database)
+        self.votes = AverageVotes(self.membership)
 
     @property
     def node(self) -> str:

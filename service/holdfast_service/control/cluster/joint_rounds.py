@@ -9,7 +9,15 @@ from holdfast_formats.naming import Place
 from holdfast_service.control.cluster.arrivals import GOING
 from holdfast_service.control.cluster.membership import now
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, NodeRow, PartRow, RunRow, VoteRow
+from holdfast_service.control.database.schema import (
+    AverageVoteRow,
+    DeclarationRow,
+    JointRoundRow,
+    NodeRow,
+    PartRow,
+    RunRow,
+    VoteRow,
+)
 
 ABANDONED_S = 120.0  # daemons that are started again come back with their parts
 _KEPT_S = 3600.0
@@ -45,7 +53,7 @@ class JointRounds:
             return [(run, step) for run, step in session.execute(ended)]
 
     def forget(self) -> None:
-        """Remove what is kept of rounds that ended long ago, and of restores of older attempts."""
+        """Remove what is kept of rounds that ended long ago, and of restores and averages of older attempts."""
         old = now() - func.make_interval(0, 0, 0, 0, 0, 0, _KEPT_S)
         with self._database.apart() as session:
             ended = select(JointRoundRow.id).where(JointRoundRow.state.not_in(GOING), JointRoundRow.changed < old)
@@ -53,8 +61,9 @@ class JointRounds:
             session.execute(delete(JointRoundRow).where(JointRoundRow.state.not_in(GOING), JointRoundRow.changed < old))
             used = select(PartRow.declaration).where(PartRow.declaration.is_not(None))
             session.execute(delete(DeclarationRow).where(DeclarationRow.since < old, DeclarationRow.digest.not_in(used)))
-            newest = select(RunRow.attempt).where(RunRow.name == VoteRow.run).scalar_subquery()
-            session.execute(delete(VoteRow).where(VoteRow.attempt < func.coalesce(newest, VoteRow.attempt + 1)))
+            for row in (VoteRow, AverageVoteRow):
+                newest = select(RunRow.attempt).where(RunRow.name == row.run).scalar_subquery()
+                session.execute(delete(row).where(row.attempt < func.coalesce(newest, row.attempt + 1)))
 
 
 def _attended() -> ColumnElement[bool]:

@@ -466,6 +466,21 @@ class VoteRow(CatalogTable):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
+class AverageVoteRow(CatalogTable):
+    """Which updates of their averages the ranks of a node have dealt with, and whether they bring the next one."""
+
+    __tablename__ = "average_votes"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    ranks: Mapped[list[int]] = mapped_column(JsonText)
+    number: Mapped[int]
+    history: Mapped[str] = mapped_column(String(32))
+    folded: Mapped[int]
+    changed: Mapped[datetime] = mapped_column(_MOMENT)
+
+
 class SharedCheckRow(CatalogTable):
     """A checkpoint that several nodes read back together. The row is there while they do: what was found stands in
     `checkpoints`. `node` has begun it; `ender` puts together what was found, under a claim like that of a portion.

@@ -1,8 +1,8 @@
 """The averages of all ranks here: updates are folded in the order of their numbers, and saves take what came before them.
 
 An update counts if every rank of the world has sealed it: else parts of an average would be of different steps. So one that
-any rank leaves out is left out for all. A save takes the average once all updates before its seal are folded, and before
-any later one is. One thread does all this; ranks wait for none of it.
+any rank leaves out is left out for all, on whichever nodes they are (`agreement`). A save takes the average once all updates
+before its seal are folded, and before any later one is. One thread does all this; ranks wait for none of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import msgspec
 
@@ -21,61 +20,36 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.rest.bodies import KeptAverage
 from holdfast_formats.staging import average
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
-from holdfast_formats.staging.average import AverageRecord, AverageRule, AverageState
+from holdfast_formats.staging.average import AverageRecord, AverageRule
+from holdfast_formats.staging.average_history import history_after
+from holdfast_formats.staging.joint import AverageVote
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
+from holdfast_service.daemon.averaging.agreement import Agreement
+from holdfast_service.daemon.averaging.crew import RETURN_S, AveragingCrew, CrewKey, Fill, Filled
 from holdfast_service.daemon.averaging.folding import fold
+from holdfast_service.daemon.ports import AverageVotes
 from holdfast_service.daemon.writing.priority import give_way
 
 log = logging.getLogger(__name__)
 
-RETURN_S = 60.0  # how long an average waits for its rank, and a save for its averages
 LOOK_S = 1.0  # ranks ring; this is for those whose daemon died before it could hear them
-
-Filled = Callable[[CheckpointError | None], None]
-
-
-class CrewKey(NamedTuple):
-    """The ranks of one attempt."""
-
-    run: str
-    attempt: int
-    world: int
-
-
-class _Fill(NamedTuple):
-    """A complete save that waits for the average."""
-
-    parts: Mapping[int, SealedSlot]
-    then: Filled
-    deadline: float  # time.monotonic()
-
-
-class _Crew:
-    """The averages of the ranks of one attempt, and the saves that want them, oldest first."""
-
-    def __init__(self) -> None:
-        self.segments: dict[int, AverageSegment] = {}
-        self.users: dict[int, object] = {}
-        self.fills: list[_Fill] = []
-        self.left_at = time.monotonic()  # when the last user went
-
-    def unused(self, now: float) -> bool:
-        return not self.users and not self.fills and now - self.left_at > RETURN_S
 
 
 class Averages:
     """Owner of all averages of this node. Its methods are called from any thread."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, votes: AverageVotes | None = None) -> None:
+        """With `votes`, ranks of a world may be on other nodes as well."""
         self._arena = arena
         self._lock = threading.Condition()
-        self._crews: dict[CrewKey, _Crew] = {}
+        self._crews: dict[CrewKey, AveragingCrew] = {}
         self._rung: set[CrewKey] = set()
         self._ending = False
+        self._agreement = None if votes is None else Agreement(votes, self._ring)
         self._thread = threading.Thread(target=self._run, name="holdfast-averages", daemon=True)
 
     def recover(self) -> None:
@@ -94,6 +68,8 @@ class Averages:
             self._lock.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        if self._agreement is not None:
+            self._agreement.close()
 
     def reserve(
         self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object
@@ -139,9 +115,12 @@ class Averages:
 
     def ring(self, owner: SegmentOwner) -> None:
         """A rank has decided something of an update."""
-        with self._lock:
-            self._rung.add(_crew_of(owner))
-            self._lock.notify_all()
+        self._ring(_crew_of(owner))
+
+    def look(self) -> None:
+        """Another node has voted for an update."""
+        if self._agreement is not None:
+            self._agreement.look()
 
     def leave(self, owner: SegmentOwner, user: object, parted: bool) -> None:
         """A rank's conversation has ended; `parted`: as planned."""
@@ -155,12 +134,19 @@ class Averages:
             self._lock.notify_all()
 
     def fill(self, key: CrewKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
-        """Put the average into the slots of a save of which all ranks have sealed, then call `then`, in another thread."""
+        """Put the average into the slots of a save that all ranks here have sealed, then call `then`, in another thread."""
         with self._lock:
-            crew = self._crews.setdefault(key, _Crew())
-            crew.fills.append(_Fill(dict(parts), then, time.monotonic() + RETURN_S))
+            self._crews.setdefault(key, AveragingCrew()).add(Fill(parts, then))
             self._rung.add(key)
             self._lock.notify_all()
+
+    def withdraw(self, key: CrewKey, step: int) -> bool:
+        """A save waits for the average no more. False if it does not wait: it is being filled just now, or that is done, and
+        `then` is called soon, or was.
+        """
+        with self._lock:
+            crew = self._crews.get(key)
+            return crew is not None and crew.withdraw(step)
 
     def told(self) -> list[KeptAverage]:
         """What is known of every average here that has begun, by rank 0's record."""
@@ -169,6 +155,11 @@ class Averages:
         records = [(key, one.record) for key, one in found if one is not None]
         return [_told(key, record, record.rule) for key, record in records if record.rule is not None]
 
+    def _ring(self, key: CrewKey) -> None:
+        with self._lock:
+            self._rung.add(key)
+            self._lock.notify_all()
+
     def _known(self, owner: SegmentOwner) -> AverageSegment | None:
         with self._lock:
             crew = self._crews.get(_crew_of(owner))
@@ -176,7 +167,7 @@ class Averages:
 
     def _add(self, segment: AverageSegment, user: object) -> None:
         with self._lock:
-            crew = self._crews.setdefault(_crew_of(segment.owner), _Crew())
+            crew = self._crews.setdefault(_crew_of(segment.owner), AveragingCrew())
             crew.segments[segment.owner.rank] = segment
             if user is not None:
                 crew.users[segment.owner.rank] = user
@@ -223,7 +214,7 @@ class Averages:
                     log.exception("the average of %s, attempt %d, cannot go on", key.run, key.attempt)
                     self._give_up(crew)
 
-    def _look(self, key: CrewKey, crew: _Crew) -> None:
+    def _look(self, key: CrewKey, crew: AveragingCrew) -> None:
         """Do everything that can be done for these ranks now."""
         while self._fill_first(key, crew) or self._next(key, crew):
             pass
@@ -234,8 +225,10 @@ class Averages:
                 del self._crews[key]
         for segment in unused or ():
             self._arena.let_go(segment)
+        if unused is not None and self._agreement is not None:
+            self._agreement.forget(key)
 
-    def _next(self, key: CrewKey, crew: _Crew) -> bool:
+    def _next(self, key: CrewKey, crew: AveragingCrew) -> bool:
         """Deal with the next update, if every rank has said what it brings; False if there is none."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
@@ -245,16 +238,24 @@ class Averages:
             header = segment.header
             if header.state is SlotState.SEALED and header.number <= records[rank].number:
                 segment.free()  # a daemon died between the record and this
-        if len(segments) < key.world:
+        spread = len(segments) < key.world
+        if not segments or (spread and self._agreement is None):
             return False
         number = min(record.number for record in records.values()) + 1
         behind = {rank: segment for rank, segment in segments.items() if records[rank].number < number}
         if any(segment.header.decided < number for segment in behind.values()):
             return False
-        if fills and _after(fills[0]) < number:  # the save takes what is there before this
+        history = self._history_after(behind, records, number)  # after it was looked what they have decided
+        counts = history is not None
+        if spread and self._agreement is not None:
+            folded = min(records[rank].folded for rank in behind)
+            agreed = self._agreement.counts(key, AverageVote(tuple(segments), number, history or "", folded))
+            if agreed is None:
+                return False
+            counts = agreed
+        if fills and fills[0].after < number:  # the save takes what is there before this
             return False
-        ahead = [record for rank, record in records.items() if rank not in behind]
-        if all(record.folded == number for record in ahead) and self._all_bring(behind, records, number):
+        if counts:
             for segment in behind.values():
                 fold(segment, segment.update())
             return True
@@ -265,73 +266,92 @@ class Averages:
                 segment.free()
         return True
 
-    def _all_bring(self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int) -> bool:
-        """Whether these ranks have sealed this update, and each fits what it is to be folded into."""
+    def _history_after(
+        self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int
+    ) -> str | None:
+        """What the history of these averages is with this update; None if not all bring it, each as it fits its average."""
+        found = {
+            record.history if record.folded == number else None for record in records.values() if record.number >= number
+        }
         for rank, segment in behind.items():
             if not segment.brings(number):
-                return False
+                return None
             try:
                 update = segment.update()
             except InvalidRequest as error:
                 log.warning("update %d of an average is left out: %s", number, error.detail)
-                return False
+                return None
             record = records[rank]
             if update.seed is None and record.n and update.layout != record.layout:
                 log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
-                return False
-        return True
+                return None
+            found.add(history_after(record.history, update))
+        if len(found) > 1:
+            log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
+        return found.pop() if len(found) == 1 else None
 
-    def _fill_first(self, key: CrewKey, crew: _Crew) -> bool:
+    def _fill_first(self, key: CrewKey, crew: AveragingCrew) -> bool:
         """Give the oldest save its average, if that can be done now; whether it was."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
-            fill = crew.fills[0] if crew.fills else None
+            fill = crew.filling = crew.fills[0] if crew.fills else None
         if fill is None:
             return False
         error: CheckpointError | None = None
+        done = False
         try:
-            if not self._put(key, segments, fill):
-                return False
+            done = self._put(key, segments, fill)
         except CheckpointError as failure:
-            error = failure
-        with self._lock:
-            crew.fills.pop(0)
-        fill.then(error)
-        return True
+            error, done = failure, True
+        finally:
+            with self._lock:
+                crew.filling = None
+                if done:
+                    crew.fills.remove(fill)
+        if done:
+            fill.then(error)
+        return done
 
-    def _put(self, key: CrewKey, segments: Mapping[int, AverageSegment], fill: _Fill) -> bool:
+    def _put(self, key: CrewKey, segments: Mapping[int, AverageSegment], fill: Fill) -> bool:
         """Fill the slots of a save; False if they have to wait."""
         said = saved_average.agreed(fill.parts)
         filled = [rank for rank, sealed in fill.parts.items() if saved_average.is_filled(sealed)]
-        state: AverageState | None = None
+        found: saved_average.NotedAverage | None = None
         if filled:  # an earlier daemon has begun, and nothing was folded since
-            state = saved_average.noted(fill.parts[filled[0]])
-            if state is not None and not fill.parts.keys() - set(filled) <= segments.keys():
-                if time.monotonic() < fill.deadline and not self._ending:
+            found = saved_average.noted(fill.parts[filled[0]])
+            if found is not None and not fill.parts.keys() - set(filled) <= segments.keys():
+                if self._waits(fill):
                     return False
-                raise CheckpointError(f"the average of some ranks at step {_step(fill)} is lost")
+                raise CheckpointError(f"the average of some ranks at step {fill.step} is lost")
         else:
             records = [segment.record for segment in segments.values()]
             whole = segments.keys() == fill.parts.keys()
             if not whole or min(record.number for record in records) < said.after:
-                if time.monotonic() < fill.deadline and not self._ending:
+                if self._waits(fill):
                     return False
-                log.warning("step %d of %s is saved without its average, which is lost", _step(fill), key.run)
+                log.warning("step %d of %s is saved without its average, which is lost", fill.step, key.run)
             elif _one(records, fill.parts):
                 state = average.state_at(records[0], said)
+                found = None if state is None else saved_average.NotedAverage(state, records[0].history)
             elif any(record.n for record in records):
-                log.warning("step %d of %s is saved without its average: %s", _step(fill), key.run, records)
+                log.warning("step %d of %s is saved without its average: %s", fill.step, key.run, records)
         for rank, sealed in fill.parts.items():
             if rank in filled:
                 continue
-            if state is None:
+            if found is None:
                 saved_average.put_nothing(sealed)
             else:
-                saved_average.put(sealed, segments[rank], state)
-        saved_average.tell(fill.parts, state)
+                saved_average.put(sealed, segments[rank], found)
+        saved_average.tell(fill.parts, found)
         return True
 
-    def _give_up(self, crew: _Crew) -> None:
+    def _waits(self, fill: Fill) -> bool:
+        """Whether a save goes on waiting for its average."""
+        if self._agreement is not None and self._agreement.away:
+            fill.renew()
+        return not fill.is_late and not self._ending
+
+    def _give_up(self, crew: AveragingCrew) -> None:
         with self._lock:
             fills, crew.fills = crew.fills, []
         for fill in fills:
@@ -356,15 +376,6 @@ def _told(key: CrewKey, record: AverageRecord, rule: AverageRule) -> KeptAverage
     )
 
 
-def _after(fill: _Fill) -> int:
-    found = next(iter(fill.parts.values())).table.average
-    return 0 if found is None else found.after
-
-
-def _step(fill: _Fill) -> int:
-    return next(iter(fill.parts.values())).table.step
-
-
 def _one(records: list[AverageRecord], parts: Mapping[int, SealedSlot]) -> bool:
     """Whether all ranks have the same average, of what came before a save, with the tensors that the save states. Both are
     in the order of ranks.
@@ -372,7 +383,8 @@ def _one(records: list[AverageRecord], parts: Mapping[int, SealedSlot]) -> bool:
     first = records[0]
     said = [saved_average.handover(sealed) for _, sealed in sorted(parts.items())]
     return first.n > 0 and all(
-        (one.folded, one.seeded, one.n, one.own) == (first.folded, first.seeded, first.n, first.own)
+        (one.folded, one.seeded, one.n, one.own, one.history)
+        == (first.folded, first.seeded, first.n, first.own, first.history)
         and one.layout == place.layout
         and one.folded <= place.after
         for one, place in zip(records, said, strict=True)

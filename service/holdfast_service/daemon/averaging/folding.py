@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from holdfast_formats.staging import average
 from holdfast_formats.staging.average import AverageRecord, AverageStretch, AverageUpdate
+from holdfast_formats.staging.average_history import history_after
 from holdfast_service.daemon.arena.average_segment import AverageSegment
+from holdfast_service.daemon.averaging import native_lerp
 
 GAP_BYTES_MAX = 64  # between F32 stretches that are folded as one: what stands there is never read
 BLOCK = 2**16  # elements
@@ -92,13 +94,14 @@ def fold(segment: AverageSegment, update: AverageUpdate) -> None:
 
 def _after(record: AverageRecord, update: AverageUpdate) -> AverageRecord:
     number, seed = update.number, update.seed
+    history = history_after(record.history, update)
     if seed is None:
         return AverageRecord(
             *(number, number, record.seeded, record.n + 1, record.own + 1, update.step),
-            *(record.dropped, record.skipped, record.lost, update.layout, update.rule),
+            *(record.dropped, record.skipped, record.lost, update.layout, update.rule, history),
         )
     counts = seed.dropped, seed.skipped, seed.lost
-    return AverageRecord(number, number, number, seed.n, 0, seed.step, *counts, update.layout, update.rule)
+    return AverageRecord(number, number, number, seed.n, 0, seed.step, *counts, update.layout, update.rule, history)
 
 
 def _compute(segment: AverageSegment, chunk: FoldChunk, step: Lerp | None) -> None:
@@ -135,7 +138,8 @@ def widened(octets: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
 class Lerp:
     """kept + weight·(brought − kept), rounded as `torch.lerp` on a CPU; from a weight of 1/2 on, from the other end.
 
-    It computes in memory of its own that stays in a core's cache: fresh memory for each step would cost more than the sums.
+    Without `native_lerp` it computes in F64, in memory of its own that stays in a core's cache: fresh memory for each step
+    would cost more than the sums. Both give the same bits.
     """
 
     def __init__(self, weight: float) -> None:
@@ -145,6 +149,9 @@ class Lerp:
         self._bits, self._tied = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.bool_)
 
     def __call__(self, kept: NDArray[np.float32], brought: NDArray[np.float32], into: NDArray[np.float32]) -> None:
+        """Put it into memory that overlaps neither of the others."""
+        if native_lerp.lerp(kept, brought, into, self._weight):
+            return
         with np.errstate(all="ignore"):  # infinities and NaN go where they go in torch
             for at in range(0, len(kept), BLOCK):
                 self._block(kept[at : at + BLOCK], brought[at : at + BLOCK], into[at : at + BLOCK])

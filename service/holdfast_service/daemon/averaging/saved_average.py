@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
-from holdfast_formats.staging import arena, average, replica_claims
+from holdfast_formats.staging import arena, average, average_history, replica_claims
 from holdfast_formats.staging.arena import PAGE_BYTES
 from holdfast_formats.staging.average import GROUP, VALUE, AverageHandover, AverageState
 from holdfast_formats.staging.slot_table import SlotTable
@@ -19,6 +20,13 @@ from holdfast_service.daemon.arena.segment import SealedSlot
 log = logging.getLogger(__name__)
 
 STEP_BYTES = 64 * 2**20  # that are copied without letting go of the interpreter
+
+
+class NotedAverage(NamedTuple):
+    """An average in a slot: what the checkpoint says of it, and which updates it has taken in."""
+
+    state: AverageState
+    history: str
 
 
 def handover(sealed: SealedSlot) -> AverageHandover:
@@ -37,15 +45,13 @@ def is_filled(sealed: SealedSlot) -> bool:
     return arena.is_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
-def put(sealed: SealedSlot, of: AverageSegment, state: AverageState | None) -> None:
-    """Copy the accumulator into the slot, and note that it is there; safe to repeat. Without a state, only that none is."""
+def put(sealed: SealedSlot, of: AverageSegment, found: NotedAverage) -> None:
+    """Copy the accumulator into the slot, and note that it is there; safe to repeat."""
     place = handover(sealed)
-    if state is not None:
-        into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
-        for at in range(0, place.nbytes, STEP_BYTES):
-            into[at : at + STEP_BYTES] = of.kept(at, min(STEP_BYTES, place.nbytes - at))
-    note = b"" if state is None else average.encode_state(state).encode()
-    sealed.data[place.note_offset : place.end] = note.ljust(PAGE_BYTES, b"\0")
+    into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
+    for at in range(0, place.nbytes, STEP_BYTES):
+        into[at : at + STEP_BYTES] = of.kept(at, min(STEP_BYTES, place.nbytes - at))
+    sealed.data[place.note_offset : place.end] = average_history.encode_note(*found).ljust(PAGE_BYTES, b"\0")
     arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
@@ -56,22 +62,23 @@ def put_nothing(sealed: SealedSlot) -> None:
     arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
-def noted(sealed: SealedSlot) -> AverageState | None:
+def noted(sealed: SealedSlot) -> NotedAverage | None:
     """What was noted of the average in a filled slot."""
     place = handover(sealed)
     note = bytes(sealed.data[place.note_offset : place.end]).rstrip(b"\0")
-    return average.decode_state(note) if note else None
+    return NotedAverage(*average_history.decode_note(note)) if note else None
 
 
-def tell(parts: Mapping[int, SealedSlot], state: AverageState | None) -> None:
+def tell(parts: Mapping[int, SealedSlot], found: NotedAverage | None) -> None:
     """Have the tables of all ranks say what the average is, or nothing of the group where there is none."""
     for sealed in parts.values():
-        sealed.table = _without(sealed.table) if state is None else _with(sealed.table, state)
+        sealed.table = _without(sealed.table) if found is None else _with(sealed.table, found)
 
 
-def _with(table: SlotTable, state: AverageState) -> SlotTable:
-    values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(state)}}
-    return msgspec.structs.replace(table, values=values)
+def _with(table: SlotTable, found: NotedAverage) -> SlotTable:
+    values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(found.state)}}
+    place = None if table.average is None else msgspec.structs.replace(table.average, history=found.history)
+    return msgspec.structs.replace(table, values=values, average=place)
 
 
 def _without(table: SlotTable) -> SlotTable:
@@ -83,6 +90,7 @@ def _without(table: SlotTable) -> SlotTable:
         groups=tuple(group for group in table.groups if group != GROUP),
         fragments=kept,
         values={group: held for group, held in table.values.items() if group != GROUP},
+        aliases={group: held for group, held in table.aliases.items() if group != GROUP},
         digests=table.digests[: boxes * replica_claims.ROW_BYTES],
     )
 

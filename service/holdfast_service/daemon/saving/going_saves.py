@@ -45,10 +45,11 @@ class GoingSaves:
         """Whether ranks of this save may be on other nodes. Called with the lock."""
         return self._jointly and len(self._here(current) | current.sealed.keys()) < current.world
 
-    def renew(self, current: SaveRound) -> None:
+    def renew(self) -> None:
         """The other nodes cannot be met: what is sealed waits."""
         with self.lock:
-            current.deadline = time.monotonic() + LEASE_DEADLINE_S
+            for current in self.parts():
+                current.deadline = time.monotonic() + LEASE_DEADLINE_S
 
     def is_elsewhere(self, who: Participant) -> bool:
         """Whether ranks of this rank's launch may be on other nodes."""

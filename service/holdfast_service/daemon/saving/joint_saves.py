@@ -51,7 +51,7 @@ class Host(NamedTuple):
     ready: Callable[[], list[SaveRound]]
     is_open: Callable[[SaveRound], bool]
     sealed: Callable[[SaveRound], bool]  # False where it has been given up here
-    renewed: Callable[[SaveRound], None]
+    wait_on: Callable[[], None]  # what is sealed waits, because other nodes cannot be met
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
     # With what was staged, if that may go, and who wrote what of it.
     ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
@@ -120,8 +120,7 @@ class JointSaves:
                 pause = self._pause()
             except CatalogUnavailable as away:
                 log.info("other nodes cannot be met: %s", away.detail)
-                for current in self._host.ready():
-                    self._host.renewed(current)
+                self._host.wait_on()
                 pause = AWAY_S
             except Exception:
                 log.exception("saves with other nodes could not go on")

@@ -62,6 +62,8 @@ class SaveRound:
         self.participants: dict[int, Participant] = {}
         self.began: float | None = time.monotonic()  # None when an earlier daemon began it
         self.completed = 0.0
+        self.averaging: set[int] | None = None  # ranks into whose slots the average is to be put
+        self.averaged: set[int] = set()  # those for which that was done
 
     @property
     def complete(self) -> bool:

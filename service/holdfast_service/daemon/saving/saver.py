@@ -17,7 +17,6 @@ from holdfast_formats.errors import (
     ArenaFull,
     CheckpointError,
     GenerationDropped,
-    InvalidRequest,
     RoundAborted,
     StaleAttempt,
 )
@@ -26,11 +25,12 @@ from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
-from holdfast_service.daemon.averaging.averages import Averages, CrewKey
+from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.giving_way import GivingWay
 from holdfast_service.daemon.saving.going_saves import GoingSaves
 from holdfast_service.daemon.saving.joined_round import Result
@@ -47,8 +47,6 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 _EVERY_RANK = "every rank must save the same steps, and close its Checkpointer after the last one"
-_AVERAGE_HERE = "ema= is not possible where the ranks of a save are on several nodes"
-_AVERAGE_HINT = 'train without ema=, or keep the average in the state, under the key "ema"'
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
@@ -80,14 +78,25 @@ class Saver:
         )
         self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
-        self.averages: Averages | None = None
+        self._fills = AverageFills(self._filled)
         self._joint: JointSaves | None = None
         if party is not None:
             party.exchange.lent = self.holds.lent
             writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
             going = self._going
-            host = Host(going.parts, going.is_open, self._joint_sealed, going.renew, self._joint_given_up, self._joint_ended)
+            host = Host(
+                *(self._ready, going.is_open, self._joint_sealed, going.renew, self._joint_given_up, self._joint_ended)
+            )
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
+
+    @property
+    def averages(self) -> Averages | None:
+        """What this node keeps of averages, once that is known."""
+        return self._fills.averages
+
+    @averages.setter
+    def averages(self, found: Averages) -> None:
+        self._fills.averages = found
 
     @property
     def busy(self) -> bool:
@@ -157,18 +166,31 @@ class Saver:
         if self._joint is not None:
             self._joint.look_at_all()
 
+    def look_at_averages(self) -> None:
+        """Another node has said something of its ranks' averages."""
+        if self.averages is not None:
+            self.averages.look()
+
     def look_at_checks(self) -> None:
         """A check of several nodes has begun."""
         if self.spread is not None:
             self.spread.look()
 
+    def _ready(self) -> list[SaveRound]:
+        """The saves of which all that comes from this node is there, and others are on other nodes."""
+        ready = []
+        with self._lock:
+            for current in self._going.parts():
+                if self._fills.wants(current):  # that ends by itself
+                    current.deadline = time.monotonic() + LEASE_DEADLINE_S
+                else:
+                    ready.append(current)
+        return ready
+
     def _joint_sealed(self, current: SaveRound) -> bool:
         """The parts of all nodes are there. False where this node's has been given up."""
         with self._lock:
             if self._open.get(current.key) is not current:
-                return False
-            if any(sealed.table.average is not None for sealed in current.sealed.values()):
-                self._abort(current, InvalidRequest(_AVERAGE_HERE, hint=_AVERAGE_HINT))
                 return False
             self._going.complete(current)
         self._decisions.sealed(current.id, current.world)
@@ -437,22 +459,28 @@ class Saver:
         current.sealed[rank] = sealed
         if current.complete:
             self._going.complete(current)
-            if self.averages is None or all(sealed.table.average is None for sealed in current.sealed.values()):
+            if not self._fills.wants(current):
                 self._write_queue.add(current)
-            else:
-                crew = CrewKey(current.key.run, current.key.attempt, current.world)
-                self.averages.fill(crew, current.sealed, lambda error: self._filled(current, error))
+        elif self._going.is_part(current):
+            self._fills.wants(current)
         return len(current.sealed)
 
-    def _filled(self, current: SaveRound, error: CheckpointError | None) -> None:
-        """The averages are in the slots of a complete save, unless it has ended meanwhile."""
+    def _filled(self, current: SaveRound, parts: Mapping[int, SealedSlot], error: CheckpointError | None) -> None:
+        """The averages are in these slots, or cannot be; the save may have ended meanwhile."""
         with self._lock:
-            if self._pending.get(current.key) is not current:
+            current.averaging = None
+            if current not in (self._open.get(current.key), self._pending.get(current.key)):
+                for sealed in parts.values():
+                    sealed.release()
                 return
-            if error is None:
-                self._write_queue.add(current)
-            else:
+            if error is not None:
                 self._abort(current, error)
+                return
+            current.averaged = set(parts)
+            if current.complete and not self._fills.wants(current):
+                self._write_queue.add(current)
+        if self._joint is not None:
+            self._joint.look()
 
     def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
         """A rank is gone that may have sealed its slot without living to say so."""
@@ -497,6 +525,7 @@ class Saver:
             del self._open[current.key]
         elif current.complete:
             self._write_queue.withdraw(current)
+        self._fills.leave(current)
         current.release()
         self._given_up.add(current.key, {*current.participants, *knowing}, error)
         self._ends.tell(current, error, staging=None)

@@ -1,0 +1,40 @@
+"""Which updates an average has taken in: its history, and the note of it behind an average in a slot."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast_formats import decoding, digest
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.staging.average import AverageState, AverageUpdate
+
+
+class AverageNote(AverageState, frozen=True):
+    """What the daemon writes behind an average in a slot: what the checkpoint says of it, and its history."""
+
+    history: str = ""
+
+
+def history_after(history: str, update: AverageUpdate) -> str:
+    """The history of an average with this history, once this update is folded in. It says which updates of which steps, by
+    which rule, and nothing of the elements: ranks that hold other parts have the same one.
+    """
+    before = history if update.seed is None else ""
+    return digest.digest(msgspec.json.encode([before, update.number, update.step, update.rule, update.seed]))
+
+
+_decode_note = decoding.decoder(AverageNote)
+
+
+def encode_note(state: AverageState, history: str) -> bytes:
+    return msgspec.json.encode(AverageNote(**msgspec.structs.asdict(state), history=history))
+
+
+def decode_note(encoded: bytes) -> tuple[AverageState, str]:
+    """What stands behind an average in a slot: its state and its history; `InvalidRequest` for what is no note."""
+    try:
+        note = _decode_note(encoded)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"this is not what a daemon notes of an average: {error}") from error
+    said = {name: getattr(note, name) for name in AverageState.__struct_fields__}
+    return AverageState(**said), note.history

@@ -1,0 +1,156 @@
+"""Nodes agree which updates of an average count: those that every rank of the world brings, wherever it is.
+
+Of each update a node votes once: all its ranks bring it, or not. A vote does not change, since it follows from what stands
+in the ranks' memory. It is known until all nodes have dealt with the update: a node that goes on says which update it folded
+last, and it cannot fold a later one before everybody has dealt with this one, since all have to bring that. So all nodes
+fold the same updates, whenever they ask, whoever dies, and without one that leads. Nobody's training waits for it: while
+nodes agree, their ranks drop what comes next, and all nodes leave it out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.staging.joint import AverageVote
+from holdfast_service.daemon.averaging.crew import CrewKey
+from holdfast_service.daemon.ports import AverageVotes
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # beside what is heard (`Agreement.look`)
+AWAY_S = 0.5  # between two tries, while the catalog is away
+
+
+def verdict(mine: AverageVote, others: Sequence[AverageVote], world: int) -> bool | None:
+    """Whether the update that this node votes for counts; None while that is open. `others`: the newest word first."""
+    if not mine.history:
+        return False
+    heard = set(mine.ranks)
+    open_yet = False
+    for vote in others:
+        if not heard.isdisjoint(vote.ranks):
+            continue  # of a daemon that had another name: these ranks are somewhere else now
+        heard.update(vote.ranks)
+        if vote.number > mine.number:
+            return vote.folded == mine.number
+        if vote.number < mine.number:
+            open_yet = True
+        elif vote.history != mine.history:
+            return False
+    return None if open_yet or len(heard) < world else True
+
+
+class _Poll:
+    """What this node says of an attempt, and what it has heard since it said so."""
+
+    def __init__(self, vote: AverageVote) -> None:
+        self.wanted = vote
+        self.told: AverageVote | None = None
+        self.others: Sequence[AverageVote] = ()
+        self.ends = False  # nothing is to be heard any more
+
+    def is_open(self, world: int) -> bool:
+        """Whether somebody here waits for what others say."""
+        return self.told != self.wanted or (not self.ends and verdict(self.wanted, self.others, world) is None)
+
+
+class Agreement:
+    """The thread that asks other nodes. Thread-safe."""
+
+    def __init__(self, votes: AverageVotes, changed: Callable[[CrewKey], None]) -> None:
+        """`changed` is called, in another thread, when other nodes have said something."""
+        self._votes, self._changed = votes, changed
+        self._lock = threading.Condition()
+        self._polls: dict[CrewKey, _Poll] = {}
+        self._heard = self._closing = False
+        self.away = False  # whether nobody can be asked at this moment
+        self._thread = threading.Thread(target=self._run, name="holdfast-average-votes", daemon=True)
+        self._thread.start()
+
+    def counts(self, key: CrewKey, vote: AverageVote) -> bool | None:
+        """Whether the update that this node votes for counts; None while that is open: then `changed` is called later."""
+        with self._lock:
+            poll = self._polls.setdefault(key, _Poll(vote))
+            poll.ends = False
+            if poll.wanted != vote or poll.told is None:
+                poll.wanted = vote
+                self._lock.notify_all()
+            if not vote.history:
+                return False
+            return verdict(vote, poll.others, key.world) if poll.told == vote else None
+
+    def forget(self, key: CrewKey) -> None:
+        """The averages of these ranks are gone from here. What was said of them still holds for others."""
+        with self._lock:
+            poll = self._polls.get(key)
+            if poll is not None and poll.told == poll.wanted:
+                del self._polls[key]
+            elif poll is not None:
+                poll.ends = True
+
+    def look(self) -> None:
+        """Another node has said something."""
+        with self._lock:
+            self._heard = True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while True:
+            with self._lock:
+                if pause:
+                    self._lock.wait_for(lambda: self._closing, pause)
+                else:
+                    self._lock.wait_for(lambda: self._closing or self._heard or self._untold(), self._patience())
+                if self._closing:
+                    return
+                self._heard = False
+                going = {key: poll for key, poll in self._polls.items() if poll.is_open(key.world)}
+            try:
+                for key, poll in going.items():
+                    self._ask(key, poll)
+                self.away, pause = False, 0.0
+            except CatalogUnavailable as away:
+                if not self.away:
+                    log.info("updates of averages wait, because other nodes cannot be asked: %s", away.detail)
+                self.away, pause = True, AWAY_S
+            except Exception:
+                log.exception("other nodes could not be asked about averages")
+                self.away, pause = True, AWAY_S
+
+    def _untold(self) -> bool:
+        return any(poll.told != poll.wanted for poll in self._polls.values())
+
+    def _patience(self) -> float | None:
+        """How long nothing has to be done; None: until something changes."""
+        return POLL_S if any(poll.is_open(key.world) for key, poll in self._polls.items()) else None
+
+    def _ask(self, key: CrewKey, poll: _Poll) -> None:
+        with self._lock:
+            vote, before = poll.wanted, poll.told
+        others = self._votes.cast(key.run, key.attempt, vote)
+        with self._lock:
+            news = before != vote or poll.others != others
+            poll.told, poll.others = vote, others
+            if poll.ends and poll.told == poll.wanted and self._polls.get(key) is poll:
+                del self._polls[key]
+        if before != vote and _is_awaited(vote, others):
+            self._votes.ring()
+        if news:
+            self._changed(key)
+
+
+def _is_awaited(mine: AverageVote, others: Sequence[AverageVote]) -> bool:
+    """Whether a node may go on, now that it can read this vote. Of those that bring an update, the last one rings."""
+    behind = [vote for vote in others if vote.number < mine.number]
+    level = any(vote.history for vote in others if vote.number == mine.number)
+    return any(vote.history for vote in behind) or (level and not (mine.history and behind))

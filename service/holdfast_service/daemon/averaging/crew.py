@@ -1,0 +1,69 @@
+"""The ranks of one attempt whose averages are here, and the saves that want them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.daemon.arena.average_segment import AverageSegment
+from holdfast_service.daemon.arena.segment import SealedSlot
+
+RETURN_S = 60.0  # how long an average waits for its rank, and a save for its averages
+
+Filled = Callable[[CheckpointError | None], None]
+
+
+class CrewKey(NamedTuple):
+    """The ranks of one attempt."""
+
+    run: str
+    attempt: int
+    world: int
+
+
+class Fill:
+    """A save that waits for the average: its slots here, and who is told when it is in them."""
+
+    def __init__(self, parts: Mapping[int, SealedSlot], then: Filled) -> None:
+        self.parts, self.then = dict(parts), then
+        self.deadline = time.monotonic() + RETURN_S
+        table = next(iter(self.parts.values())).table
+        self.step = table.step
+        self.after = 0 if table.average is None else table.average.after  # updates that came before the save
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def renew(self) -> None:
+        """Other nodes cannot be asked: it waits on."""
+        self.deadline = time.monotonic() + RETURN_S
+
+
+class AveragingCrew:
+    """The averages of the ranks of one attempt that are here, and the saves that want them, oldest first. What changes is
+    guarded by the lock of `Averages`.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[int, AverageSegment] = {}
+        self.users: dict[int, object] = {}
+        self.fills: list[Fill] = []
+        self.filling: Fill | None = None  # which is being put into its slots at this moment
+        self.left_at = time.monotonic()  # when the last user went
+
+    def unused(self, now: float) -> bool:
+        return not self.users and not self.fills and now - self.left_at > RETURN_S
+
+    def add(self, fill: Fill) -> None:
+        self.fills.append(fill)
+        self.fills.sort(key=lambda one: one.after)
+
+    def withdraw(self, step: int) -> bool:
+        """A save waits for the average no more. False if it does not wait: it is being filled, or that is done."""
+        found = next((one for one in self.fills if one.step == step and one is not self.filling), None)
+        if found is not None:
+            self.fills.remove(found)
+        return found is not None
