@@ -11,8 +11,9 @@ from holdfast.read.sources import HttpSource
 from holdfast.rest import replicas
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast_formats.disk import coded
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.thinning import USABLE_FOR
+from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.rest import bodies
 
 
@@ -44,6 +45,9 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
         lost = f"without {', '.join(made.thinned.groups)}; it had {console.human_bytes(made.thinned.bytes)}"
         facts["thinned"] = f"{console.human_age(made.thinned.at)}: {lost}"
         facts["usable for"] = USABLE_FOR
+    if (small := made.compacted) is not None:
+        facts["compact"] = f"{console.human_age(small.at)}: it had {console.human_bytes(small.bytes)}; {coded.told(small)}"
+        facts["usable for"] = SMALL_USABLE_FOR if small.lossy else EXACT_USABLE_FOR
     facts["checked"] = _checked(known)
     if copies:
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
