@@ -256,12 +256,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
         raise InvalidRequest(f"{flag}: {first['msg']}", hint="see `holdfast serve --help`") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
-    parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
-    parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
-    parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
+def _add_retention(parser: argparse.ArgumentParser) -> None:
+    """What is kept of runs for which nobody has set it."""
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
     parser.add_argument(
         "--keep-full",
@@ -272,6 +268,15 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-optim", choices=RULES, help="store older checkpoints in fewer bytes: optimizer states as bf16, int8 or exact"
     )
     parser.add_argument("--keep-optim-full", metavar="N", help="with --keep-optim: checkpoints older than N exact ones")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
+    parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
+    parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
+    parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
+    _add_retention(parser)
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
     parser.add_argument(
         "--exchange",

@@ -33,7 +33,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Floats = NDArray[np.float32]
 
 
-class Part(NamedTuple):
+class CodedPart(NamedTuple):
     """A tensor in which a part of a coded one is stored: its name's end, its dtype, and whether elements or blocks."""
 
     suffix: str
@@ -41,16 +41,16 @@ class Part(NamedTuple):
     a_block: int = 0  # values for each block, 0: one for each element; 1: no dimension for them
 
 
-PARTS: dict[str, dict[str, Part]] = {
-    "bf16": {"codes": Part(".bf16", "BF16")},
-    "int8": {"codes": Part(".q8", "I8"), "scale": Part(".q8.scale", "F32", 1)},
-    "int8-log": {"codes": Part(".q8log", "U8"), "scale": Part(".q8log.range", "F32", 2)},
-    "low16": {"codes": Part(".low16", "U16")},  # and, if there are any, TIES
+PARTS: dict[str, dict[str, CodedPart]] = {
+    "bf16": {"codes": CodedPart(".bf16", "BF16")},
+    "int8": {"codes": CodedPart(".q8", "I8"), "scale": CodedPart(".q8.scale", "F32", 1)},
+    "int8-log": {"codes": CodedPart(".q8log", "U8"), "scale": CodedPart(".q8log.range", "F32", 2)},
+    "low16": {"codes": CodedPart(".low16", "U16")},  # and, if there are any, TIES
 }
-TIES_PART = Part(".low16.ties", "U64")
+TIES_PART = CodedPart(".low16.ties", "U64")
 
 
-def part_shape(part: Part, shape: Shape) -> Shape:
+def part_shape(part: CodedPart, shape: Shape) -> Shape:
     """The shape of a part of a tensor of `shape`."""
     if not part.a_block:
         return shape
@@ -58,7 +58,7 @@ def part_shape(part: Part, shape: Shape) -> Shape:
     return (*shape[:-1], blocks) if part.a_block == 1 else (*shape[:-1], blocks, part.a_block)
 
 
-def part_box(part: Part, box: Box) -> Box:
+def part_box(part: CodedPart, box: Box) -> Box:
     """The box of a part that is needed to decode a box of the tensor."""
     if not part.a_block:
         return box

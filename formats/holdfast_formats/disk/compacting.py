@@ -33,7 +33,7 @@ ROW_MIN = 16  # elements of the last dimension, from which blocks of 8-bit codes
 TIES_SHARE = 64  # a master of which more than one element in so many lies half-way stays whole
 
 
-class Candidate(NamedTuple):
+class CodingCandidate(NamedTuple):
     """A tensor that a rule stores in fewer bytes, if its values allow that."""
 
     group: str
@@ -47,23 +47,23 @@ class Encoded(NamedTuple):
     half-way were rounded up. `left` says why it stays as it was saved.
     """
 
-    candidate: Candidate
+    candidate: CodingCandidate
     error: float = 0.0
     ties: int = 0
     left: str = ""
 
 
-def candidates(made: Manifest, rule: str) -> Iterator[Candidate]:
+def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
     """The tensors that the rule is for, in the manifest's order."""
     if made.thinned is not None or made.compacted is not None:
         return
     for name, entry in made.tensors.get(OPTIM, {}).items():
         coding = _moments(name.rpartition("/")[2], entry, rule)
         if coding is not None and _free(made, OPTIM, name, coding):
-            yield Candidate(OPTIM, name, coding, entry)
+            yield CodingCandidate(OPTIM, name, coding, entry)
     for name, entry in made.tensors.get(MASTER, {}).items():
         if _weight(made, name, entry) and _free(made, MASTER, name, "low16"):
-            yield Candidate(MASTER, name, "low16", entry)
+            yield CodingCandidate(MASTER, name, "low16", entry)
 
 
 def _moments(key: str, entry: TensorEntry, rule: str) -> str | None:

@@ -14,7 +14,7 @@ from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.packing import pack
 from holdfast_formats.disk.read_planner import resolve
-from holdfast_formats.foreign.coded_tensors import decoded
+from holdfast_formats.exports.coded_tensors import decoded
 from holdfast_formats.foreign.committed import CommittedFiles, same_bytes
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey

@@ -63,7 +63,7 @@ def leftovers(world: CopiesWorld) -> list[str]:
 
 @pytest.mark.parametrize("rule", ["exact", "bf16", "int8"])
 def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> None:
-    """Weights are the same files; masters come back bit for bit, moments as far off as the manifest says, the rest exactly."""
+    """Weights are the same files; masters come back bit for bit, moments as far off as it says, the rest exactly."""
     weights = next(path.name for path in sorted(world.path().iterdir()) if path.name.startswith("model-0"))
     inode = os.stat(world.path() / weights).st_ino
     before = world.catalog.checkpoint(RUN, 5)

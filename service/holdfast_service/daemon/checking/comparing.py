@@ -12,8 +12,8 @@ from holdfast_formats import naming
 from holdfast_formats.disk import codings, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS
 from holdfast_formats.exports.source import of_committed
-from holdfast_formats.foreign.coded_tensors import SLAB_ELEMENTS
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignTensor, TensorKey

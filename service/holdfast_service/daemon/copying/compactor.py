@@ -15,12 +15,12 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import codings, compacting
 from holdfast_formats.disk.codings import MODEL, TIES
-from holdfast_formats.disk.compacting import Candidate, CompactPlan, Encoded
+from holdfast_formats.disk.compacting import CodingCandidate, CompactPlan, Encoded
 from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptExtent, NoSpace
+from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder
 from holdfast_formats.exports.source import of_committed
 from holdfast_formats.foreign import moves
-from holdfast_formats.foreign.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
@@ -47,6 +47,13 @@ MANY_TIES = "too many masters lie half-way between two weights"
 Stored = Mapping[TensorKey, ForeignTensor]
 
 
+class _Source(NamedTuple):
+    """Verified files of a checkpoint, and the tensors that are in them or are computed from these."""
+
+    files: CommittedFiles
+    tensors: Stored
+
+
 class _Looked(NamedTuple):
     """A candidate that was looked at, and which of its masters lie half-way and were rounded up."""
 
@@ -69,10 +76,10 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     second_names.prove(tier, place, planned.proof, going)
     streaming.forget(tier, place.path)  # notes of an earlier start: all is written anew
     staged = store.begin(place)
-    made = _write(tier, place, planned, (source, {**stored, **_parts(planned, stored, looked)}), going)
+    made = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
     second_names.take(tier, staged, place, planned.proof, going)
     read_back(tier, place.path, made, going)
-    _prove(tier, place, made, planned, (source, stored), going)
+    _prove(tier, place, made, planned, _Source(source, stored), going)
     return made
 
 
@@ -88,7 +95,7 @@ def _refuse_full(tier: Tier, planned: CompactPlan) -> None:
         )
 
 
-def _look(source: CommittedFiles, stored: Stored, one: Candidate, going: Going) -> _Looked:
+def _look(source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
     """Code and decode all values of a candidate, to see whether they may be."""
     key = TensorKey(one.group, one.name)
     none = np.empty(0, np.uint64)
@@ -181,16 +188,16 @@ def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[
     return made
 
 
-def _write(tier: Tier, place: Place, planned: CompactPlan, source: tuple[CommittedFiles, Stored], going: Going) -> Manifest:
+def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: Going) -> Manifest:
     """Write what is new beside what stays; the manifest of both."""
-    files, tensors = source
     targets = []
     for file in planned.files:
         streamed = tuple(
-            StreamedTensor(moves.same(tensors[TensorKey(spec.group, spec.name)]), start) for spec, start in file.tensors
+            StreamedTensor(moves.same(source.tensors[TensorKey(spec.group, spec.name)]), start)
+            for spec, start in file.tensors
         )
         targets.append(TargetFile(file.name, file.bytes, (LiteralBytes(0, file.header),), streamed))
-    finished = streaming.stream(WatchedSource(files), tensors, targets, tier, place.path, going)
+    finished = streaming.stream(WatchedSource(source.files), source.tensors, targets, tier, place.path, going)
     streaming.forget(tier, place.path)
     entries = [FileEntry(file.name, file.bytes, len(file.header), digest(file.header)) for file in planned.files]
     for name, data in compacting.indexes(planned).items():
@@ -211,16 +218,13 @@ def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[s
     return made
 
 
-def _prove(
-    tier: Tier, place: Place, made: Manifest, planned: CompactPlan, source: tuple[CommittedFiles, Stored], going: Going
-) -> None:
+def _prove(tier: Tier, place: Place, made: Manifest, planned: CompactPlan, source: _Source, going: Going) -> None:
     """Decode what is staged, and compare it with what was saved: masters bit for bit, others by the error that is stated."""
     staged = CommittedFiles(tier, made, place.path)
     decoded = of_committed(staged, made).listing.tensors
-    files, stored = source
     for one in planned.coded.values():
         key, apart, same = TensorKey(one.candidate.group, one.candidate.name), _Apart(), True
-        for slab, values in _slabs(files, stored[key], going):
+        for slab, values in _slabs(source.files, source.tensors[key], going):
             found = fetched(staged, decoded[key], slab)
             same = same and bool(np.array_equal(found.view(np.uint32), values.view(np.uint32)))
             if one.candidate.coding not in codings.LOSSLESS:

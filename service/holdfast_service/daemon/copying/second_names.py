@@ -1,4 +1,4 @@
-"""Stages what stays of a checkpoint that another one replaces: as second names of its files, or where there are none, copied."""
+"""Stages what stays of a checkpoint that another one replaces: as second names of its files, or as copies."""
 
 from __future__ import annotations
 
