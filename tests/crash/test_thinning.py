@@ -28,7 +28,7 @@ from holdfast_service.daemon.copying.thinner import stage
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
 from tests.crash import power
-from tests.crash.calls import Fault, Place, PlaceFault, steered
+from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards
 from tests.in_memory import in_memory
 
@@ -146,14 +146,15 @@ def test_a_cut_after_every_operation(directory: Path, exchanging: bool, act: Cal
 @pytest.mark.parametrize("act", [thin, compact])
 def test_a_fault_of_every_call(directory: Path, exchanging: bool, act: Callable[[PosixTier], None]) -> None:
     """Whichever call fails, one of the two stands there, also once the next daemon has started."""
-    tried: set[Place] = set()
+    if act is compact and not exchanging:
+        pytest.skip("the names are given as when it is thinned")
     save(PosixTier(directory / "saved"))
-    for at in range(1, 1000):
+    # Compacting makes some 500 calls, most of them reads, and begins and ends with those that thinning makes.
+    for at in range(1, 1000, 1 if act is thin else 7):
         root = directory / f"fault-{at}"
         shutil.copytree(directory / "saved", root)
         tier = PosixTier(root)
-        # Of what is the same in both, thinning tries every call; so each place in the code is enough here.
-        fault = Fault(at, errno.EIO) if act is thin else PlaceFault(errno.EIO, tried)
+        fault = Fault(at, errno.EIO)
         with steered(fault):
             try:
                 act(tier)
