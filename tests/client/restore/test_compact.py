@@ -22,7 +22,7 @@ from tests.daemons import RunningDaemon, running, wait_until
 
 RULES = {"bf16": 0.004, "int8": 0.02}  # the most by which Adam's update may differ, of its norm; measured 0.002 and 0.008
 STEPS = (1, 2)
-WARM = 40  # optimizer steps before the first save
+WARM = 12  # optimizer steps before the first save
 Updates = dict[str, torch.Tensor]
 
 
