@@ -1,4 +1,4 @@
-"""A checkpoint is thinned or compacted: after any cut or fault the old one or the new one is there, with the same weights."""
+"""A checkpoint is thinned or compacted: after any cut or fault the old or the new one is there, with the same weights."""
 
 from __future__ import annotations
 

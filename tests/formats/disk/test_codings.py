@@ -43,7 +43,7 @@ def test_encoding_what_was_decoded_changes_nothing(coding: str, data: st.DataObj
 
 @given(arrays.arrays(np.float32, SHAPES, elements=FLOATS))
 def test_bounds_of_each_value(values: np.ndarray) -> None:
-    """Of a signed code: half a step of the square root, of the block's largest. Of a logarithmic one: half a step of bits."""
+    """Of a signed code half a step of the square root, of the block's largest; of a logarithmic one half a step of bits."""
     for coding in ("int8", "int8-log"):
         given_values = np.abs(values) if coding == "int8-log" else values
         found = decoded(coding, given_values)

@@ -152,8 +152,9 @@ class ShardStreams:
 
 
 def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[StripPlace]]) -> int:
-    """Note under each extent what of a strip it fills; zero the padding, and fill what is decoded. Returns how many bytes are
-    still to be filled.
+    """Note under each extent what of a strip it fills; zero the padding, and fill what is decoded.
+
+    Returns how many bytes are still to be filled.
     """
     memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
     if strip.is_padded:

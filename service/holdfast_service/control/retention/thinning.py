@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -104,8 +105,11 @@ class Thinning:
         counts = [row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None)]
         counts += [row.compacted.is_(None)] if exact else []
         wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
-        with self._catalog.database.read() as session:
-            groups = session.scalars(wanted.execution_options(yield_per=64))
+        wanted = wanted.execution_options(yield_per=64)
+        with (
+            self._catalog.database.read() as session,
+            closing(session.scalars(wanted)) as groups,
+        ):  # may not be read to its end
             return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
