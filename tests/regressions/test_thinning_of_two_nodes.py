@@ -77,23 +77,23 @@ def test_one_node_does_it(pair: Pair) -> None:
 def test_another_node_takes_over_in_the_middle(pair: Pair, how: str) -> None:
     """A node that is fenced off with all of it staged publishes nothing; the other begins anew, in a place of its own."""
     thinning = pair.a.decisions.thinning
+    places: list[str] = []
 
     class Late:
         """The node has stood still for longer than its lease when it publishes."""
 
         due, clear = thinning.due, thinning.clear
-        places: list[str] = []
 
         def publish(self, place: Any, *parts: Any) -> Any:
-            self.places.append(place.path)
-            if len(self.places) == 1:
+            places.append(place.path)
+            if len(places) == 1:
                 pair.nodes.lapse(pair.a.cluster) if how == "is gone" else pair.a.cluster.duties.give_up(THINNING)
                 assert pair.b.cluster.duties.has(THINNING)
             return thinning.publish(place, *parts)
 
     assert pair.thinner(pair.a, Late()).look(RUN) == []
     assert pair.forms() == ["whole"] * 3
-    assert len(Late.places) == 2 and pair.a.tier.list(f"{RUN}/{naming.STAGING}") == []
+    assert len(places) == 2 and pair.a.tier.list(f"{RUN}/{naming.STAGING}") == []
     assert pair.thinner(pair.b).look(RUN) == [5, 10]
     assert pair.forms() == ["thin", "compact", "whole"]
     assert pair.thinner(pair.a).look(RUN) == []

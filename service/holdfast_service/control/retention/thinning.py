@@ -105,11 +105,11 @@ class Thinning:
         counts = [row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None)]
         counts += [row.compacted.is_(None)] if exact else []
         wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
-        wanted = wanted.execution_options(yield_per=64)
+        wanted = wanted.execution_options(yield_per=64)  # and closed, because it may not be read to its end
         with (
             self._catalog.database.read() as session,
             closing(session.scalars(wanted)) as groups,
-        ):  # may not be read to its end
+        ):
             return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
