@@ -26,6 +26,7 @@ from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.region import Box
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.copying import compactor, foreign_export
 from holdfast_service.daemon.copying.copies import Going
@@ -230,6 +231,21 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     world.copy()
     assert contents(there) == contents(world.path(5)) == contents(tmp_path / "late" / naming.checkpoint_path(RUN, 5))
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+
+
+def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld) -> None:
+    """It is in no file, adds to the trainer's `keep_last`, and ends with the run's own policy."""
+    decisions = world.decisions
+    own = decisions.rotation.file(RUN).tag
+    decisions.keep_usually(parse(["--keep-optim", "exact", "--keep-optim-full", "2", "--keep-full", "4"], {}).usual_policy)
+    file = decisions.rotation.file(RUN)
+    assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
+    assert thinner(world).look(RUN) == [5] and opened(world).manifest.compacted is not None
+    decisions.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
+    assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()
+    keep(world, last=7)
+    decisions.keep_usually(RetentionPolicy(keep_full=1))
+    assert thinner(world).look(RUN) == [] and decisions.rotation.file(RUN).in_force.keep_full is None
 
 
 def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
