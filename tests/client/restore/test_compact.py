@@ -143,6 +143,8 @@ def test_shards_have_values(daemon: RunningDaemon, saved: Trainer) -> None:
     sent = load(got.content)
     assert sent.keys() == own.keys() and not any(".q8" in name for name in sent)
     assert all(torch.equal(sent[name], own[name]) for name in sent)
+    statistics = httpx.get(f"{daemon.url}/v1/runs/int8/checkpoints/1/statistics", trust_env=False)
+    assert statistics.status_code == 404 and "before it was thinned or compacted" in statistics.json()["detail"]
     plan = httpx.get(address, params=asked, headers={"Accept": "application/json"}, trust_env=False)
     assert plan.status_code == 422 and "stored in fewer bytes" in plan.json()["detail"]
 
