@@ -119,10 +119,45 @@ def build(
     return Built(directory, made, held)
 
 
-def build_root(root: Path, steps: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], Built]:
+def trained_arrays(seed: int = 0) -> Arrays:
+    """BF16 weights, their masters and AdamW's state, and what a rule for states has to leave alone."""
+    rng = np.random.default_rng(seed)
+    shapes = {"embed.weight": (64, 300), "layers.0.norm.weight": (512,), "layers.0.conv.weight": (16, 8, 3, 3)}
+    masters = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    bits = masters["embed.weight"].view(np.uint32)
+    bits[0] = bits[0] & 0xFFFF0000 | 0x8000  # half-way between two weights
+    masters["layers.0.conv.weight"][0, 0] = -0.0
+    models = {name: master.astype(ml_dtypes.bfloat16) for name, master in masters.items()}
+    models["layers.0.loose.weight"] = rng.standard_normal((40, 40)).astype(ml_dtypes.bfloat16)
+    masters["layers.0.loose.weight"] = rng.standard_normal((40, 40)).astype(np.float32)  # not what its weight is made of
+    optim: dict[str, np.ndarray] = {}
+    for name, shape in shapes.items():
+        optim[f"{name}/exp_avg"] = (rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 1, shape)).astype(np.float32)
+        optim[f"{name}/exp_avg_sq"] = np.square(optim[f"{name}/exp_avg"]) / 7
+        optim[f"{name}/step"] = np.array(17, np.float32)
+    broken = rng.standard_normal((40, 40)).astype(np.float32)
+    broken[3, 3] = np.nan
+    return {
+        "model": models,
+        "master": masters,
+        "optim": optim
+        | {
+            "layers.0.loose.weight/exp_avg": broken,
+            "layers.0.loose.weight/exp_avg_sq": -np.abs(rng.standard_normal((40, 40))).astype(np.float32),
+            "layers.0.loose.weight/exp_avg.codes": rng.integers(0, 255, (40, 40)).astype(np.uint8),
+            "layers.0.loose.weight/preconditioner": rng.standard_normal((40, 40)).astype(np.float32),
+            "embed.weight/count": np.arange(400, dtype=np.int64),
+        },
+        "extra": {"seen": np.arange(9, dtype=np.int64)},
+    }
+
+
+def build_root(
+    root: Path, steps: Mapping[str, tuple[int, ...]], arrays: Arrays | None = None
+) -> dict[tuple[str, int], Built]:
     """A root directory with committed checkpoints of several runs."""
     return {
-        (run, step): build(root / naming.checkpoint_path(run, step), run=run, step=step)
+        (run, step): build(root / naming.checkpoint_path(run, step), arrays, run=run, step=step)
         for run, numbers in steps.items()
         for step in numbers
     }

@@ -27,7 +27,7 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest.api import Api, Step
 from holdfast_formats import naming
-from holdfast_formats.disk import read_planner
+from holdfast_formats.disk import coded, read_planner
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import InvalidRequest
@@ -88,10 +88,10 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """The stored tensors, by group, then by name."""
+        """The tensors as they were saved, by group, then by name."""
         return {
             group: {name: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for name, entry in held.items()}
-            for group, held in self.manifest.tensors.items()
+            for group, held in self.reader.contents.tensors.items()
         }
 
     @cached_property
@@ -122,8 +122,8 @@ class Checkpoint:
         """
         wanted, extra, through = rules_choice.layout_of(layout), rules_choice.read_rules(rules), program_of(program)
         if through is None:
-            return of_manifest(self.manifest, group, wanted, self.config, extra)
-        return remade_holdings(self.manifest, group, wanted, self.config, extra, through)
+            return of_manifest(self.reader.contents, group, wanted, self.config, extra)
+        return remade_holdings(self.reader.contents, group, wanted, self.config, extra, through)
 
     def held(
         self,
@@ -154,14 +154,15 @@ class Checkpoint:
         wanted = rules_choice.layout_of(layout)
         arrays = self.fill(self.held(wanted, rank, group, rules, program).tensors, group, framework)
         if wanted.mesh.pp == 1 and program is None:  # with several stages, the other one has its own
-            tied = self.manifest.aliases.get(group, {})
+            tied = self.reader.contents.aliases.get(group, {})
             arrays |= {alias: arrays[name] for alias, name in tied.items() if name in arrays and alias not in arrays}
         return arrays
 
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
         """The reads that fill these local tensors, and how many of the bytes are needed."""
         wanted = (WantedBox(group, part.tensor, part.box) for local in tensors for part in local.parts)
-        return read_planner.plan(self.manifest, wanted)
+        stored = (need for box in wanted for need in coded.stored_boxes(self.manifest, box))
+        return read_planner.plan(self.manifest, stored)
 
     def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
         """Build the arrays of local tensors from their parts; padding is zero."""

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from holdfast_formats.disk.compacting import RULES, OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS
+from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
@@ -51,6 +53,9 @@ class Config(BaseModel):
     socket: Path
     node: str = Field(pattern=NODE_NAME)
     keep: int | None = Field(default=None, ge=1)
+    keep_full: int | None = Field(default=None, ge=1, le=COUNT_MAX)
+    keep_optim: OptimRule | None = None
+    keep_optim_full: int | None = Field(default=None, ge=1, le=COUNT_MAX)
     catalog: str | None = None
     arena_bytes_max: int | None = Field(default=None, ge=0)
     run_share: int = Field(default=RUN_SHARE_PERCENT, ge=1, le=100)
@@ -141,6 +146,19 @@ class Config(BaseModel):
         if value is not None:
             command_words(value)
         return value
+
+    @model_validator(mode="after")
+    def _check_usual(self) -> Config:
+        try:
+            self.usual_policy  # noqa: B018 - it validates
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"]) from error
+        return self
+
+    @property
+    def usual_policy(self) -> RetentionPolicy:
+        """What is thinned and compacted of runs that have no policy of their own."""
+        return RetentionPolicy(keep_full=self.keep_full, optim=self.keep_optim, optim_full=self.keep_optim_full)
 
     @property
     def catalog_url(self) -> str:
@@ -277,8 +295,22 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
         return Config.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-")
+        flag = "--" + str((*first["loc"], "keep_optim")[0]).replace("_", "-")  # of several, it is these
         raise InvalidRequest(f"{flag}: {first['msg']}", hint="see `holdfast serve --help`") from error
+
+
+def _add_retention(parser: argparse.ArgumentParser) -> None:
+    """What is kept of runs for which nobody has set it."""
+    parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
+    parser.add_argument(
+        "--keep-full",
+        metavar="N",
+        help="thin checkpoints older than N whole ones to their weights (default: keep them whole)",
+    )
+    parser.add_argument(
+        "--keep-optim", choices=RULES, help="store older checkpoints in fewer bytes: optimizer states as bf16, int8 or exact"
+    )
+    parser.add_argument("--keep-optim-full", metavar="N", help="with --keep-optim: checkpoints older than N exact ones")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -287,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
     parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
     parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
-    parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
+    _add_retention(parser)
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
     parser.add_argument(
         "--exchange",

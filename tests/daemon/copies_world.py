@@ -13,7 +13,7 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, Tier
-from tests.checkpoints import build_root
+from tests.checkpoints import Arrays, build_root
 from tests.databases import sqlite_url
 
 RUN = "tiny"
@@ -22,9 +22,15 @@ RUN = "tiny"
 class CopiesWorld:
     """The real parts over real directories; workers are asked to `look` by the tests, and have no thread."""
 
-    def __init__(self, directory: Path, steps: tuple[int, ...] = (5,), replicas: tuple[str, ...] = ("far",)) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        steps: tuple[int, ...] = (5,),
+        replicas: tuple[str, ...] = ("far",),
+        arrays: Arrays | None = None,
+    ) -> None:
         self.root = directory / "root"
-        self.built = build_root(self.root, {RUN: steps})
+        self.built = build_root(self.root, {RUN: steps}, arrays)
         self.tier = PosixTier(self.root)
         self.catalog = Catalog.open(sqlite_url(directory / "catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
@@ -73,10 +79,13 @@ class CopiesWorld:
 
 @contextmanager
 def copies_world(
-    directory: Path, steps: tuple[int, ...] = (5,), replicas: tuple[str, ...] = ("far",)
+    directory: Path,
+    steps: tuple[int, ...] = (5,),
+    replicas: tuple[str, ...] = ("far",),
+    arrays: Arrays | None = None,
 ) -> Iterator[CopiesWorld]:
     """A world for the length of a block."""
-    world = CopiesWorld(directory, steps, replicas)
+    world = CopiesWorld(directory, steps, replicas, arrays)
     try:
         yield world
     finally:

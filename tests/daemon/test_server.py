@@ -173,6 +173,9 @@ def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
     [
         ["--listen", "nowhere"],
         ["--keep", "0"],
+        ["--keep-full", "0"],
+        ["--keep-optim", "int8"],
+        ["--keep-optim", "int8", "--keep-optim-full", "3", "--keep-full", "3"],
         ["--log-level", "loud"],
         ["--node", "a/b"],
         ["--arena-bytes-max", "x"],

@@ -53,7 +53,7 @@ def diff(  # noqa: PLR0913 — a command's options
         left = CheckpointReader.open(left_source, complete=False)
         with open_source(parse_target(other), root, url) as right_source:
             right = CheckpointReader.open(right_source, complete=False)
-            pairs = comparing.pairs(left.manifest, right.manifest, group)
+            pairs = comparing.pairs(left.contents, right.contents, group)
             found = [comparing.difference(pair) for pair in pairs] if fast else _exact(left, right, pairs, not as_json)
     total = comparing.summarise(found)
     labels = [f"{reader.manifest.run}@{reader.manifest.step}" for reader in (left, right)]

@@ -14,12 +14,19 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy, Verdict
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_FORMS = {
+    "weights": "as weights only (--full)",
+    "exact": "with masters as low bits (--optim exact)",
+    "bf16": "with optimizer states as bf16 (--optim bf16)",
+    "int8": "as int8 (--optim int8)",
+}
 _MEASURE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
@@ -40,6 +47,13 @@ Full = Annotated[
     int | None,
     typer.Option("--full", metavar="N", help="Of checkpoints older than the newest N whole ones keep the weights only."),
 ]
+Optim = Annotated[
+    OptimRule | None,
+    typer.Option("--optim", help="Store older checkpoints in fewer bytes: optimizer states as bf16 or int8, or exact."),
+]
+OptimFull = Annotated[
+    int | None, typer.Option("--optim-full", metavar="N", help="With --optim: the newest N stay exactly as they were saved.")
+]
 Quota = Annotated[
     str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this size of the run, such as 2TB.")
 ]
@@ -58,6 +72,8 @@ def keep(  # noqa: PLR0913 — one option a rule
     best: BestBy = None,
     step: Steps = None,
     full: Full = None,
+    optim: Optim = None,
+    optim_full: OptimFull = None,
     quota: Quota = None,
     keep_all: KeepAll = False,
     dry_run: DryRun = False,
@@ -69,7 +85,8 @@ def keep(  # noqa: PLR0913 — one option a rule
 
     The given rules replace the existing ones. Without any, the current rules and their verdicts are shown. A
     checkpoint replaces older ones only after it is verified, and the newest verified checkpoint always stays. With
-    --full, older checkpoints that stay lose their optimizer state and masters: they can be loaded, but not resumed.
+    --full, older checkpoints that stay lose their optimizer state and masters: they can be loaded, but not resumed. With
+    --optim, they keep both in fewer bytes, masters bit for bit: they can be resumed.
     """
     with console.reporting(as_json):
         rules = {
@@ -81,10 +98,12 @@ def keep(  # noqa: PLR0913 — one option a rule
             "best": [parse_best(text) for text in best or []] or None,
             "steps": step,
             "keep_full": full,
+            "optim": optim,
+            "optim_full": optim_full,
             "quota_bytes": parse_bytes(quota),
         }
         given = {name: value for name, value in rules.items() if value is not None}
-        if keep_all and given.keys() - {"quota_bytes", "keep_full"}:
+        if keep_all and given.keys() - {"quota_bytes", "keep_full", "optim", "optim_full"}:
             raise InvalidRequest("--all keeps everything, so it cannot be combined with other rules")
         with Api(url or default_url()) as api:
             changes = bool(given or keep_all) and not dry_run
@@ -107,8 +126,9 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
     foreseen = retention.preview(api, run, wanted)
     goes = ["remove"] if any(not verdict.keep for verdict in foreseen.verdicts) else []
     thins = ["thin"] if any(verdict.thin for verdict in foreseen.verdicts) else []
-    if not yes and (goes or thins):
-        acts = " and ".join([*goes, *thins])
+    shrinks = ["compact"] if any(verdict.compact for verdict in foreseen.verdicts) else []
+    if not yes and (goes or thins or shrinks):
+        acts = " and ".join([*goes, *thins, *shrinks])
         if as_json:
             raise InvalidRequest(f"nothing was changed: this would {acts} checkpoints, and --json needs --yes for that")
         show(foreseen)
@@ -127,6 +147,11 @@ def show(preview: Preview) -> None:
         table.add_row(*row, Text("; ".join(why)))
     out.print(table)
     out.print(_said(preview), markup=False)
+    if preview.could_save:
+        forms = [
+            f"{console.human_bytes(size)} {_FORMS[form]}" for form, size in preview.could_save.items() if form in _FORMS
+        ]
+        out.print(f"older ones that stay could take less by about {', '.join(forms)}", markup=False)
 
 
 def _said(preview: Preview) -> str:
@@ -136,8 +161,10 @@ def _said(preview: Preview) -> str:
     sizes = console.human_bytes(preview.bytes_kept), console.human_bytes(preview.bytes_removed)
     thin = sum(verdict.thin for verdict in preview.verdicts)
     saved = f", thinned: {thin} (saves {console.human_bytes(preview.bytes_thinned)})" if thin else ""
+    if compact := sum(verdict.compact for verdict in preview.verdicts):
+        saved += f", compacted: {compact} (saves about {console.human_bytes(preview.bytes_compacted)})"
     if preview.bytes_saved:
-        saved += f", thinned before: {sum(v.thinned for v in preview.verdicts)}"
+        saved += f", thinned or compacted before: {sum(v.thinned or v.compacted for v in preview.verdicts)}"
         saved += f" (saved {console.human_bytes(preview.bytes_saved)})"
     return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}){saved}; the rules: {rules}"
 
@@ -145,12 +172,15 @@ def _said(preview: Preview) -> str:
 def _act(verdict: Verdict) -> Text:
     if not verdict.keep:
         return Text("remove", "red")
-    return Text("thin", "yellow") if verdict.thin else Text("keep", "green")
+    if verdict.thin or verdict.compact:
+        return Text("thin" if verdict.thin else "compact", "yellow")
+    return Text("keep", "green")
 
 
 def _size(verdict: Verdict) -> str:
-    """Its bytes, and those that stay if it is thinned."""
-    after = "" if verdict.bytes_after is None else f" → {console.human_bytes(verdict.bytes_after)}"
+    """Its bytes, and those that stay if it is thinned or compacted."""
+    about = "about " if verdict.compact else ""
+    after = "" if verdict.bytes_after is None else f" → {about}{console.human_bytes(verdict.bytes_after)}"
     return console.human_bytes(verdict.bytes) + after
 
 
@@ -160,7 +190,7 @@ def _policy(rules: dict[str, Any]) -> RetentionPolicy:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="see `holdfast keep --help`"
+            f"{'.'.join(map(str, first['loc'])) or 'rules'}: {first['msg']}", hint="see `holdfast keep --help`"
         ) from error
 
 

@@ -108,6 +108,7 @@ def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> object:
             str(made.tensors),
         )
         weights = ["weights only"] if made.thinned is not None else []
+        weights += [f"compact ({made.compacted.optim})"] if made.compacted is not None else []
         marks = " ".join([*weights, *(["pinned"] if made.pinned else []), *made.labels])
         table.add_row(str(made.step), *facts, " ".join(made.groups), metrics, marks)
     return table

@@ -107,7 +107,7 @@ def _shares(checkpoint: Checkpoint, holding: LayoutHoldings, ranks: Iterable[int
 
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: Mapping[int, Path], as_json: bool) -> None:
     """Write all files, rank by rank. If one fails, those already written are removed."""
-    manifest, group = checkpoint.manifest, wanted.group
+    contents, group = checkpoint.reader.contents, wanted.group
     holding = checkpoint.holding(layout, group, wanted.rules, wanted.program)
     total = sum(holding.share(rank).bytes for rank in paths)
     written: list[Written] = []
@@ -116,7 +116,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: 
         with console.progress("restoring", total, shown=not as_json) as bar:
             for rank, path in paths.items():
                 held = holding.of(rank)
-                file = shard_file.of(manifest, layout, rank, group, held.tensors, _name(wanted))
+                file = shard_file.of(contents, layout, rank, group, held.tensors, _name(wanted))
                 shard_file.write(checkpoint.reader, group, file, path, lambda count: bar.advance(bar.task_ids[0], count))
                 written.append(Written(rank, path, file.bytes))
                 notes |= dict.fromkeys(held.notes)

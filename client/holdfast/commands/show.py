@@ -14,8 +14,9 @@ from holdfast.read.sources import HttpSource, Source
 from holdfast.rest import replicas, runs
 from holdfast.terminal import about, console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast_formats.disk import coded
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.thinning import USABLE_FOR
+from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout
@@ -78,6 +79,9 @@ def _show(source: Source, told: RunAbout | None, as_json: bool) -> None:
         lost = f"without {', '.join(made.thinned.groups)}; it had {console.human_bytes(made.thinned.bytes)}"
         facts["thinned"] = f"{console.human_age(made.thinned.at)}: {lost}"
         facts["usable for"] = USABLE_FOR
+    if (small := made.compacted) is not None:
+        facts["compact"] = f"{console.human_age(small.at)}: it had {console.human_bytes(small.bytes)}; {coded.told(small)}"
+        facts["usable for"] = SMALL_USABLE_FOR if small.lossy else EXACT_USABLE_FOR
     facts["checked"] = _checked(known)
     if copies:
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)

@@ -12,7 +12,7 @@ from holdfast.read.reader import CheckpointReader
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import FileEntry
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StateMismatch, StorageFailed
 from holdfast_formats.whereabouts import check_output_place
 
 _NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT
@@ -63,6 +63,12 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
     if unknown:
         raise NoSuchResource(
             f"the checkpoint has no group {unknown[0]!r}", hint=f"groups: {', '.join(reader.manifest.groups)}"
+        )
+    small = reader.manifest.compacted
+    if small is not None and (coded := sorted(small.tensors.keys() & set(groups))):
+        raise StateMismatch(
+            f"group {coded[0]!r} of this checkpoint is stored in fewer bytes, which other programs cannot read",
+            hint="copy the checkpoint without --group, or write the values with --layout, or `holdfast export --as`",
         )
     ours = {naming.index_file_name(group) for group in reader.manifest.groups} | {naming.STATE}
     wanted = {tensor.file for group in groups for tensor in reader.manifest.tensors[group].values()}

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.read.reader import CheckpointReader
-from holdfast_formats.disk import verification
+from holdfast_formats.disk import coded, codings, verification
 from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
 from holdfast_formats.rest.observed import Difference
 
+DECODED_ELEMENTS = 2**20  # at once, of a tensor that is stored in fewer bytes
 READ = ("changed", "unknown")  # must be read to compute the distance
 
 
@@ -47,6 +49,10 @@ def compare(
 
 
 def _octets(reader: CheckpointReader, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
+    if coded.find(reader.manifest, pair.group, pair.name) is not None:
+        for box in codings.slabs(whole(entry.shape), DECODED_ELEMENTS):
+            yield reader.read(pair.group, pair.name, box).reshape(-1).view(np.uint8)
+        return
     for extent in entry.extents:
         piece = verification.tensor_piece(pair.group, pair.name, entry, extent)
         data = np.empty(piece.length, np.uint8)

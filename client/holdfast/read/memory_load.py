@@ -58,12 +58,13 @@ def fill(
     notes: tuple[str, ...] = ()
     try:
         with ExitStack() as stack:
-            slots = take(reader.manifest.step)
-            for slot in slots:
-                stack.callback(slot.close)
-            found = _Memory(reader, slots, rank, ask, stack).fill(wants, into)
-            if found is not None:
-                return found
+            if reader.manifest.compacted is None:  # else what slots hold is not what is stored
+                slots = take(reader.manifest.step)
+                for slot in slots:
+                    stack.callback(slot.close)
+                found = _Memory(reader, slots, rank, ask, stack).fill(wants, into)
+                if found is not None:
+                    return found
     except CheckpointError as error:
         notes = (f"the in-memory checkpoint could not be used, restored from files instead: {error.detail}",)
     if into.prove_first:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.read import verified_load
+from holdfast.read import coded_load, verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import Source
 from holdfast_formats import dtypes, naming, transfer
+from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.disk.verification import Piece
@@ -154,9 +154,14 @@ class CheckpointReader:
         self.stream(self.pieces(name), lambda piece, data: parts.__setitem__(piece.start, bytes(data)))
         return b"".join(parts[start] for start in sorted(parts))
 
+    @cached_property
+    def contents(self) -> Manifest:
+        """The manifest with every tensor as it was saved; those that are stored in fewer bytes have no file there."""
+        return coded.contents(self.manifest)
+
     def entry(self, group: str, name: str) -> TensorEntry:
-        """A tensor's manifest entry, with aliases resolved; `StateMismatch` for an unknown tensor."""
-        return resolve(self.manifest, group, name, self.source.label)[1]
+        """A tensor as it was saved, with aliases resolved; `StateMismatch` for an unknown tensor."""
+        return resolve(self.contents, group, name, self.source.label)[1]
 
     def read(self, group: str, name: str, box: Box | None = None) -> NDArray[Any]:
         """Read a tensor, or a box of it, as a numpy array of its dtype; `InvalidRequest` for sub-byte dtypes."""
@@ -174,13 +179,17 @@ class CheckpointReader:
         """
         wants = list(wants)
         self.check_headers(wants)
-        found = self._touched(wants)
+        plain, small = coded_load.parted(self.manifest, wants)
+        for batch in coded_load.batches(self.manifest, small):
+            self._hand_over(coded_load.wants_of(batch))
+        found = self._touched(plain)
         verified_load.prove(self.source, found.runs, self.cores)
         found.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
         """Read and check the headers of the files that the wants touch. Raises `CorruptExtent`."""
-        used = {run.entry.file for run in self._touched(list(wants)).runs}
+        plain, small = coded_load.parted(self.manifest, wants)
+        used = {run.entry.file for run in self._touched(plain).runs} | coded_load.stored(self.manifest, small)
         headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
         verified_load.check(self.source, headers)
 
@@ -192,7 +201,16 @@ class CheckpointReader:
         bytes that were verified before and differ now: a page may have left memory and come back from the disk. By
         then wants may be overwritten, with verified bytes, or with zeros where verification failed.
         """
-        found = self._touched(list(wants))
+        plain, small = coded_load.parted(self.manifest, wants)
+        nbytes = self._hand_over(plain)
+        for batch in coded_load.batches(self.manifest, small):
+            nbytes += self._hand_over(coded_load.wants_of(batch))
+            coded_load.decode(self.manifest, batch)
+        return nbytes
+
+    def _hand_over(self, wants: list[Want]) -> int:
+        """`load`, of tensors that are stored as they were saved."""
+        found = self._touched(wants)
         nbytes = sum(run.length for run in found.runs)
         verified_load.hand_over(self.source, found.runs, self.cores, found.proven or self._overlap(found.runs, nbytes))
         return nbytes
@@ -285,8 +303,8 @@ class CheckpointReader:
         """The extents that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
         known = self._found
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
-            self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
-        return self._found
+            known = self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
+        return known
 
 
 def read_placement(source: Source) -> manifests.Placement:

@@ -22,7 +22,7 @@ from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf, covers, is_ignored
-from holdfast_formats.disk import state_json
+from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.programs import remade
@@ -79,17 +79,17 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
-    own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
+    own = state_of_rank(reader.contents, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
-    stored = _stored(reader.manifest, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
+    stored = _stored(reader.contents, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
     idle_notes = _idle(wanted.told, stored, state.groups())
     groups = wanted.groups
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
     restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast)
-    _check_assumed(state, reader.manifest, {leaf.group for leaf in restoration.leaves})
-    targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
+    _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
+    targets = targets_of([_own(leaf, reader.contents, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
@@ -97,7 +97,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     try:
         if wanted.prove_first and restoration.casts:  # whether values fit is not seen before they are read
             first = targets_of(
-                [_own(one, reader.manifest, own) for one in leaves_apart(restoration.leaves, restoration.casts)]
+                [_own(one, reader.contents, own) for one in leaves_apart(restoration.leaves, restoration.casts)]
             )
             fill(
                 reader, [one.want for one in first], session.held, launch.rank, Overwriting(_nothing), session.held_elsewhere
@@ -117,7 +117,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_thinned(reader.manifest), *idle_notes, *said),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *idle_notes, *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -137,7 +137,9 @@ def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> N
 def _nothing() -> None: ...
 
 
-def _thinned(manifest: Manifest) -> list[str]:
+def _changed(manifest: Manifest) -> list[str]:
+    if manifest.compacted is not None:
+        return [coded.told(manifest.compacted)]
     if manifest.thinned is None:
         return []
     return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]

@@ -13,6 +13,8 @@ import msgspec
 
 from holdfast_formats import decoding, dtypes, lineage, naming
 from holdfast_formats.digest import check_digest, check_digests
+from holdfast_formats.disk import compacted
+from holdfast_formats.disk.compacted import Compacted
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.tensors import TensorSpec
@@ -73,7 +75,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Everything that is needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
     name.
 
-    `restored`, `turn` and `rewinds` are its lineage; older manifests have none. `thinned` is missing while it is whole.
+    `restored`, `turn` and `rewinds` are its lineage; older manifests have none. `thinned` is missing while no group was
+    taken out, `compacted` while all tensors are stored as they were saved.
     """
 
     format: int
@@ -91,6 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int = 0
     rewinds: tuple[Rewind, ...] = ()
     thinned: Thinned | None = None
+    compacted: Compacted | None = None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -258,6 +262,8 @@ def _validate(manifest: Manifest) -> None:
     lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
     if manifest.thinned is not None:
         _check_thinned(manifest.thinned, manifest)
+    if manifest.compacted is not None:
+        compacted.check(manifest.compacted, manifest.tensors, manifest.bytes)
     files = _checked_files(manifest.files)
     inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for group, tensors in manifest.tensors.items():

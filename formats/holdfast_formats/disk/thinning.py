@@ -20,6 +20,8 @@ from holdfast_formats.errors import StateMismatch
 
 GONE = frozenset({"optim", "master", "extra"})  # all others stay: weights of any kind, and groups that we do not know
 USABLE_FOR = "inference, exports and starting another training from its weights, not for resuming this one"
+EXACT_USABLE_FOR = "everything, as it was saved"
+SMALL_USABLE_FOR = "everything, resuming too, from optimizer states that are close to those that were saved"
 
 
 class ThinCheckpoint(NamedTuple):
@@ -67,8 +69,13 @@ def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoin
     stays = tuple(file for file in full.files if file.name not in files and file.name != naming.STATE)
     left = state_json.without_groups(state, gone)
     aliases = {group: names for group, names in full.aliases.items() if group not in gone}
-    proof = msgspec.structs.replace(full, files=stays, tensors=kept, aliases=aliases)
-    thinned = Thinned(at, tuple(sorted(gone)), full.bytes, hashlib.sha256(encoded).hexdigest())
+    if full.compacted is not None and full.compacted.tensors.keys() - gone:
+        raise StateMismatch(f"{what} has coded tensors that would stay", hint="it stays as it is")
+    proof = msgspec.structs.replace(full, files=stays, tensors=kept, aliases=aliases, compacted=None)
+    before, sha256 = full.bytes, hashlib.sha256(encoded).hexdigest()
+    if full.compacted is not None:  # what it was when it was whole
+        before, sha256 = full.compacted.bytes, full.compacted.manifest_sha256
+    thinned = Thinned(at, tuple(sorted(gone)), before, sha256)
     entries = (*stays, FileEntry(naming.STATE, len(left), 0, digest(left)))
     made = msgspec.structs.replace(proof, files=entries, thinned=thinned)
     return ThinCheckpoint(made, left, stays, proof)
@@ -80,3 +87,16 @@ def _files_of(made: Manifest, groups: Collection[str]) -> set[str]:
     assert tensors.keys() >= set(groups)
     shards = {tensor.file for group in groups for tensor in made.tensors[group].values()}
     return shards | {naming.index_file_name(group) for group in groups}
+
+
+def origin_sha256(made: Manifest, sha256: str) -> str:
+    """The SHA-256 of the manifest that a checkpoint had when it was whole; `sha256` is that of its manifest now."""
+    for changed in (made.thinned, made.compacted):
+        if changed is not None:
+            return changed.manifest_sha256
+    return sha256
+
+
+def lost(made: Manifest) -> int:
+    """How much was taken from it: 0 nothing, 1 it is compact, 2 only its weights are left."""
+    return 2 if made.thinned is not None else int(made.compacted is not None)

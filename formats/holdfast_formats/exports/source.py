@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats import dtypes, naming
-from holdfast_formats.disk import state_json
+from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.packing import pack
+from holdfast_formats.disk.read_planner import resolve
+from holdfast_formats.exports.coded_tensors import decoded
 from holdfast_formats.foreign.committed import CommittedFiles, same_bytes
 from holdfast_formats.foreign.filling import elements
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
@@ -77,14 +79,16 @@ def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
             for group, held in values.values.items()
         }
     uses = tuple(FileUse(file.name, _use(made, file.name)) for file in made.files)
-    tensors = {tensor.key: tensor for tensor in _tensors(made)}
+    stored, shown = {tensor.key: tensor for tensor in _tensors(made)}, coded.contents(made)
+    tensors = {key: _as_saved(made, key, stored) for key in _keys(shown)}
     assets = tuple(use.file for use in uses if use.use == "asset")
     listing = ForeignListing(KIND, tensors, uses, documents, assets, step=made.step)
 
     def equal(one: TensorKey, other: TensorKey) -> bool:
-        return same_bytes(_entry(made, one), _entry(made, other))
+        ones, others = (_stored_entries(made, key) for key in (one, other))
+        return ones.keys() == others.keys() and all(same_bytes(ones[part], others[part]) for part in ones)
 
-    return ExportSource(verified, listing, equal, made.aliases, ranked)
+    return ExportSource(verified, listing, equal, shown.aliases, ranked)
 
 
 def of_listing(files: ForeignFiles, listing: ForeignListing) -> ExportSource:
@@ -128,9 +132,13 @@ def _equal(files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], one:
     return True
 
 
-def _entry(made: Manifest, key: TensorKey) -> TensorEntry:
-    held = made.tensors[key.group]
-    return held[made.aliases.get(key.group, {}).get(key.name, key.name)]
+def _stored_entries(made: Manifest, key: TensorKey) -> dict[str, TensorEntry]:
+    """The stored tensors that a tensor's values follow from, by what each is of it."""
+    found = coded.find(made, *key)
+    if found is None:
+        return {"": resolve(made, *key)[1]}
+    needed = coded.needs(made, key.group, found[0], whole(found[1].shape))
+    return {f"{found[1].coding} {role}": resolve(made, box.group, box.name)[1] for role, box in needed.items()}
 
 
 def _use(made: Manifest, file: str) -> Any:
@@ -146,6 +154,16 @@ def _tensors(made: Manifest) -> list[ForeignTensor]:
     for group, aliases in made.aliases.items():
         found += [_tensor(group, alias, made.tensors[group][target]) for alias, target in aliases.items()]
     return found
+
+
+def _keys(shown: Manifest) -> list[TensorKey]:
+    found = [TensorKey(group, name) for group, named in shown.tensors.items() for name in named]
+    return found + [TensorKey(group, alias) for group, aliases in shown.aliases.items() for alias in aliases]
+
+
+def _as_saved(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
+    """A tensor as it was saved: decoded, if it is stored in fewer bytes."""
+    return stored[key] if coded.find(made, *key) is None else decoded(made, key, stored)
 
 
 def _tensor(group: str, name: str, entry: TensorEntry) -> ForeignTensor:

@@ -52,6 +52,7 @@ KNOWN_SINCE = {
     "same_as",
     "abandoned",
     "thin_bytes",
+    "small_bytes",
 } | MARKS
 
 
@@ -68,6 +69,19 @@ class ThinnedFrom(BaseModel):
     at: str = Field(description="RFC 3339, UTC")
     groups: list[str] = Field(description="the groups that were taken out")
     bytes: int = Field(description="its size before")
+
+
+class CompactedFrom(BaseModel):
+    """How a checkpoint was stored in fewer bytes since its commit. Its weights are as they were saved, and masters too."""
+
+    at: str = Field(description="RFC 3339, UTC")
+    optim: str = Field(description="the rule: exact, bf16 or int8")
+    bytes: int = Field(description="its size before")
+    error: float = Field(
+        description="the greatest error of a tensor: the norm of the difference, by that of its values; 0 if nothing is lost"
+    )
+    coded: int = Field(description="how many tensors are stored in fewer bytes")
+    exact: int = Field(description="how many tensors that the rule is for were left as they were saved")
 
 
 class CheckpointInfo(BaseModel):
@@ -108,6 +122,14 @@ class CheckpointInfo(BaseModel):
     thin_bytes: int | None = Field(
         default=None, description="about how many bytes would stay of it if it were thinned; null if it cannot be, or is"
     )
+    compacted: CompactedFrom | None = Field(
+        default=None, description="its optimizer states and masters were stored in fewer bytes; null while they were not"
+    )
+    small_bytes: dict[str, int] | None = Field(
+        default=None,
+        description="about how many bytes it would have if optimizer states were stored by each rule, of those that would "
+        "save anything; null if that is not known",
+    )
     abandoned: bool = Field(
         default=False, description="training continued from an older step and left this checkpoint behind"
     )
@@ -139,7 +161,7 @@ def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
 
 def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
     """What a manifest says about its checkpoint. Whether it was verified later is not in it."""
-    from holdfast_formats.disk import thinning  # as above
+    from holdfast_formats.disk import compacting, thinning  # as above
 
     return CheckpointInfo(
         run=manifest.run,
@@ -158,7 +180,17 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         rewinds=list(manifest.rewinds),
         thinned=None if manifest.thinned is None else ThinnedFrom(**msgspec.structs.asdict(manifest.thinned)),
         thin_bytes=thinning.thin_bytes(manifest),
+        compacted=_compacted(manifest),
+        small_bytes=compacting.small_bytes(manifest),
     )
+
+
+def _compacted(manifest: Manifest) -> CompactedFrom | None:
+    made = manifest.compacted
+    if made is None:
+        return None
+    coded, exact = (sum(map(len, held.values())) for held in (made.tensors, made.exact))
+    return CompactedFrom(at=made.at, optim=made.optim, bytes=made.bytes, error=made.error, coded=coded, exact=exact)
 
 
 class Tensor(BaseModel):

@@ -41,6 +41,7 @@ EVENTS: dict[str, str] = {
     "checkpoint-unhealthy": "a checkpoint has new NaN or infinite values; `detail` names the tensors",
     "checkpoint-frozen": "a checkpoint is bit-identical to the previous one",
     "checkpoint-removed": "a checkpoint was removed; `detail` says why",
+    "checkpoint-compacted": "optimizer states and masters of a checkpoint were stored in fewer bytes",
     "checkpoint-thinned": "optimizer, masters and state of ranks were taken out of a checkpoint; its weights stay",
     "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
     "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; copying is retried",

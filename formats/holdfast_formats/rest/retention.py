@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from holdfast_formats import naming
+from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 
 COUNT_MAX = 10**9
@@ -40,7 +41,9 @@ class Best(BaseModel):
 
 
 class RetentionPolicy(BaseModel):
-    """What is kept of a run. Everything is kept if no rule limits; `steps`, `keep_full`, `quota_bytes` are no such rules."""
+    """What is kept of a run. Everything is kept if no rule limits; `steps`, `keep_full`, `optim` and `quota_bytes` are no
+    such rules.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,6 +62,14 @@ class RetentionPolicy(BaseModel):
         description="of checkpoints older than this many whole ones keep the weights only: without optimizer, masters and "
         "state of ranks",
     )
+    optim: OptimRule | None = Field(
+        default=None,
+        description="store checkpoints older than `optim_full` exact ones in fewer bytes: optimizer states as bf16 or int8, "
+        "or exact, and masters as the low bits that their BF16 weights lack",
+    )
+    optim_full: Count | None = Field(
+        default=None, description="how many of the newest stay exactly as they were saved, if `optim` is given"
+    )
     steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="keep these steps in any case")
     quota_bytes: Annotated[int, Field(strict=True, ge=1, le=BYTES_MAX)] | None = Field(
         default=None, description="refuse saves that would bring the run above this many bytes"
@@ -68,6 +79,14 @@ class RetentionPolicy(BaseModel):
     @classmethod
     def _in_order(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(steps)))
+
+    @model_validator(mode="after")
+    def _together(self) -> RetentionPolicy:
+        if (self.optim is None) != (self.optim_full is None):
+            raise ValueError("optim and optim_full belong together: how states are stored, and how many stay exact")
+        if self.keep_full is not None and self.optim_full is not None and self.keep_full <= self.optim_full:
+            raise ValueError("optim_full must be less than keep_full: of older ones no optimizer state is left to be stored")
+        return self
 
     @property
     def limits(self) -> bool:
@@ -92,7 +111,11 @@ class Verdict(BaseModel):
     thin: bool = Field(default=False, description="it stays, and is thinned to its weights next")
     thinned: bool = Field(default=False, description="it was thinned: only its weights are left")
     thin_reason: str | None = Field(default=None, description="why it is thinned, or why it stays whole")
-    bytes_after: int | None = Field(default=None, description="its size once thinned, if it is thinned next")
+    compact: bool = Field(default=False, description="it stays, and is stored in fewer bytes next, as `optim` says")
+    compacted: bool = Field(default=False, description="it was stored in fewer bytes")
+    bytes_after: int | None = Field(
+        default=None, description="about its size once it is thinned or compact, if that is done next"
+    )
 
 
 class Preview(BaseModel):
@@ -103,7 +126,13 @@ class Preview(BaseModel):
     bytes_kept: int = Field(description="of the checkpoints that stay, as they are now")
     bytes_removed: int
     bytes_thinned: int = Field(default=0, description="how much less those take that are thinned next")
-    bytes_saved: int = Field(default=0, description="how much less those take that were thinned before")
+    bytes_compacted: int = Field(default=0, description="about how much less those take that are stored in fewer bytes next")
+    could_save: dict[str, int] = Field(
+        default_factory=dict,
+        description="about how much less the older ones that stay would take, without marks, in each form: `weights` only, "
+        "or everything with optimizer states `exact`, as `bf16` or as `int8`",
+    )
+    bytes_saved: int = Field(default=0, description="how much less those take that were thinned or compacted before")
 
 
 def check_label(label: str) -> str:

@@ -25,6 +25,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.rest.runs import RunLaunch
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
@@ -126,6 +127,10 @@ class Decisions:
         self.shared_checks: SharedChecks | None = None
         if cluster is not None:
             self._share(cluster)
+
+    def keep_usually(self, policy: RetentionPolicy) -> None:
+        """What is thinned and compacted of runs that have no policy of their own."""
+        self._files.usual = policy
 
     def _share(self, cluster: Cluster) -> None:
         self.care = RootCare(self._tier, self.store, self._catalog, cluster, self.events, self.rotation.due)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_formats.lineage import Intent
@@ -180,11 +181,20 @@ class RepairRecords(Protocol):
     def sound(self, run: str, step: int) -> None: ...
 
 
-class ThinBook(Protocol):
-    """Which checkpoints are thinned to their weights, and how what stays takes the place of all."""
+class DueThinning(Protocol):
+    """A checkpoint that is thinned to its weights next, or with `small` stored in fewer bytes by that rule."""
 
-    def due(self, run: str) -> Sequence[int]: ...
-    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes) -> Manifest: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def small(self) -> OptimRule | None: ...
+
+
+class ThinBook(Protocol):
+    """Which checkpoints are thinned to their weights or compacted, and how what is staged takes the place of all."""
+
+    def due(self, run: str) -> Sequence[DueThinning]: ...
+    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes, small: bool = False) -> Manifest: ...
     def clear(self, place: Place) -> None: ...
 
 

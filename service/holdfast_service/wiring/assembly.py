@@ -130,6 +130,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     settle(tier, shared_by)
     cluster = Cluster(catalog.database, config.node) if shared else None
     decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
+    decisions.keep_usually(config.usual_policy)
 
     def claim() -> None:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())

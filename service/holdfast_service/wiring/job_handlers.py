@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
+from holdfast_formats.disk import coded
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import comparing
@@ -78,7 +79,7 @@ class Comparison:
         """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
         left, right = sides = self._sides(job)
         with self._decisions.reading(*left), self._decisions.reading(*right):
-            made = [roots.load_manifest(self._tier, *side) for side in sides]
+            made = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
             pairs = comparing.pairs(made[0], made[1])
             total, done = bytes_to_read(pairs), 0
 

@@ -103,7 +103,7 @@ def test_the_command_line_says_what_it_is_for(daemon: RunningDaemon, monkeypatch
     shown = call("show", f"{RUN}@1").stdout
     assert "without extra, optim" in shown and "not for resuming this one" in shown
     assert json.loads(call("show", f"{RUN}@1", "--json").stdout)["thinned"]["groups"] == ["extra", "optim"]
-    assert "thinned before: 2 (saved" in call("keep", RUN).stdout
+    assert "thinned or compacted before: 2 (saved" in call("keep", RUN).stdout
     assert call("verify", f"{RUN}@1").exit_code == 0
 
 

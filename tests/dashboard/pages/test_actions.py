@@ -121,7 +121,9 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
         "every_steps": "",
         "within_hours": "",
         "steps": "5",
-        "keep_full": "1",
+        "keep_full": "2",
+        "optim": "int8",
+        "optim_full": "1",
         "quota_gigabytes": "1.5",
         "metric": ["accuracy", ""],
         "mode": ["max", "min"],
@@ -140,7 +142,7 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
     assert "The policy was set" in Page(done.text).text
     policy = browser.get("/v1/runs/tiny/policy").json()
     assert (policy["last"], policy["steps"], policy["quota_bytes"]) == (1, [5], 1_500_000_000)
-    assert policy["keep_full"] == 1
+    assert (policy["keep_full"], policy["optim"], policy["optim_full"]) == (2, "int8", 1)
     assert policy["best"] == [{"metric": "accuracy", "mode": "max", "count": 2, "keep_unmeasured": False}]
 
 
@@ -156,7 +158,15 @@ def test_a_stale_policy_is_not_overwritten(browser: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [{"last": "-1"}, {"last": "many"}, {"last": "0"}, {"every_hours": "soon"}, {"steps": "5 x"}, {"quota_gigabytes": "-1"}],
+    [
+        {"last": "-1"},
+        {"last": "many"},
+        {"last": "0"},
+        {"every_hours": "soon"},
+        {"steps": "5 x"},
+        {"quota_gigabytes": "-1"},
+        {"optim": "int8"},
+    ],
 )
 def test_a_policy_that_is_none(browser: httpx.Client, said: dict[str, str]) -> None:
     """A field that says nothing possible is named, and nothing changes."""

@@ -93,7 +93,7 @@ class HoldfastStorageReader(StorageReader):
             raise NoSuchCheckpoint(f"the run {self.run} has no checkpoint", hint="load only if reader.step is not 0")
         self._library_read = self._library()
         self._reader = CheckpointReader.open(self._library_read.source(self.run, step))
-        self._stored = StoredState(self._reader.manifest, self._reader.state, _rank())
+        self._stored = StoredState(self._reader.contents, self._reader.state, _rank())
         made = self._stored.metadata()
         made.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return made

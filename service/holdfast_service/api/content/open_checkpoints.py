@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import naming
+from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.disk.verification import Piece
@@ -67,6 +67,11 @@ class Contents:
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
         """What proves each file: for who reads files, since there are as many as extents."""
         return verification.pieces(self.manifest)
+
+    @cached_property
+    def contents(self) -> Manifest:
+        """The manifest with every tensor as it was saved; those that are stored in fewer bytes have no file there."""
+        return coded.contents(self.manifest)
 
     @cached_property
     def tensor_keys(self) -> list[tuple[str, Any, str]]:

@@ -11,17 +11,24 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
+from numpy.typing import NDArray
 
 from holdfast_formats import programs
 from holdfast_formats.disk import read_planner, verification
+from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
+from holdfast_formats.exports.source import of_committed
+from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.foreign.filling import fetched
+from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import PlacedTensor
 from holdfast_formats.programs.remade import remade_holdings
+from holdfast_formats.region import Box
 from holdfast_formats.rest import bodies
 from holdfast_service.api.content.extent_cache import CachedCheckpoint
 from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
@@ -31,6 +38,7 @@ from holdfast_service.storage import Tier
 PLANNED_MAX = 32  # shards that are kept planned, as long as
 PARTS_MAX = 200_000  # they have no more parts together, of about 500 bytes each
 HOLDINGS_MAX = 4  # layouts that are kept worked out, until they have given shards of as many parts
+KEPT_BYTES_MAX = 2**24  # of verified extents, of a shard that is decoded
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**20
 NOTES_MAX = 100
@@ -46,12 +54,30 @@ class ShardKey(NamedTuple):
     program: str = ""
 
 
+class DecodedGroup:
+    """Boxes of the tensors of a group that a compact checkpoint stores in fewer bytes. Thread-safe."""
+
+    def __init__(self, tier: Tier, contents: Contents, group: str) -> None:
+        self._tier, self._contents, self._group = tier, contents, group
+
+    def __call__(self, name: str, box: Box) -> NDArray[Any]:
+        """The values, from verified bytes; raises `Damaged`."""
+        files, tensors = self._opened
+        return fetched(files, tensors[TensorKey(self._group, name)], box)
+
+    @cached_property
+    def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
+        contents = self._contents
+        files = CommittedFiles(self._tier, contents.manifest, contents.directory, KEPT_BYTES_MAX)
+        return files, of_committed(files, contents.manifest).listing.tensors
+
+
 class PlannedShard:
     """One rank's shard of one checkpoint: its file, its validator, and which stored bytes it is made of."""
 
-    def __init__(self, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
+    def __init__(self, tier: Tier, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
         """`asked` has the layout's canonical text. Raises `StateMismatch` by name for what no file can hold."""
-        manifest = contents.manifest
+        manifest = contents.contents
         entries = manifest.tensors[asked.group]
         shapes = {name: entry.shape for name, entry in entries.items()}
         metadata = shard_file.describe(manifest.run, manifest.step, asked.layout, asked.rank, asked.group, asked.program)
@@ -59,11 +85,23 @@ class PlannedShard:
         # The parts count too: the same header could hold other bytes where the rules for a model have changed.
         made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])
         self.etag = f'"{hashlib.sha256(made_of).hexdigest()[:32]}"'
-        self.recipe = Recipe(file, CachedCheckpoint(contents.directory, contents.sha256), asked.group, entries)
+        source = CachedCheckpoint(contents.directory, contents.sha256)
+        self.recipe = Recipe(file, source, asked.group, entries, DecodedGroup(tier, contents, asked.group))
         self.parts = sum(len(local.parts) for local in held.tensors) + len(held.tensors)
         self._contents = contents
         self._asked = asked
         self._notes = held.notes
+
+    def refuse_plan(self) -> None:
+        """`StateMismatch`, by name, if who reads the files would find no values there."""
+        named = {part.tensor for placed in self.recipe.file.tensors for part in placed.local.parts}
+        coded = sorted(name for name in named if self.recipe.entries[name].file == IN_NO_FILE)
+        if coded:
+            raise StateMismatch(
+                f"tensor {coded[0]!r} is stored in fewer bytes, so no plan can say where its values are",
+                hint="ask for the shard itself: it has the values",
+                tensor=coded[0],
+            )
 
     @cached_property
     def _totals(self) -> tuple[int, int]:
@@ -71,7 +109,11 @@ class PlannedShard:
         return plan.needed, plan.read
 
     def page(self, cursor: str | None, limit: int) -> bodies.ShardPlan:
-        """The plan of the tensors behind `cursor`: `limit` of them, or fewer where they have very many extents."""
+        """The plan of the tensors behind `cursor`: `limit` of them, or fewer where they have very many extents.
+
+        Raises what `refuse_plan` raises.
+        """
+        self.refuse_plan()
         placed = self.recipe.file.tensors
         first = self._position(cursor)
         last, extents = first, 0
@@ -142,7 +184,7 @@ class PlannedShards:
         key = (contents.sha256, asked)
         with self._planning:
             if key not in self._shards:
-                shard = PlannedShard(contents, asked, self._holding(contents, asked).of(asked.rank))
+                shard = PlannedShard(self._tier, contents, asked, self._holding(contents, asked).of(asked.rank))
                 self._keep(key[0], key[1], shard)
                 return shard
             self._shards.move_to_end(key)
@@ -162,7 +204,7 @@ class PlannedShards:
         key = (contents.sha256, asked._replace(rank=0))
         if key not in self._holdings:
             layout, config = language.parse(asked.layout), self._config(contents)
-            self._holdings[key] = _holdings(contents.manifest, asked, layout, config)
+            self._holdings[key] = _holdings(contents.contents, asked, layout, config)
             if len(self._holdings) > HOLDINGS_MAX:
                 self._holdings.popitem(last=False)
         self._holdings.move_to_end(key)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast_formats import transfer
 from holdfast_formats.disk import read_planner, verification
+from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import DeadlineExceeded
@@ -33,12 +35,16 @@ THREADS_MAX = 4
 
 
 class Recipe(NamedTuple):
-    """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups."""
+    """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups.
+
+    `decode` gives the values of a box of a tensor that is stored in fewer bytes.
+    """
 
     file: ShardFile
     source: CachedCheckpoint
     group: str
     entries: Mapping[str, TensorEntry]
+    decode: Callable[[str, Box], NDArray[Any]]
 
 
 class StripPlace(NamedTuple):
@@ -146,12 +152,20 @@ class ShardStreams:
 
 
 def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[StripPlace]]) -> int:
-    """Note under each extent what of a strip it fills; zero the padding. Returns how many bytes are to be filled."""
+    """Note under each extent what of a strip it fills; zero the padding, and fill what is decoded.
+
+    Returns how many bytes are still to be filled.
+    """
     memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
     if strip.is_padded:
         memory[:] = 0
+    missing = 0
     for part in strip.parts:
         entry = recipe.entries[part.tensor]
+        if entry.file == IN_NO_FILE:
+            parts.view(memory, part)[...] = recipe.decode(part.tensor, part.box).view(memory.dtype)
+            continue
+        missing += part.box.volume * strip.itemsize
         view = byte_view(entry.dtype, entry.shape)
         start, stop = byte_span(part.box, view.shape, strip.itemsize)
         together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
@@ -162,7 +176,7 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         for first, last in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
                 wanted.setdefault(verification.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
-    return sum(part.box.volume for part in strip.parts) * strip.itemsize
+    return missing
 
 
 def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], int]]:

@@ -35,7 +35,7 @@ class ComparisonRequest(NamedTuple):
     q: str
 
     def pairs(self, opened: OpenedCheckpoints) -> list[Pair]:
-        held_a, held_b = (opened.open(side.run, side.step).manifest for side in (self.left, self.right))
+        held_a, held_b = (opened.open(side.run, side.step).contents for side in (self.left, self.right))
         found = comparing.pairs(held_a, held_b, self.group)
         return [pair for pair in found if self.q in pair.name and self.state in (None, pair.state)]
 

@@ -48,6 +48,12 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(held.manifest.groups)}")
     found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
     listed = held.columns.listed
+    thinned = held.manifest.thinned is not None and len(listed) != len(found)
+    if thinned or held.manifest.compacted is not None:
+        raise NoSuchResource(
+            f"the statistics of {run}@{step} are of the tensors that it had before it was thinned or compacted",
+            hint="`GET /v1/runs/{run}/layers` still has them, by layer",
+        )
     if len(listed) != len(found):
         raise CorruptStatistics(f"the stored statistics of {run}@{step} belong to another checkpoint")
     order = _ordered(_by_name(held.columns, group, q), sort, found, held.columns)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
@@ -21,6 +21,7 @@ from holdfast_service.storage import Readable, Tier, vouched
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
 PATH_MAX = 4096
+NEWER = ("keep_full", "optim", "optim_full")  # members of a policy that earlier versions refuse
 ANY_TAG = "*"  # If-Match: whatever is there now
 
 
@@ -52,12 +53,20 @@ class RunFile(BaseModel):
     archived: Annotated[str, Field(max_length=40)] = ""  # when
     acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen
 
+    _usual: RetentionPolicy = PrivateAttr(default_factory=RetentionPolicy)  # not in the file
+
     @property
     def in_force(self) -> RetentionPolicy:
-        """The policy that holds: the one that was set, else the trainer's `keep_last`."""
+        """The policy that holds: the one that was set, else the trainer's `keep_last`, with what is usual here."""
         if self.policy is not None:
             return self.policy
-        return RetentionPolicy(last=None if self.keep_last is None else min(self.keep_last, COUNT_MAX))
+        last = None if self.keep_last is None else min(self.keep_last, COUNT_MAX)
+        return self._usual.model_copy(update={"last": last})
+
+    def with_usual(self, usual: RetentionPolicy) -> RunFile:
+        """The same file, where runs without a policy have this one besides `keep_last`."""
+        self._usual = usual
+        return self
 
     @property
     def tag(self) -> str:
@@ -92,8 +101,8 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     # Versions before these members read the file of who has none.
     later = ("link_directories", "owner", "notes", "archived", "acknowledged")
     unused: dict[str, bool | set[str]] = {name: True for name in later if not getattr(file, name)}
-    if file.policy is not None and file.policy.keep_full is None:
-        unused["policy"] = {"keep_full"}
+    if file.policy is not None:
+        unused["policy"] = {name for name in NEWER if getattr(file.policy, name) is None}
     encoded = file.model_dump_json(indent=1, exclude=unused).encode() + b"\n"
     if marks > STEPS_MAX or len(file.labels) > LABELS_MAX or len(encoded) > RUN_FILE_BYTES_MAX:
         raise LimitExceeded(
@@ -111,6 +120,7 @@ class RunFiles:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
+        self.usual = RetentionPolicy()  # of runs without a policy of their own, besides how many are kept
         self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
 
@@ -121,7 +131,7 @@ class RunFiles:
             yield
 
     def read(self, run: str) -> RunFile:
-        return read_run_file(self._tier, run)
+        return read_run_file(self._tier, run).with_usual(self.usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing."""

@@ -186,6 +186,8 @@ class CheckpointRow(CatalogTable):
     abandoned: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
     thinned: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     thin_bytes: Mapped[int | None]
+    compacted: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    small_bytes: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
 class StatisticsRow(CatalogTable):

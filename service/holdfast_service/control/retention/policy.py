@@ -38,6 +38,8 @@ class Candidate(NamedTuple):
     line: Key = ROOT  # of training; a greater one was begun later
     abandoned: bool = False
     gone: frozenset[str] = frozenset()  # groups that were taken out of it
+    small: frozenset[str] = frozenset()  # the rules by which it could be stored in fewer bytes
+    compact: bool = False  # it was stored in fewer bytes
 
     @property
     def saved(self) -> frozenset[str]:

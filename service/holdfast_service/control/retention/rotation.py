@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from holdfast_formats.disk.compacting import RULES, may_be_small
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -36,7 +37,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
+from holdfast_service.control.retention.thin_policy import ThinDecision, could_save, decide_thinning, older_of
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
@@ -182,8 +183,10 @@ class Rotation:
             verdicts=verdicts,
             bytes_kept=kept,
             bytes_removed=removed,
-            bytes_thinned=sum(v.bytes - (v.bytes if v.bytes_after is None else v.bytes_after) for v in verdicts),
-            bytes_saved=sum(c.thinned.bytes - c.bytes for c in listed.values() if c.thinned is not None),
+            bytes_thinned=sum(v.bytes - (v.bytes_after or 0) for v in verdicts if v.thin),
+            bytes_compacted=sum(v.bytes - (v.bytes_after or 0) for v in verdicts if v.compact),
+            could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)]),
+            bytes_saved=sum(before.bytes - c.bytes for c in listed.values() if (before := c.thinned or c.compacted)),
         )
 
     def file(self, run: str) -> RunFile:
@@ -390,7 +393,7 @@ class Rotation:
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
         decisions = decide(free, file.in_force, self._clock())
-        thinned = {d.step for d in decide_thinning(free, decisions, file.in_force).values() if d.thin}
+        thinned = {d.step for d in decide_thinning(free, decisions, file.in_force).values() if d.acts}
         gone = {d.step for d in decisions if not d.keep} | thinned
         waits = [left for step, left in self.readers.held(run).items() if step in gone]
         if waits:
@@ -439,7 +442,9 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked
     holds = (*pin, *labels, *linked, *kept, *([busy] if busy else []))
     created, groups = seconds_of(c.created), frozenset(c.groups)
     gone = frozenset(c.thinned.groups) if c.thinned is not None else frozenset[str]()
-    return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
+    judged = Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
+    unknown = c.small_bytes is None and may_be_small(groups)  # an earlier version listed it
+    return judged._replace(small=frozenset(RULES if unknown else c.small_bytes or ()), compact=c.compacted is not None)
 
 
 def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, thinning: ThinDecision) -> Verdict:
@@ -455,8 +460,16 @@ def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, t
         thin=thinning.thin,
         thinned=listed.thinned is not None,
         thin_reason=thinning.why,
-        bytes_after=listed.thin_bytes if thinning.thin else None,
+        compact=thinning.small is not None,
+        compacted=listed.compacted is not None,
+        bytes_after=_bytes_after(listed, thinning),
     )
+
+
+def _bytes_after(listed: bodies.CheckpointInfo, thinning: ThinDecision) -> int | None:
+    if thinning.small is not None:
+        return (listed.small_bytes or {}).get(thinning.small, listed.bytes)
+    return (listed.thin_bytes or listed.bytes) if thinning.thin else None
 
 
 def _holds_foreign(run: str, step: int, names: Sequence[str]) -> InUse:

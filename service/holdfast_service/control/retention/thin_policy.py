@@ -1,8 +1,8 @@
-"""Which checkpoints are thinned to their weights, with reasons. Pure, as `policy` is.
+"""Which checkpoints are thinned to their weights, and which are stored in fewer bytes, with reasons. Pure, as `policy` is.
 
-A checkpoint that stays is thinned if enough newer ones are whole. These are verified, not known to be unhealthy, of the
-living line, have all its groups and stay themselves. So the newest verified one, and the newest healthy one, are never
-thinned (I10).
+A checkpoint that stays is thinned if enough newer ones are whole, and compacted if enough newer ones are exact. These are
+verified, not known to be unhealthy, of the living line, have all its groups and stay themselves. So the newest verified one,
+and the newest healthy one, are never touched (I10). A compact one counts as whole, but not as exact.
 """
 
 from __future__ import annotations
@@ -10,45 +10,82 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from holdfast_formats.disk.compacting import RULES, OptimRule
 from holdfast_formats.disk.thinning import can_be_thinned
+from holdfast_formats.rest.bodies import CheckpointInfo
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.retention.policy import Candidate, Decision
 
+_COUNTED = "that are verified and healthy stay"
+
 
 class ThinDecision(NamedTuple):
-    """Whether a checkpoint is thinned next, and why, or why not; no reason where nothing is to be said."""
+    """Whether a checkpoint is thinned next, or stored in fewer bytes by a rule (`small`), and why, or why neither; no reason
+    where nothing is to be said.
+    """
 
     step: int
     thin: bool
     why: str | None = None
+    small: OptimRule | None = None
+
+    @property
+    def acts(self) -> bool:
+        return self.thin or self.small is not None
 
 
 def decide_thinning(
     candidates: Sequence[Candidate], decisions: Sequence[Decision], policy: RetentionPolicy
 ) -> dict[int, ThinDecision]:
     """The decision for every checkpoint, by step. `decisions` say which of them stay."""
-    if policy.keep_full is None:
+    if policy.keep_full is None and policy.optim is None:
         return {c.step: ThinDecision(c.step, False) for c in candidates}
     stays = {d.step for d in decisions if d.keep}
     whole = [c for c in candidates if c.step in stays and _counts(c)]
-    return {
-        c.step: _decide(c, whole, policy.keep_full) if c.step in stays else ThinDecision(c.step, False) for c in candidates
-    }
+    return {c.step: _decide(c, whole, policy) if c.step in stays else ThinDecision(c.step, False) for c in candidates}
 
 
 def _counts(c: Candidate) -> bool:
     return c.verified and c.healthy is not False and not c.abandoned and not c.gone
 
 
-def _decide(c: Candidate, whole: Sequence[Candidate], keep_full: int) -> ThinDecision:
-    if c.gone or not can_be_thinned(c.groups):
+def _decide(c: Candidate, whole: Sequence[Candidate], policy: RetentionPolicy) -> ThinDecision:
+    thins = policy.keep_full is not None and not c.gone and can_be_thinned(c.groups)
+    shrinks = policy.optim in c.small and not c.gone and not c.compact
+    if not thins and not shrinks:
         return ThinDecision(c.step, False)
     if c.holds:
         return ThinDecision(c.step, False, f"whole: {'; '.join(c.holds)}")
     if not c.verified:
         return ThinDecision(c.step, False, "whole: it is not verified")
-    # What training has left behind is compared with the line that has left it, whose steps may be lower.
-    newer = sum(c.groups <= w.groups and (w.line > c.line if c.abandoned else w.step > c.step) for w in whole)
-    if newer < keep_full:
-        return ThinDecision(c.step, False, f"whole: only {newer} newer whole ones that are verified and healthy stay")
-    return ThinDecision(c.step, True, f"full {keep_full}: {newer} newer whole ones that are verified and healthy stay")
+    newer = _newer(c, whole)
+    if thins and policy.keep_full is not None and newer >= policy.keep_full:
+        return ThinDecision(c.step, True, f"full {policy.keep_full}: {newer} newer whole ones {_COUNTED}")
+    exact = _newer(c, [one for one in whole if not one.compact])
+    if shrinks and policy.optim_full is not None and exact >= policy.optim_full:
+        why = f"optim {policy.optim}, {policy.optim_full} exact: {exact} newer exact ones {_COUNTED}"
+        return ThinDecision(c.step, False, why, policy.optim)
+    count, kind = (exact, "exact") if shrinks else (newer, "whole")
+    return ThinDecision(c.step, False, f"whole: only {count} newer {kind} ones {_COUNTED}")
+
+
+def older_of(candidates: Sequence[Candidate], decisions: Sequence[Decision]) -> list[Candidate]:
+    """Those that stay without a mark, and are older than the newest that no rule touches."""
+    stays = {d.step for d in decisions if d.keep}
+    whole = [c for c in candidates if c.step in stays and _counts(c)]
+    return [c for c in candidates if c.step in stays and c.verified and not c.holds and _newer(c, whole)]
+
+
+def could_save(listed: Sequence[CheckpointInfo]) -> dict[str, int]:
+    """About how many bytes each form would save of these checkpoints, of the forms that would save any."""
+    saved = {"weights": sum(c.bytes - c.thin_bytes for c in listed if c.thin_bytes is not None)}
+    for rule in RULES:
+        saved[rule] = sum(c.bytes - (c.small_bytes or {}).get(rule, c.bytes) for c in listed)
+    return {form: size for form, size in saved.items() if size > 0}
+
+
+def _newer(c: Candidate, among: Sequence[Candidate]) -> int:
+    """How many of these are newer and have its groups. What training has left behind is compared with the line that has left
+    it, whose steps may be lower.
+    """
+    return sum(c.groups <= w.groups and (w.line > c.line if c.abandoned else w.step > c.step) for w in among)

@@ -1,4 +1,4 @@
-"""Thinning: which checkpoints are thinned to their weights, and how what stays of one takes its place.
+"""Thinning: which checkpoints are thinned to their weights or compacted, and how what stays of one takes its place.
 
 All is decided under the lock of removals, and again at the moment of publishing, so a mark that was set holds (I4), and what
 is read is not thinned.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,9 @@ from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
+# What is not the same of a checkpoint once it was thinned or compacted.
+CHANGED = ("groups", "tensors", "files", "bytes", "thinned", "thin_bytes", "compacted", "small_bytes")
+
 
 class Thinning:
     """The decisions about thinning in one root. Thread-safe."""
@@ -41,19 +45,20 @@ class Thinning:
         self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that thins
         self.made: Callable[[Manifest], None] = lambda made: None  # hears what stands there now
 
-    def due(self, run: str) -> list[int]:
-        """The steps of a run that are thinned next, oldest first; none where another node does it."""
-        found = sorted(step for step, one in self._decided(run).items() if one.thin)
+    def due(self, run: str) -> list[ThinDecision]:
+        """What is thinned or compacted next of a run, oldest first; nothing where another node does it."""
+        found = sorted(one for one in self._decided(run).values() if one.acts)
         return found if found and self.is_mine() else []
 
-    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes) -> Manifest:
-        """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke.
+    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes, small: bool = False) -> Manifest:
+        """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke. `small`: it
+        has everything, in fewer bytes.
 
-        Raises `InUse` where it is not to be thinned any more, and what `commit.publish_copy` raises.
+        Raises `InUse` where that is not to be done any more, and what `commit.publish_copy` raises.
         """
         run, step = place.run, place.step
         with self._rotation.deciding(run):
-            self._refuse(run, step)
+            self._refuse(run, step, small)
             if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") != whole:
                 raise InUse(f"{run}@{step} was saved anew meanwhile", hint="nothing was changed")
             with self._rotation.readers.removing(run, step) as free:
@@ -77,32 +82,39 @@ class Thinning:
         except CheckpointError as failure:
             log.warning("%s stays until it is swept: %s", place.path, failure.detail)
 
-    def _refuse(self, run: str, step: int) -> None:
+    def _refuse(self, run: str, step: int, small: bool) -> None:
         """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.
 
         What may have changed since: marks, readers, findings about it, and that enough newer ones are whole.
         """
         found = self._catalog.checkpoint(run, step)
         self._rotation.refuse_held(run, step)
-        keep_full = self._files.read(run).in_force.keep_full
+        policy = self._files.read(run).in_force
+        most = policy.optim_full if small else policy.keep_full
         if found.abandoned:
-            enough = step in self.due(run)
+            enough = step in {one.step for one in self.due(run)}
         else:
-            enough = keep_full is not None and self._whole_after(found, keep_full) >= keep_full
-        if not enough or not found.verified or found.thinned is not None or not self.is_mine():
+            enough = most is not None and self._whole_after(found, most, small) >= most
+        done = found.thinned is not None or (small and found.compacted is not None)
+        if not enough or not found.verified or done or not self.is_mine():
             raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
 
-    def _whole_after(self, found: bodies.CheckpointInfo, enough: int) -> int:
+    def _whole_after(self, found: bodies.CheckpointInfo, enough: int, exact: bool) -> int:
         """How many newer whole checkpoints count, as in `decide_thinning`; no more than are needed are looked for."""
         row = CheckpointRow
-        counts = (row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None))
+        counts = [row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None)]
+        counts += [row.compacted.is_(None)] if exact else []
         wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
-        with self._catalog.database.read() as session:
-            groups = session.scalars(wanted.execution_options(yield_per=64))
+        wanted = wanted.execution_options(yield_per=64)  # and closed, because it may not be read to its end
+        with (
+            self._catalog.database.read() as session,
+            closing(session.scalars(wanted)) as groups,
+        ):
             return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
-        if self._files.read(run).in_force.keep_full is None:
+        policy = self._files.read(run).in_force
+        if policy.keep_full is None and policy.optim is None:
             return {}
         file, candidates = self._rotation.looked_at(run)
         return decide_thinning(candidates, decide(candidates, file.in_force, time.time()), file.in_force)
@@ -117,19 +129,25 @@ class Thinning:
             self._rotation.listed(run, step)
             return
         if (
-            made.thinned is not None
-            and known.thinned is None
+            (made.thinned is not None or made.compacted is not None)
+            and (known.thinned, known.compacted) != (there.thinned, there.compacted)
             and (known.attempt, known.created) == (there.attempt, there.created)
         ):
-            now = {name: getattr(there, name) for name in ("groups", "tensors", "files", "bytes", "thinned", "thin_bytes")}
+            now = {name: getattr(there, name) for name in CHANGED}
             self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step))
             self._tell(made)
         self._rotation.listed(run, step)
 
     def _tell(self, made: Manifest) -> None:
-        assert made.thinned is not None
         if self._rotation.events is None:
             return
+        if (small := made.compacted) is not None:
+            freed, kind = small.bytes - made.bytes, f"optimizer states as {small.optim}" if small.lossy else "bit for bit"
+            text = f"step {made.step} was stored in fewer bytes, {kind}: {freed} of {small.bytes} bytes are free"
+            about: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "optim": small.optim, "error": small.error}
+            self._rotation.events.add("checkpoint-compacted", text, made.run, made.step, **about)
+            return
+        assert made.thinned is not None
         freed, gone = made.thinned.bytes - made.bytes, ", ".join(made.thinned.groups)
         text = f"step {made.step} was thinned to its weights: {freed} of {made.thinned.bytes} bytes are free ({gone})"
         detail: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "groups": list(made.thinned.groups)}

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from holdfast_formats import naming
-from holdfast_formats.disk import verification
+from holdfast_formats.disk import codings, verification
+from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS
+from holdfast_formats.exports.source import of_committed
+from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.foreign.filling import fetched
+from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
 from holdfast_formats.rest.observed import Difference
+from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.storage import Tier
 
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
@@ -45,17 +54,40 @@ def compare(
     `on_bytes` is called with the number of bytes read, after each tensor. Raises `CorruptExtent` and
     `StorageFailed`.
     """
+    decoded = [_Decoded(tier, side) for side in sides]
     for pair in pairs:
         if pair.state not in READ or pair.a is None or pair.b is None:
             yield comparing.difference(pair)
             continue
         distance = Distance(pair.a.dtype)
-        left = _octets(tier, sides[0], pair, pair.a)
-        for a, b in comparing.blocks(left, _octets(tier, sides[1], pair, pair.b)):
+        left, right = (
+            opened.octets(pair) if entry.file == IN_NO_FILE else _octets(tier, side, pair, entry)
+            for opened, side, entry in zip(decoded, sides, (pair.a, pair.b), strict=True)
+        )
+        for a, b in comparing.blocks(left, right):
             distance.add(a, b)
         if on_bytes is not None:
             on_bytes(2 * pair.a.nbytes)
         yield comparing.difference(pair, distance)
+
+
+class _Decoded:
+    """The values of a compact checkpoint's tensors. Its manifest is read when the first of them is asked for."""
+
+    def __init__(self, tier: Tier, side: ComparedCheckpoint) -> None:
+        self._tier, self._side = tier, side
+
+    @cached_property
+    def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
+        made = read_manifest(self._tier, self._side.directory)
+        files = CommittedFiles(self._tier, made, self._side.directory)
+        return files, of_committed(files, made).listing.tensors
+
+    def octets(self, pair: Pair) -> Iterator[Octets]:
+        files, tensors = self._opened
+        tensor = tensors[TensorKey(pair.group, pair.name)]
+        for box in codings.slabs(whole(tensor.spec.shape), SLAB_ELEMENTS):
+            yield fetched(files, tensor, box).reshape(-1).view(np.uint8)
 
 
 def _octets(tier: Tier, side: ComparedCheckpoint, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:

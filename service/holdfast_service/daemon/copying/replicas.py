@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+
+import msgspec
 
 from holdfast_formats import moments, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, thinning
+from holdfast_formats.disk import manifest, thinning, verification
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch, Unavailable
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
-from holdfast_service.daemon.copying.thinner import stage
+from holdfast_service.daemon.copying.second_names import stage_again
 from holdfast_service.daemon.ports import ReplicaBook
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import PosixStore, Tier
@@ -151,7 +154,7 @@ class Replicator:
             pair = read_pair(self._source, directory)
             if tier.list(directory):
                 if self._refuse_another(tier, pair):
-                    self._thin(tier, pair)
+                    self._follow(tier, pair)
                 self.check(run, step)
                 return
             self._carry(tier, pair)
@@ -188,17 +191,20 @@ class Replicator:
                     tier.remove_tree(staging)
             raise
 
-    def _thin(self, tier: Tier, pair: ManifestPair) -> None:
-        """Do to the copy what was done to its checkpoint: what stays of it takes its place."""
+    def _follow(self, tier: Tier, pair: ManifestPair) -> None:
+        """Do to the copy what was done to its checkpoint: it takes the copy's place, and only what differs is copied."""
         made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
-        whole = read_pair(tier, directory)
-        assert made.thinned is not None
-        thin = thinning.thin(whole.made, whole.encoded, tier.read(f"{directory}/{naming.STATE}"), made.thinned.at)
-        if manifest.encode(thin.made) != pair.encoded:
-            raise StateMismatch(f"what stays of {directory} differs in replica {self.name}", hint="remove the copy there")
-        place, store = naming.job_place(made.run, made.step, digest(f"thin {self.name}".encode())), PosixStore(tier)
+        whole = read_pair(tier, directory).made
+        here, there = (verification.tensors_by_file(one) for one in (made, whole))
+        names = {file.name for file in whole.files if file in made.files and here.get(file.name) == there.get(file.name)}
+        proof, rest = _only(whole, names, True), _only(made, names, False)
+        place, store = naming.job_place(made.run, made.step, digest(f"follow {self.name}".encode())), PosixStore(tier)
+        going = self._going()
         try:
-            stage(tier, store, place, thin, self._going())
+            stage_again(tier, store, place, proof, going)
+            carry(self._source, directory, tier, place.path, rest, going)
+            if not self._is_mine():
+                raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
             self._book.publish(tier, place, pair.encoded, pair.commit, over=True)
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
@@ -206,14 +212,15 @@ class Replicator:
 
     def _refuse_another(self, tier: Tier, pair: ManifestPair) -> bool:
         """`AlreadyCommitted` when what stands there is sound, and not this checkpoint; whether it is this one before it was
-        thinned.
+        thinned or compacted.
         """
         made = pair.made
         try:
             other = read_pair(tier, naming.checkpoint_path(made.run, made.step))
         except Damaged:
             return False  # whose it is shows when it is mended
-        if made.thinned is not None and manifest.stated_sha256(other.commit) == made.thinned.manifest_sha256:
+        origins = [thinning.origin_sha256(one.made, manifest.stated_sha256(one.commit)) for one in (pair, other)]
+        if origins[0] == origins[1] and thinning.lost(other.made) < thinning.lost(made):
             return True
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(
@@ -268,6 +275,16 @@ class Replicator:
         while time.monotonic() < limit and not self._closed.is_set():
             if self._news(WAIT_S):
                 return
+
+
+def _only(made: Manifest, names: Collection[str], inside: bool) -> Manifest:
+    """What the manifest says of these files, or of all others: to verify them, and not to be written."""
+    tensors = {
+        group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
+        for group, named in made.tensors.items()
+    }
+    files = tuple(file for file in made.files if (file.name in names) is inside)
+    return msgspec.structs.replace(made, files=files, tensors=tensors, aliases={})
 
 
 def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:

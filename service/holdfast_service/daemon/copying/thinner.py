@@ -1,4 +1,5 @@
-"""The worker that thins checkpoints to their weights: proves what stays, stages it without a copy, and has it published.
+"""The worker that thins checkpoints to their weights, or stores them in fewer bytes: proves what stays, stages it without a
+copy, and has it published.
 
 It runs at idle priority, and reads no faster than its pace. A crash leaves the whole checkpoint or the thin one.
 """
@@ -8,17 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifest, thinning
+from holdfast_formats.disk.compacting import OptimRule
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.thinning import ThinCheckpoint
-from holdfast_formats.errors import CheckpointError, Conflict, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
+from holdfast_formats.errors import CheckpointError, Conflict, Damaged, NoSpace, NotFound, StateMismatch
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, carry, read_back, read_pair
+from holdfast_service.daemon.copying import streaming
+from holdfast_service.daemon.copying.compactor import stage_compact
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, read_back, read_pair
+from holdfast_service.daemon.copying.second_names import stage_again
 from holdfast_service.daemon.ports import ThinBook
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Store, Tier
@@ -49,7 +56,7 @@ class Thinner:
         self._due: dict[str, None] = {}
         self._closed = threading.Event()
         self._busy = False
-        self._refused: set[str] = set()  # manifests of checkpoints that cannot be thinned
+        self._refused: set[str] = set()  # what could not be done, of which manifest
         self._thread: threading.Thread | None = None
 
     def due(self, run: str) -> None:
@@ -77,49 +84,65 @@ class Thinner:
             self._thread.join(CLOSE_S)
 
     def look(self, run: str) -> list[int]:
-        """Thin everything of a run that is due now, oldest first; the steps that were. Who fails keeps no other back."""
+        """Thin and compact all of a run that is due now, oldest first; the steps that were. Failures keep no other back."""
         done = []
-        for step in self._book.due(run):
+        for due in self._book.due(run):
             if self._closed.is_set():
                 break
             try:
-                if self._thin(run, step):
-                    done.append(step)
+                if self._act(run, due.step, due.small):
+                    done.append(due.step)
             except Damaged as error:
-                log.error("%s@%s is damaged, and stays whole: %s", run, step, error.detail)
-                self._suspect(run, step, error)
+                log.error("%s@%s is damaged, and stays whole: %s", run, due.step, error.detail)
+                self._suspect(run, due.step, error)
+            except NoSpace as error:  # others may need less, or free some
+                log.warning("%s@%s stays as it is for now: %s", run, due.step, error.detail)
             except (Conflict, NotFound) as error:  # a reader, a mark or a removal came first
-                log.info("%s@%s stays as it is for now: %s", run, step, error.detail)
+                log.info("%s@%s stays as it is for now: %s", run, due.step, error.detail)
         return done
 
-    def _thin(self, run: str, step: int) -> bool:
-        directory = naming.checkpoint_path(run, step)
-        pair = read_pair(self._tier, directory)
-        sha256 = manifest.stated_sha256(pair.commit)
-        if pair.made.thinned is not None or sha256 in self._refused:
+    def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
+        """Thin one checkpoint, or store it in fewer bytes; whether that was done."""
+        pair = read_pair(self._tier, naming.checkpoint_path(run, step))
+        act = f"{self._node} {small or 'thin'} {manifest.stated_sha256(pair.commit)}"
+        done = pair.made.thinned is not None or (small is not None and pair.made.compacted is not None)
+        if done or act in self._refused:
             return False
+        place = naming.job_place(run, step, digest(act.encode()))
         try:
-            thin = thinning.thin(pair.made, pair.encoded, self._tier.read(f"{directory}/{naming.STATE}"), utc_now())
-        except StateMismatch as error:
-            log.warning("%s is not thinned: %s", f"{run}@{step}", error.detail)
-            self._refused.add(sha256)
-            return False
-        place = naming.job_place(run, step, digest(f"{self._node} thin {sha256}".encode()))
-        going = Going(self._pace, self._closed.is_set)
-        try:
-            stage(self._tier, self._store, place, thin, going)
-            encoded = manifest.encode(thin.made)
-            self._book.publish(place, encoded, manifest.encode_commit(thin.made, encoded), pair.commit)
+            made = self._staged(place, pair, small)
+            encoded = manifest.encode(made)
+            self._book.publish(place, encoded, manifest.encode_commit(made, encoded), pair.commit, small is not None)
         except CheckpointError as error:
             if error.members.get("outcome") != "unknown":  # else a power cut may bring the whole one back from there
-                self._book.clear(place)
-            raise
+                self._clear(place)
+            if not isinstance(error, StateMismatch):
+                raise
+            log.warning("%s@%s is not %s: %s", run, step, "compacted" if small else "thinned", error.detail)
+            self._refused.add(act)
+            return False
         except CopyStopped:
-            self._book.clear(place)
+            self._clear(place)
             raise
-        freed = pair.made.bytes - thin.made.bytes
-        log.info("%s@%s was thinned to its weights: %d of %d bytes are free", run, step, freed, pair.made.bytes)
+        kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
+        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, pair.made.bytes - made.bytes, pair.made.bytes)
         return True
+
+    def _staged(self, place: Place, pair: ManifestPair, small: OptimRule | None) -> Manifest:
+        """Stage what takes the checkpoint's place; its manifest."""
+        going = Going(self._pace, self._closed.is_set)
+        if small is not None:
+            return stage_compact(self._tier, self._store, place, pair, small, going)
+        state = self._tier.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
+        thin = thinning.thin(pair.made, pair.encoded, state, utc_now())
+        stage(self._tier, self._store, place, thin, going)
+        return thin.made
+
+    def _clear(self, place: Place) -> None:
+        """Remove what is staged, and the notes of what was being written."""
+        with suppress(CheckpointError):  # the next sweep removes them
+            streaming.forget(self._tier, place.path)
+        self._book.clear(place)
 
     def _loop(self) -> None:
         give_way()
@@ -148,23 +171,8 @@ class Thinner:
 
 
 def stage(tier: Tier, store: Store, place: Place, thin: ThinCheckpoint, going: Going) -> None:
-    """Stage what stays of a checkpoint of `tier`, whose bytes are proven first: as second names of its files, or where there
-    are none as copies.
-
-    Raises `Damaged` for bytes that fail their digest, `NoSuchCheckpoint` where the checkpoint goes meanwhile, `CopyStopped`.
-    """
-    directory = naming.checkpoint_path(place.run, place.step)
-    try:
-        read_back(tier, directory, thin.proof, going)
-    except Damaged:
-        if not tier.list(directory):
-            raise NoSuchCheckpoint(f"{place.run}@{place.step} was removed meanwhile") from None
-        raise
-    tier.remove_tree(place.path)  # of an earlier start
-    staged = store.begin(place)
-    if not all(staged.take(entry.name, place.step) for entry in thin.stays):
-        tier.remove_tree(place.path)
-        carry(tier, directory, tier, place.path, thin.proof, going)
-    staged.put(naming.STATE, thin.state)
+    """Stage the weights that stay of a checkpoint of `tier`; raises what `stage_again` raises."""
+    stage_again(tier, store, place, thin.proof, going)
+    tier.put(f"{place.path}/{naming.STATE}", thin.state)
     state = tuple(entry for entry in thin.made.files if entry.name == naming.STATE)
     read_back(tier, place.path, msgspec.structs.replace(thin.made, files=state, tensors={}, aliases={}), going)

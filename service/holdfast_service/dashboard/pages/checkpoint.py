@@ -9,7 +9,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.disk.manifest import TensorEntry
-from holdfast_formats.disk.thinning import USABLE_FOR
+from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.exports.kinds import KINDS
 from holdfast_formats.exports.plan import FLOATS
@@ -55,6 +55,8 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
         run=run,
         made=found,
         usable_for=USABLE_FOR,
+        small_usable_for=SMALL_USABLE_FOR,
+        exact_usable_for=EXACT_USABLE_FOR,
         replicas=replicas,
         verdict=verdict,
         jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,

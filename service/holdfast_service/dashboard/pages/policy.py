@@ -9,6 +9,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from holdfast_formats.disk.compacting import RULES
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
@@ -58,7 +59,10 @@ def as_policy(form: Form) -> RetentionPolicy:
         )
         if metric
     ]
-    said: dict[str, Any] = {name: form.number(name) for name in ("last", "every_steps", "steps_apart", "keep_full")}
+    said: dict[str, Any] = {
+        name: form.number(name) for name in ("last", "every_steps", "steps_apart", "keep_full", "optim_full")
+    }
+    said["optim"] = form.text("optim") or None
     said["every_seconds"] = _hours(form, "every_hours")
     said["within_seconds"] = _hours(form, "within_hours")
     gigabytes = _real(form, "quota_gigabytes")
@@ -71,7 +75,7 @@ def as_policy(form: Form) -> RetentionPolicy:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="go back and change the field"
+            f"{'.'.join(map(str, first['loc'])) or 'rules'}: {first['msg']}", hint="go back and change the field"
         ) from error
 
 
@@ -102,7 +106,7 @@ async def _tag(api: ViewerApi, run: str) -> str:
 async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
     """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
-    before = {verdict.step: (verdict.keep, verdict.thin) for verdict in in_force.verdicts}
+    before = {verdict.step: _end(verdict) for verdict in in_force.verdicts}
     return page(
         request,
         "policy.html",
@@ -112,16 +116,20 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
         preview=preview,
         proposed=preview is not in_force,
         # Changes come first: a person has to agree to these.
-        verdicts=sorted(preview.verdicts, key=lambda v: (not _is_new(v, before), v.keep, not v.thin, -v.step))[
-            :VERDICTS_SHOWN
-        ],
+        verdicts=sorted(preview.verdicts, key=lambda v: (not _is_new(v, before), _end(v), -v.step))[:VERDICTS_SHOWN],
+        rules=RULES,
         new={verdict.step for verdict in preview.verdicts if _is_new(verdict, before)},
         best=[*preview.policy.best, *[None] * BEST_ROWS_SPARE],
         metrics=sorted(newest.items[0].metrics) if newest.items else [],
     )
 
 
-def _is_new(verdict: Verdict, before: Mapping[int, tuple[bool, bool]]) -> bool:
+def _end(verdict: Verdict) -> tuple[bool, bool, bool]:
+    """What becomes of a checkpoint; the greatest is that nothing is done to it."""
+    return verdict.keep, not verdict.thin, not verdict.compact
+
+
+def _is_new(verdict: Verdict, before: Mapping[int, tuple[bool, bool, bool]]) -> bool:
     """Whether the policy in force would have another end for the checkpoint."""
-    now = (verdict.keep, verdict.thin)
+    now = _end(verdict)
     return before.get(verdict.step, now) != now

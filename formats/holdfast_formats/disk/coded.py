@@ -1,0 +1,127 @@
+"""A compact checkpoint as its tensors were saved: which stored parts a box of a coded tensor needs, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import codings
+from holdfast_formats.disk.codings import MODEL, TIES
+from holdfast_formats.disk.compacted import CodedTensor, Compacted
+from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.read_planner import WantedBox, resolve
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.region import Box, whole
+
+Fetch = Callable[[WantedBox], NDArray[Any]]
+
+IN_NO_FILE = ""  # where a coded tensor is, of the contents
+
+
+def contents(made: Manifest) -> Manifest:
+    """The manifest with every tensor as it was saved: for planning, not for reading. A coded tensor is in no file; the
+    digests of its extents are that of the digests of all that it is decoded from, so that equal ones are found.
+
+    A checkpoint that is not compact is returned as it is.
+    """
+    if made.compacted is None:
+        return made
+    tensors, aliases = dict(made.tensors), dict(made.aliases)
+    for group, coded in made.compacted.tensors.items():
+        hidden = {part for name in coded for part in stored_names(made, group, name)}
+        held = {name: entry for name, entry in made.tensors[group].items() if name not in hidden}
+        held |= {name: _as_saved(made, group, name, one) for name, one in coded.items()}
+        tensors[group] = held
+        if known := {**made.aliases.get(group, {}), **made.compacted.aliases.get(group, {})}:
+            aliases[group] = known
+    return msgspec.structs.replace(made, tensors=tensors, aliases=aliases, compacted=None)
+
+
+def _as_saved(made: Manifest, group: str, name: str, one: CodedTensor) -> TensorEntry:
+    from_all = [one.coding]
+    if one.coding in codings.PARTS:  # else it is refused by whoever reads it
+        for need in needs(made, group, name, whole(one.shape)).values():
+            from_all += [extent.digest for extent in resolve(made, need.group, need.name)[1].extents]
+    # Cut as no stored tensor is: whether it equals one of those, only the values can tell.
+    size, sum_of = prod(one.shape) * 4, digest(" ".join(from_all).encode())
+    extents = (Extent(0, 4, sum_of), Extent(4, size - 4, sum_of))
+    return TensorEntry(one.dtype, one.shape, IN_NO_FILE, 0, extents, one.placement)
+
+
+def find(made: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:
+    """The stored name and the coding of a tensor, aliases resolved; None for one that is stored as it was saved."""
+    if made.compacted is None:
+        return None
+    coded = made.compacted.tensors.get(group, {})
+    name = made.compacted.aliases.get(group, {}).get(name, name)
+    return (name, coded[name]) if name in coded else None
+
+
+def stored_names(made: Manifest, group: str, name: str) -> list[str]:
+    """The stored tensors of the group that are parts of a coded one."""
+    coding = _of(made)[group][name].coding
+    names = [name + part.suffix for part in codings.PARTS.get(coding, {}).values()]
+    ties = name + codings.TIES_PART.suffix
+    return [*names, ties] if coding == "low16" and ties in made.tensors[group] else names
+
+
+def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBox]:
+    """The boxes of stored tensors from which a box of a coded one is decoded, by part.
+
+    Raises `StateMismatch`, by name, for a coding of a later version, and for a master whose weight is not there.
+    """
+    one = _of(made)[group][name]
+    parts = codings.PARTS.get(one.coding)
+    if parts is None:
+        raise StateMismatch(
+            f"tensor {name!r} is stored as {one.coding!r}, which this version does not know",
+            hint="update holdfast, or take the tensor from another step",
+            tensor=name,
+        )
+    found = {role: WantedBox(group, name + part.suffix, codings.part_box(part, box)) for role, part in parts.items()}
+    if one.coding == "low16":
+        _, weight = resolve(made, MODEL, name)
+        if (weight.dtype, weight.shape) != ("BF16", one.shape):
+            raise StateMismatch(f"the weight of master {name!r} is {weight.dtype}{list(weight.shape)}", tensor=name)
+        found[MODEL] = WantedBox(MODEL, name, box)
+        ties = made.tensors[group].get(name + codings.TIES_PART.suffix)
+        if ties is not None:
+            found[TIES] = WantedBox(group, name + codings.TIES_PART.suffix, whole(ties.shape))
+    return found
+
+
+def decoded(made: Manifest, group: str, name: str, box: Box, parts: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """The values of a box of a coded tensor, from what `needs` names; integers and BF16 as numpy has them."""
+    one = _of(made)[group][name]
+    arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in parts.items()}
+    return codings.decode(one.coding, box, one.shape, arrays)
+
+
+def stored_boxes(made: Manifest, wanted: WantedBox) -> list[WantedBox]:
+    """What has to be read for a box of a tensor as it was saved."""
+    found = find(made, wanted.group, wanted.name)
+    return [wanted] if found is None else list(needs(made, wanted.group, found[0], wanted.box).values())
+
+
+def told(compacted: Compacted) -> str:
+    """What is to be known of a compact checkpoint, for people."""
+    coded = sum(map(len, compacted.tensors.values()))
+    left = sum(map(len, compacted.exact.values()))
+    rest = f"; {left} that the rule is for stayed as they were saved" if left else ""
+    if not compacted.lossy:
+        return f"{coded} masters are stored as low bits, and restored bit for bit{rest}"
+    return (
+        f"optimizer states were stored as {compacted.optim} at {compacted.at}: values differ from what was saved by up to "
+        f"{compacted.error:.2g} of a tensor's norm; weights and masters are exact{rest}"
+    )
+
+
+def _of(made: Manifest) -> Mapping[str, Mapping[str, CodedTensor]]:
+    assert made.compacted is not None
+    return made.compacted.tensors

@@ -1,0 +1,231 @@
+"""Compact checkpoints: which tensors of an old checkpoint are stored in fewer bytes by a rule, and what it then consists of.
+
+First and second moments of optimizers are rounded (`bf16`, `int8`) or left as they are (`exact`); full-precision masters
+become the low bits that their BF16 weights lack. What is not known by its name and dtype stays as it was saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.disk import codings, index
+from holdfast_formats.disk.codings import MODEL, PARTS, TIES_PART, part_shape
+from holdfast_formats.disk.compacted import CodedTensor, Compacted
+from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.packing import FilePlan, pack
+from holdfast_formats.disk.read_planner import resolve
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.region import Shape
+from holdfast_formats.tensors import TensorSpec
+
+OptimRule = Literal["exact", "bf16", "int8"]
+RULES: tuple[OptimRule, ...] = get_args(OptimRule)
+OPTIM, MASTER = "optim", "master"
+FIRST = frozenset({"exp_avg", "momentum_buffer"})  # first moments: of both signs
+SECOND = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})  # never below zero
+BYTES_MIN = 1024  # of a tensor; a smaller one's entry in the manifest would take what coding it saves
+ROW_MIN = 16  # elements of the last dimension, from which blocks of 8-bit codes are smaller than bfloat16
+TIES_SHARE = 64  # a master of which more than one element in so many lies half-way stays whole
+
+
+class CodingCandidate(NamedTuple):
+    """A tensor that a rule stores in fewer bytes, if its values allow that."""
+
+    group: str
+    name: str
+    coding: str
+    entry: TensorEntry
+
+
+class Encoded(NamedTuple):
+    """A candidate whose values were looked at: how it is coded, the error of what is decoded, and how many masters that lie
+    half-way were rounded up. `left` says why it stays as it was saved.
+    """
+
+    candidate: CodingCandidate
+    error: float = 0.0
+    ties: int = 0
+    left: str = ""
+
+
+def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
+    """The tensors that the rule is for, in the manifest's order."""
+    if made.thinned is not None or made.compacted is not None:
+        return
+    for name, entry in made.tensors.get(OPTIM, {}).items():
+        coding = _moments(name.rpartition("/")[2], entry, rule)
+        if coding is not None and _free(made, OPTIM, name, coding):
+            yield CodingCandidate(OPTIM, name, coding, entry)
+    for name, entry in made.tensors.get(MASTER, {}).items():
+        if _weight(made, name, entry) and _free(made, MASTER, name, "low16"):
+            yield CodingCandidate(MASTER, name, "low16", entry)
+
+
+def _moments(key: str, entry: TensorEntry, rule: str) -> str | None:
+    wanted = key in FIRST or key in SECOND
+    if rule == "exact" or not wanted or entry.dtype != "F32" or not entry.shape or entry.nbytes < BYTES_MIN:
+        return None
+    if rule == "bf16" or entry.shape[-1] < ROW_MIN:
+        return "bf16"
+    return "int8" if key in FIRST else "int8-log"
+
+
+def _weight(made: Manifest, name: str, entry: TensorEntry) -> bool:
+    """Whether the BF16 weight of a master is there."""
+    try:
+        _, weight = resolve(made, MODEL, name)
+    except StateMismatch:
+        return False
+    large = entry.dtype == "F32" and len(entry.shape) > 0 and entry.nbytes >= BYTES_MIN
+    return large and (weight.dtype, weight.shape) == ("BF16", entry.shape)
+
+
+def _free(made: Manifest, group: str, name: str, coding: str) -> bool:
+    """Whether no tensor has the name of a part already."""
+    parts = [*PARTS[coding].values(), *([TIES_PART] if coding == "low16" else [])]
+    taken = made.tensors[group].keys() | made.aliases.get(group, {}).keys()
+    return not any(name + part.suffix in taken for part in parts)
+
+
+def small_bytes(made: Manifest) -> dict[str, int]:
+    """About how many bytes each rule would leave, if it took all its candidates; without rules that save nothing."""
+    found: dict[str, int] = {}
+    for rule in RULES:
+        saved = sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in candidates(made, rule))
+        if saved > 0:
+            found[rule] = made.bytes - saved
+    return found
+
+
+def may_be_small(groups: Collection[str]) -> bool:
+    """Whether a checkpoint with these groups may have something that can be stored in fewer bytes."""
+    return not {OPTIM, MASTER}.isdisjoint(groups)
+
+
+def _nbytes(coding: str, shape: Shape) -> int:
+    return sum(TensorSpec("", "", part.dtype, part_shape(part, shape)).nbytes for part in PARTS[coding].values())
+
+
+class CompactPlan(NamedTuple):
+    """What a compact checkpoint consists of, before it is written: files that stay as they are, files that are written, with
+    the whole manifest of what stays, and what its manifest will say.
+    """
+
+    full: Manifest
+    coded: Mapping[tuple[str, str], Encoded]
+    stays: tuple[FileEntry, ...]
+    files: tuple[FilePlan, ...]
+    compacted: Compacted
+
+    @property
+    def proof(self) -> Manifest:
+        """The manifest of what stays as it is, with which its bytes are verified."""
+        groups = self.compacted.tensors
+        tensors = {group: held for group, held in self.full.tensors.items() if group not in groups}
+        aliases = {group: names for group, names in self.full.aliases.items() if group not in groups}
+        return msgspec.structs.replace(self.full, files=self.stays, tensors=tensors, aliases=aliases)
+
+
+def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at: str) -> CompactPlan:
+    """The plan for a checkpoint whose manifest is `encoded` so, all of whose candidates were looked at.
+
+    Raises `StateMismatch` if nothing gets smaller, or one file holds tensors of a group that stays and of one that does not.
+    """
+    what = f"{full.run}@{full.step}"
+    coded = {(one.candidate.group, one.candidate.name): one for one in found if not one.left}
+    groups = sorted({group for group, _ in coded})
+    if not coded:
+        why = "; ".join(dict.fromkeys(one.left for one in found if one.left)) or "it has no tensor that the rule is for"
+        raise StateMismatch(f"{what} cannot be stored in fewer bytes: {why}", hint="it stays as it is")
+    gone = {tensor.file for group in groups for tensor in full.tensors[group].values()}
+    other = {tensor.file for group, held in full.tensors.items() if group not in groups for tensor in held.values()}
+    if both := sorted(gone & other):
+        raise StateMismatch(f"{both[0]} of {what} holds tensors of several groups", hint="it stays as it is")
+    gone |= {naming.index_file_name(group) for group in groups}
+    files = pack(spec for group in groups for spec in _specs(full, group, coded))
+    stays = tuple(file for file in full.files if file.name not in gone)
+    aliases = {
+        group: {alias: to for alias, to in full.aliases.get(group, {}).items() if (group, to) in coded} for group in groups
+    }
+    compacted = Compacted(
+        at=at,
+        optim=rule,
+        bytes=full.bytes,
+        manifest_sha256=hashlib.sha256(encoded).hexdigest(),
+        tensors={group: {name: _told(coded[g, name]) for g, name in coded if g == group} for group in groups},
+        exact=_left(found),
+        aliases={group: names for group, names in aliases.items() if names},
+    )
+    return CompactPlan(full, coded, stays, tuple(files), compacted)
+
+
+def _specs(full: Manifest, group: str, coded: Mapping[tuple[str, str], Encoded]) -> Iterator[TensorSpec]:
+    for name, entry in full.tensors[group].items():
+        one = coded.get((group, name))
+        if one is None:
+            yield TensorSpec(group, name, entry.dtype, entry.shape)
+            continue
+        for part in PARTS[one.candidate.coding].values():
+            yield TensorSpec(group, name + part.suffix, part.dtype, part_shape(part, entry.shape))
+        if one.ties:
+            yield TensorSpec(group, name + TIES_PART.suffix, TIES_PART.dtype, (one.ties,))
+
+
+def _told(one: Encoded) -> CodedTensor:
+    entry = one.candidate.entry
+    return CodedTensor(one.candidate.coding, entry.dtype, entry.shape, one.error, entry.placement)
+
+
+def _left(found: Sequence[Encoded]) -> dict[str, dict[str, str]]:
+    left: dict[str, dict[str, str]] = {}
+    for one in found:
+        if one.left:
+            left.setdefault(one.candidate.group, {})[one.candidate.name] = one.left
+    return left
+
+
+def finish(planned: CompactPlan, files: Sequence[FileEntry], tensors: Mapping[str, Mapping[str, TensorEntry]]) -> Manifest:
+    """The manifest, once the files are written: their entries with those of the new indexes, and their tensors by group.
+
+    Raises `StateMismatch` if it is no smaller than before.
+    """
+    full, groups = planned.full, planned.compacted.tensors
+    held = {group: dict(tensors[group]) if group in groups else kept for group, kept in full.tensors.items()}
+    aliases = {
+        group: {alias: to for alias, to in names.items() if to in held[group]} for group, names in full.aliases.items()
+    }
+    made = msgspec.structs.replace(
+        full, files=(*planned.stays, *files), tensors=held, aliases=aliases, compacted=planned.compacted
+    )
+    if made.bytes >= full.bytes:
+        raise StateMismatch(
+            f"{full.run}@{full.step} would have {made.bytes} bytes for {full.bytes}", hint="it stays as it is"
+        )
+    return made
+
+
+def indexes(planned: CompactPlan) -> dict[str, bytes]:
+    """The new indexes, by file name."""
+    return {
+        naming.index_file_name(group): index.encode(file for file in planned.files if file.group == group)
+        for group in planned.compacted.tensors
+    }
+
+
+def part_of(planned: CompactPlan, spec: TensorSpec) -> tuple[Encoded, str] | None:
+    """The coded tensor of which a new tensor is a part, and which; None for one that is stored as it was."""
+    for role, suffix in _SUFFIXES:
+        one = planned.coded.get((spec.group, spec.name.removesuffix(suffix))) if spec.name.endswith(suffix) else None
+        if one is not None and (role == codings.TIES or role in PARTS[one.candidate.coding]):
+            stored = TIES_PART if role == codings.TIES else PARTS[one.candidate.coding][role]
+            if stored.suffix == suffix:
+                return one, role
+    return None
+
+
+_SUFFIXES = [(codings.TIES, TIES_PART.suffix)] + [(role, part.suffix) for of in PARTS.values() for role, part in of.items()]

@@ -1,0 +1,136 @@
+"""Tensors of compact checkpoints as those of a listing: what is coded from a tensor, and what is decoded from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.disk import coded, codings
+from holdfast_formats.disk.codings import BLOCK, MODEL, PARTS
+from holdfast_formats.disk.compacted import CodedTensor
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.region import Box
+from holdfast_formats.tensors import TensorSpec
+
+SLAB_ELEMENTS = 2**20  # at a time: the arithmetic takes some 50 bytes for each
+BAND_BYTES = 2**24  # what an executor asks for at once
+
+
+class PartEncoder(NamedTuple):
+    """Computes a part of a coded tensor from the tensor, and for `low16` its weight."""
+
+    tensor: ForeignTensor
+    coding: str
+    role: str
+    weight: ForeignTensor | None = None
+    band_bytes: int = BAND_BYTES
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return (self.tensor,) if self.weight is None else (self.tensor, self.weight)
+
+    @property
+    def terms(self) -> object:
+        return self.coding, self.role
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        """The codes, or the scales, of a box of this part."""
+        part = PARTS[self.coding][self.role]
+        made: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(part.dtype))
+        for slab in codings.slabs(box, max(SLAB_ELEMENTS // (BLOCK if part.a_block else 1), 1)):
+            inside = slab.within(box)
+            place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
+            made[place] = self._scales(slab, fetch) if part.a_block else self._codes(slab, fetch)
+        return made
+
+    def _codes(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        if self.weight is not None:
+            parted = codings.split(fetch(self.tensor, box).view(np.uint32), fetch(self.weight, box).view(np.uint16))
+            if parted is None:
+                name = self.tensor.spec.name
+                raise StateMismatch(f"the weight of {name!r} is not its master, rounded", tensor=name)
+            return parted[0]
+        begins, ends = box.offset[-1], box.offset[-1] + box.shape[-1]
+        first = begins - begins % BLOCK
+        stop = min(ends + -ends % BLOCK, self.tensor.spec.shape[-1])
+        wide = Box((*box.offset[:-1], first), (*box.shape[:-1], stop - first))
+        codes = codings.encode(self.coding, fetch(self.tensor, wide))["codes"]
+        return codes[..., begins - first : ends - first]
+
+    def _scales(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        axis = len(self.tensor.spec.shape) - 1  # after it there may be one for the values of a block
+        first, count = box.offset[axis] * BLOCK, box.shape[axis] * BLOCK
+        count = min(count, self.tensor.spec.shape[-1] - first)
+        wide = Box((*box.offset[:axis], first), (*box.shape[:axis], count))
+        scale = codings.encode(self.coding, fetch(self.tensor, wide))["scale"]
+        if scale.ndim == axis + 1:
+            return scale
+        return scale[..., box.offset[-1] : box.offset[-1] + box.shape[-1]]
+
+
+class KnownIntegers(NamedTuple):
+    """Integers that were found before."""
+
+    values: NDArray[np.uint64]
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return ()
+
+    @property
+    def terms(self) -> object:
+        return self.values.tobytes()
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        return self.values[box.offset[0] : box.offset[0] + box.shape[0]]
+
+
+class CodedValues(NamedTuple):
+    """Computes the values of a coded tensor from its stored parts."""
+
+    one: CodedTensor
+    parts: Mapping[str, ForeignTensor]
+    boxes: Any  # of a box of the tensor, the boxes of the parts
+    band_bytes: int = BAND_BYTES
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return tuple(self.parts.values())
+
+    @property
+    def terms(self) -> object:
+        return self.one.coding
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        made = np.empty(box.shape, np.float32)
+        for slab in codings.slabs(box, SLAB_ELEMENTS):
+            inside = slab.within(box)
+            place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
+            found = {role: fetch(self.parts[role], wanted) for role, wanted in self.boxes(slab).items()}
+            arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in found.items()}
+            made[place] = codings.decode(self.one.coding, slab, self.one.shape, arrays)
+        return made
+
+
+def decoded(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
+    """A coded tensor of a compact checkpoint, whose `stored` tensors are those of its files.
+
+    Raises `StateMismatch`, by name, for a coding of a later version.
+    """
+    found = coded.find(made, key.group, key.name)
+    assert found is not None
+    name, one = found
+    wanted = coded.needs(made, key.group, name, Box((0,) * len(one.shape), (0,) * len(one.shape)))
+    parts = {role: stored[TensorKey(box.group, box.name)] for role, box in wanted.items()}
+
+    def boxes(box: Box) -> dict[str, Box]:
+        return {role: need.box for role, need in coded.needs(made, key.group, name, box).items()}
+
+    spec = TensorSpec(key.group, key.name, one.dtype, one.shape)
+    return ForeignTensor(spec, (), decoder=CodedValues(one, parts, boxes))

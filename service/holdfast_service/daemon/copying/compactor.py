@@ -1,0 +1,238 @@
+"""Stages a checkpoint in fewer bytes: looks at what its rule is for, writes codes beside second names of what stays, and
+decodes what was written before anybody else sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import codings, compacting
+from holdfast_formats.disk.codings import MODEL, TIES
+from holdfast_formats.disk.compacting import CodingCandidate, CompactPlan, Encoded
+from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.errors import CorruptExtent, NoSpace
+from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder
+from holdfast_formats.exports.source import of_committed
+from holdfast_formats.foreign import moves
+from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.foreign.filling import fetched
+from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.moments import utc_now
+from holdfast_formats.naming import Place
+from holdfast_formats.region import Box, whole
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.daemon.copying import second_names, streaming
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, read_back
+from holdfast_service.daemon.copying.finished_files import FinishedFile
+from holdfast_service.daemon.copying.watched_source import WatchedSource
+from holdfast_service.storage import Store, Tier
+
+ERROR_MAX = 0.05  # of a tensor's norm; one that would differ by more stays as it was saved
+SPARE_BYTES = 2**20
+
+NOT_FINITE = "it has NaN or infinities"
+NEGATIVE = "it has values below zero"
+TOO_LARGE = "a value is too large for bfloat16"
+NOT_ROUNDED = "its weight is not the master, rounded"
+MANY_TIES = "too many masters lie half-way between two weights"
+
+Stored = Mapping[TensorKey, ForeignTensor]
+
+
+class _Source(NamedTuple):
+    """Verified files of a checkpoint, and the tensors that are in them or are computed from these."""
+
+    files: CommittedFiles
+    tensors: Stored
+
+
+class _Looked(NamedTuple):
+    """A candidate that was looked at, and which of its masters lie half-way and were rounded up."""
+
+    encoded: Encoded
+    ties: NDArray[np.uint64]
+
+
+def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, rule: str, going: Going) -> Manifest:
+    """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; its manifest.
+
+    Raises `StateMismatch` where that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or are not what
+    was to be written, `CopyStopped`, and what `second_names` raise.
+    """
+    full, directory = pair.made, naming.checkpoint_path(place.run, place.step)
+    source = CommittedFiles(tier, full, directory)
+    stored = of_committed(source, full).listing.tensors
+    looked = [_look(source, stored, one, going) for one in compacting.candidates(full, rule)]
+    planned = compacting.plan(full, pair.encoded, rule, [one.encoded for one in looked], utc_now())
+    _refuse_full(tier, planned)
+    second_names.prove(tier, place, planned.proof, going)
+    streaming.forget(tier, place.path)  # notes of an earlier start: all is written anew
+    staged = store.begin(place)
+    made = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
+    second_names.take(tier, staged, place, planned.proof, going)
+    read_back(tier, place.path, made, going)
+    _prove(tier, place, made, planned, _Source(source, stored), going)
+    return made
+
+
+def _refuse_full(tier: Tier, planned: CompactPlan) -> None:
+    needed, free = sum(file.bytes for file in planned.files) + SPARE_BYTES, tier.free_bytes()
+    if needed > free:
+        full = planned.full
+        raise NoSpace(
+            f"{full.run}@{full.step} needs {needed} bytes beside it to be stored in fewer, and {free} are free",
+            hint="free space; it stays as it is until then",
+            needed=needed,
+            free=free,
+        )
+
+
+def _look(source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
+    """Code and decode all values of a candidate, to see whether they may be."""
+    key = TensorKey(one.group, one.name)
+    none = np.empty(0, np.uint64)
+    if one.coding == "low16":
+        ties = _ties(source, stored[key], stored[TensorKey(MODEL, one.name)], going)
+        if isinstance(ties, str):
+            return _Looked(Encoded(one, left=ties), none)
+        return _Looked(Encoded(one, ties=len(ties)), ties)
+    apart = _Apart()
+    for slab, values in _slabs(source, stored[key], going):
+        if not np.isfinite(values).all():
+            return _Looked(Encoded(one, left=NOT_FINITE), none)
+        if one.coding == "int8-log" and (values < 0).any():
+            return _Looked(Encoded(one, left=NEGATIVE), none)
+        with np.errstate(over="ignore"):
+            parts = codings.encode(one.coding, values)
+        found = codings.decode(one.coding, slab, one.entry.shape, parts)
+        if not np.isfinite(found).all():
+            return _Looked(Encoded(one, left=TOO_LARGE), none)
+        apart.add(values, found)
+    if apart.error > ERROR_MAX:
+        return _Looked(Encoded(one, left=f"it would differ by {apart.error:.2g} of its norm"), none)
+    return _Looked(Encoded(one, apart.error), none)
+
+
+class _Apart:
+    """How far decoded values are from those that were saved: the norm of the difference, by that of the values."""
+
+    def __init__(self) -> None:
+        self._apart = self._norm = 0.0
+
+    def add(self, values: NDArray[np.float32], found: NDArray[np.float32]) -> None:
+        exact = values.astype(np.float64)
+        self._norm += float(np.square(exact).sum())
+        self._apart += float(np.square(found - exact).sum())
+
+    @property
+    def error(self) -> float:
+        return sqrt(self._apart / self._norm) if self._norm else 0.0
+
+
+def _ties(source: CommittedFiles, master: ForeignTensor, weight: ForeignTensor, going: Going) -> NDArray[np.uint64] | str:
+    """The places of masters that lie half-way and were rounded up; or why the masters stay whole."""
+    shape, found, count = master.spec.shape, [np.empty(0, np.uint64)], 0
+    most = prod(shape) // compacting.TIES_SHARE
+    for slab, values in _slabs(source, master, going):
+        bits, rounded = values.view(np.uint32), fetched(source, weight, slab).view(np.uint16)
+        parted = codings.split(bits, rounded)
+        if parted is None:
+            return NOT_ROUNDED
+        low, ties = parted
+        if not np.array_equal(codings.join(low, rounded, ties), bits):
+            return NOT_ROUNDED
+        at = [axis + first for axis, first in zip(np.nonzero(ties), slab.offset, strict=True)]
+        found.append(np.ravel_multi_index(tuple(at), shape).astype(np.uint64))
+        count += len(found[-1])
+        if count > most:
+            return MANY_TIES
+    return np.sort(np.concatenate(found))
+
+
+def _slabs(source: CommittedFiles, tensor: ForeignTensor, going: Going) -> Iterator[tuple[Box, NDArray[np.float32]]]:
+    """A tensor's values, some rows or blocks at a time."""
+    for slab in codings.slabs(whole(tensor.spec.shape), SLAB_ELEMENTS):
+        if going.ended():
+            raise CopyStopped
+        if going.pace is not None:
+            going.pace.take(4 * slab.volume)
+        yield slab, fetched(source, tensor, slab)
+
+
+def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[TensorKey, ForeignTensor]:
+    """The tensors that are written and were not there before."""
+    ties = {(one.encoded.candidate.group, one.encoded.candidate.name): one.ties for one in looked}
+    made = {}
+    for file in planned.files:
+        for spec, _ in file.tensors:
+            found = compacting.part_of(planned, spec)
+            if found is None:
+                continue
+            candidate, role = found[0].candidate, found[1]
+            tensor = stored[TensorKey(candidate.group, candidate.name)]
+            weight = stored[TensorKey(MODEL, candidate.name)] if candidate.coding == "low16" else None
+            decoder = (
+                KnownIntegers(ties[candidate.group, candidate.name])
+                if role == TIES
+                else PartEncoder(tensor, candidate.coding, role, weight)
+            )
+            made[TensorKey(spec.group, spec.name)] = ForeignTensor(spec, (), decoder=decoder)
+    return made
+
+
+def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: Going) -> Manifest:
+    """Write what is new beside what stays; the manifest of both."""
+    targets = []
+    for file in planned.files:
+        streamed = tuple(
+            StreamedTensor(moves.same(source.tensors[TensorKey(spec.group, spec.name)]), start)
+            for spec, start in file.tensors
+        )
+        targets.append(TargetFile(file.name, file.bytes, (LiteralBytes(0, file.header),), streamed))
+    finished = streaming.stream(WatchedSource(source.files), source.tensors, targets, tier, place.path, going)
+    streaming.forget(tier, place.path)
+    entries = [FileEntry(file.name, file.bytes, len(file.header), digest(file.header)) for file in planned.files]
+    for name, data in compacting.indexes(planned).items():
+        tier.put(f"{place.path}/{name}", data)
+        entries.append(FileEntry(name, len(data), 0, digest(data)))
+    return compacting.finish(planned, entries, _entries(planned, finished))
+
+
+def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[str, dict[str, TensorEntry]]:
+    specs = {(spec.group, spec.name): spec for file in planned.files for spec, _ in file.tensors}
+    made: dict[str, dict[str, TensorEntry]] = {group: {} for group in planned.compacted.tensors}
+    for file in finished:
+        for one in file.tensors:
+            spec: TensorSpec = specs[one.group, one.name]
+            before = planned.full.tensors[one.group].get(one.name)
+            placement = "" if before is None else before.placement
+            made[one.group][one.name] = TensorEntry(spec.dtype, spec.shape, file.name, one.start, one.extents, placement)
+    return made
+
+
+def _prove(tier: Tier, place: Place, made: Manifest, planned: CompactPlan, source: _Source, going: Going) -> None:
+    """Decode what is staged, and compare it with what was saved: masters bit for bit, others by the error that is stated."""
+    staged = CommittedFiles(tier, made, place.path)
+    decoded = of_committed(staged, made).listing.tensors
+    for one in planned.coded.values():
+        key, apart, same = TensorKey(one.candidate.group, one.candidate.name), _Apart(), True
+        for slab, values in _slabs(source.files, source.tensors[key], going):
+            found = fetched(staged, decoded[key], slab)
+            same = same and bool(np.array_equal(found.view(np.uint32), values.view(np.uint32)))
+            if one.candidate.coding not in codings.LOSSLESS:
+                apart.add(values, found)
+        sound = same if one.candidate.coding in codings.LOSSLESS else abs(apart.error - one.error) <= 1e-9 * one.error
+        if not sound:
+            raise CorruptExtent(
+                f"{key.group}/{key.name} of {place.run}@{place.step} is not what was to be stored in fewer bytes",
+                hint="it stays as it is; check the machine's memory",
+                tensor=key.name,
+            )

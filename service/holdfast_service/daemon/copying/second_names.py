@@ -1,0 +1,42 @@
+"""Stages what stays of a checkpoint that another one replaces: as second names of its files, or as copies."""
+
+from __future__ import annotations
+
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_formats.naming import Place
+from holdfast_service.daemon.copying.copies import Going, carry, read_back
+from holdfast_service.storage import Store, Tier
+from holdfast_service.storage.store import StagedCheckpoint
+
+
+def stage_again(tier: Tier, store: Store, place: Place, proof: Manifest, going: Going) -> None:
+    """Stage the files that `proof` lists of a checkpoint of `tier`, whose bytes are proven first.
+
+    Raises `Damaged` for bytes that fail their digest, `NoSuchCheckpoint` where the checkpoint goes meanwhile, `CopyStopped`.
+    """
+    prove(tier, place, proof, going)
+    tier.remove_tree(place.path)  # of an earlier start
+    take(tier, store.begin(place), place, proof, going)
+
+
+def prove(tier: Tier, place: Place, proof: Manifest, going: Going) -> None:
+    """Verify every byte of these files of a checkpoint; raises as `stage_again`."""
+    directory = naming.checkpoint_path(place.run, place.step)
+    try:
+        read_back(tier, directory, proof, going)
+    except Damaged:
+        if not tier.list(directory):
+            raise NoSuchCheckpoint(f"{place.run}@{place.step} was removed meanwhile") from None
+        raise
+
+
+def take(tier: Tier, staged: StagedCheckpoint, place: Place, proof: Manifest, going: Going) -> None:
+    """Give the files second names beside what is staged already, or copy them."""
+    if all(staged.take(entry.name, place.step) for entry in proof.files):
+        return
+    for entry in proof.files:
+        if tier.size(f"{place.path}/{entry.name}") is not None:
+            tier.remove_file(f"{place.path}/{entry.name}")
+    carry(tier, naming.checkpoint_path(place.run, place.step), tier, place.path, proof, going)

@@ -1,0 +1,289 @@
+"""Old checkpoints are stored in fewer bytes by a rule: masters bit for bit, moments as stated; every reader sees values."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.root_directory import open_checkpoint
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.errors import InUse, NoSpace, StateMismatch
+from holdfast_formats.exports.source import of_committed
+from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.foreign.filling import fetched
+from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.region import Box
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.config import parse
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.daemon.copying import compactor, foreign_export
+from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.foreign_export import ExportTerms
+from holdfast_service.daemon.copying.thinner import Thinner
+from holdfast_service.storage import PosixTier, posix
+from tests.checkpoints import flip, trained_arrays
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+
+STEPS = (5, 10, 15)
+EMBED = "embed.weight"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[CopiesWorld]:
+    with copies_world(tmp_path, STEPS, arrays=trained_arrays()) as made:
+        yield made
+
+
+def keep(world: CopiesWorld, **rules: Any) -> None:
+    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+    assert world.decisions.rotation.settle()
+
+
+def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
+    return Thinner(world.tier, world.decisions.store, world.decisions.thinning, **parts)
+
+
+def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
+    """The checkpoint, every byte of it proven; the catalog says the same of it."""
+    assert world.decisions.recorded(30)
+    reader = open_checkpoint(world.root, None, RUN, step)
+    assert reader.verify() == []
+    listed = world.catalog.checkpoint(RUN, step)
+    assert listed.bytes == reader.manifest.bytes and set(listed.groups) == set(reader.manifest.groups)
+    assert (listed.compacted is None) == (reader.manifest.compacted is None)
+    return reader
+
+
+def leftovers(world: CopiesWorld) -> list[str]:
+    return [name for room in (naming.STAGING, naming.TRASH) for name in world.tier.list(f"{RUN}/{room}")]
+
+
+@pytest.mark.parametrize("rule", ["exact", "bf16", "int8"])
+def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> None:
+    """Weights are the same files; masters come back bit for bit, moments as far off as it says, the rest exactly."""
+    weights = next(path.name for path in sorted(world.path().iterdir()) if path.name.startswith("model-0"))
+    inode = os.stat(world.path() / weights).st_ino
+    before = world.catalog.checkpoint(RUN, 5)
+    keep(world, optim=rule, optim_full=1)
+    shown = world.decisions.rotation.preview(RUN)
+    assert [(v.step, v.keep, v.thin, v.compact) for v in shown.verdicts] == [
+        (15, True, False, False),
+        (10, True, False, True),
+        (5, True, False, True),
+    ]
+    assert thinner(world).look(RUN) == [5, 10]
+    arrays = trained_arrays()
+    with opened(world) as reader:
+        small = reader.manifest.compacted
+        assert small is not None and small.optim == rule and small.bytes == before.bytes
+        assert os.stat(world.path() / weights).st_ino == inode and os.stat(world.path() / weights).st_nlink == 1
+        for group, named in arrays.items():
+            for name, saved in named.items():
+                found = reader.read(group, name)
+                assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
+                one = small.tensors.get(group, {}).get(name)
+                if one is None or one.coding == "low16":
+                    assert found.tobytes() == saved.tobytes(), (group, name)
+                else:
+                    exact = saved.astype(np.float64)
+                    apart = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+                    assert one.error == pytest.approx(apart, rel=1e-9) and 0 < apart < (
+                        0.003 if rule == "bf16" else compactor.ERROR_MAX
+                    )
+        coded = {name: one.coding for name, one in small.tensors.get("optim", {}).items()}
+        kinds = {"exact": set(), "bf16": {"bf16"}, "int8": {"int8", "int8-log", "bf16"}}[rule]
+        assert set(coded.values()) == kinds
+        assert small.tensors["master"].keys() == arrays["master"].keys() - {"layers.0.loose.weight"}
+        assert small.exact["master"] == {"layers.0.loose.weight": compactor.NOT_ROUNDED}
+        left = {"layers.0.loose.weight/exp_avg": compactor.NOT_FINITE}
+        if rule == "int8":
+            left["layers.0.loose.weight/exp_avg_sq"] = compactor.NEGATIVE
+        assert small.exact.get("optim", {}) == ({} if rule == "exact" else left)
+    after = world.catalog.checkpoint(RUN, 5)
+    assert after.verified and after.checked == before.checked and after.created == before.created
+    told = world.events("checkpoint-compacted")
+    assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
+    assert shown.bytes_compacted == pytest.approx(sum(one["freed"] for one in told), rel=0.3)  # files have fewer headers
+    assert world.decisions.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert leftovers(world) == [] and thinner(world).look(RUN) == []
+
+
+def test_any_box_is_decoded(world: CopiesWorld) -> None:
+    """Blocks that a shard's edge cuts, strided receivers, parts of ties; also with all of it proven first."""
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    with opened(world) as reader:
+        for group, name in (("optim", f"{EMBED}/exp_avg"), ("optim", f"{EMBED}/exp_avg_sq"), ("master", EMBED)):
+            whole = reader.read(group, name)
+            for box in (Box((0, 0), (64, 1)), Box((1, 250), (3, 20)), Box((63, 255), (1, 45)), Box((5, 7), (0, 9))):
+                (rows, columns), part = zip(box.offset, box.shape, strict=True), reader.read(group, name, box)
+                assert np.array_equal(part, whole[rows[0] : sum(rows), columns[0] : sum(columns)])
+    with holdfast.open(f"{RUN}@5", root=world.root) as checkpoint:
+        entry = checkpoint.tensors["optim"][f"{EMBED}/exp_avg"]
+        assert (entry.dtype, entry.shape) == ("F32", (64, 300)) and f"{EMBED}/exp_avg.q8" not in checkpoint.tensors["optim"]
+
+
+def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
+    """What they read is a listing; a file of masters under the weights' names has every bit."""
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    with opened(world) as reader:
+        directory, made = naming.checkpoint_path(RUN, 5), reader.manifest
+        files = CommittedFiles(world.tier, made, directory)
+        source = of_committed(files, made)
+        assert {key.group for key in source.listing.tensors} == set(trained_arrays())
+        for group, named in trained_arrays().items():
+            assert source.group(group).keys() == named.keys()
+            for name in named:
+                found = fetched(files, source.listing.tensors[TensorKey(group, name)])
+                assert found.tobytes() == reader.read(group, name).tobytes(), (group, name)
+        same, other = TensorKey("master", EMBED), TensorKey("master", "layers.0.norm.weight")
+        assert source.equal(same, same) and not source.equal(same, other)
+        export = foreign_export.plan_export(world.tier, directory, made, ExportTerms("hf", weights="master", dtype="f32"))
+        foreign_export.write(export, world.tier, "exported", Going())
+    loaded = load_file(world.root / "exported" / "model.safetensors")
+    for name, saved in trained_arrays()["master"].items():
+        assert loaded[name].view(torch.int32).numpy().tobytes() == saved.tobytes(), name
+
+
+def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
+    """An earlier version finds codes under other names, and nothing under the tensor's own."""
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    document = json.loads((world.path() / naming.MANIFEST).read_bytes())
+    assert f"{EMBED}/exp_avg" not in document["tensors"]["optim"] and EMBED not in document["tensors"]["master"]
+    stored = {name: entry["dtype"] for name, entry in document["tensors"]["optim"].items() if name.startswith(EMBED)}
+    assert stored == {
+        f"{EMBED}/count": "I64",
+        f"{EMBED}/exp_avg.q8": "I8",
+        f"{EMBED}/exp_avg.q8.scale": "F32",
+        f"{EMBED}/exp_avg_sq.q8log": "U8",
+        f"{EMBED}/exp_avg_sq.q8log.range": "F32",
+        f"{EMBED}/step": "F32",
+    }
+    del document["compacted"]
+    manifest.validate(manifest._decode(json.dumps(document).encode()))
+
+
+def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
+    """Its other tensors are read."""
+    keep(world, optim="bf16", optim_full=1)
+    thinner(world).look(RUN)
+    document = json.loads((world.path() / naming.MANIFEST).read_bytes())
+    document["compacted"]["tensors"]["optim"][f"{EMBED}/exp_avg"]["coding"] = "int3"
+    encoded = json.dumps(document).encode()
+    made = manifest._decode(encoded)
+    (world.path() / naming.MANIFEST).write_bytes(encoded)
+    (world.path() / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    with open_checkpoint(world.root, None, RUN, 5) as reader:
+        reader.read("optim", f"{EMBED}/exp_avg_sq")
+        with pytest.raises(StateMismatch, match=r"embed.weight/exp_avg.*'int3'"):
+            reader.read("optim", f"{EMBED}/exp_avg")
+
+
+def test_both_rules(world: CopiesWorld) -> None:
+    """The newest exact, then some in fewer bytes, and of older ones the weights. A compact one is thinned too."""
+    before = world.catalog.checkpoint(RUN, 5).bytes
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    keep(world, optim="int8", optim_full=1, keep_full=2)
+    world.copy()
+    assert thinner(world).look(RUN) == [5]
+    world.copy()
+    made = [opened(world, step).manifest for step in STEPS]
+    assert [(one.thinned is not None, one.compacted is not None) for one in made] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert made[0].thinned is not None and made[0].thinned.bytes == before
+    for step in STEPS:
+        assert contents(world.path(step)) == contents(world.root.parent / "far" / naming.checkpoint_path(RUN, step))
+
+
+def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
+    """A replica's copy keeps its own files of what stayed; what was missed meanwhile is caught up with."""
+    world.copy()
+    there = tmp_path / "far" / naming.checkpoint_path(RUN, 5)
+    weights = next(path.name for path in sorted(there.iterdir()) if path.name.startswith("model-0"))
+    inode = os.stat(there / weights).st_ino
+    keep(world, optim="bf16", optim_full=1)
+    thinner(world).look(RUN)
+    assert world.decisions.recorded(30)
+    world.copy()
+    assert contents(there) == contents(world.path(5)) and os.stat(there / weights).st_ino == inode
+    keep(world, optim="bf16", optim_full=1, keep_full=2)
+    thinner(world).look(RUN)
+    world.add("late", PosixTier(tmp_path / "late"))
+    world.copy("late")
+    world.copy()
+    assert contents(there) == contents(world.path(5)) == contents(tmp_path / "late" / naming.checkpoint_path(RUN, 5))
+    assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+
+
+def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld) -> None:
+    """It is in no file, adds to the trainer's `keep_last`, and ends with the run's own policy."""
+    decisions = world.decisions
+    own = decisions.rotation.file(RUN).tag
+    decisions.keep_usually(parse(["--keep-optim", "exact", "--keep-optim-full", "2", "--keep-full", "4"], {}).usual_policy)
+    file = decisions.rotation.file(RUN)
+    assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
+    assert thinner(world).look(RUN) == [5] and opened(world).manifest.compacted is not None
+    decisions.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
+    assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()
+    keep(world, last=7)
+    decisions.keep_usually(RetentionPolicy(keep_full=1))
+    assert thinner(world).look(RUN) == [] and decisions.rotation.file(RUN).in_force.keep_full is None
+
+
+def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
+    """What is pinned or read stays as it is; one that was saved anew is not touched."""
+    keep(world, optim="bf16", optim_full=1)
+    world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+    with world.decisions.reading(RUN, 10):
+        assert thinner(world).look(RUN) == []
+    with pytest.raises(InUse, match="saved anew"):
+        world.decisions.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", small=True)
+    assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
+
+
+def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays whole, with nothing in staging, and the others are done."""
+    keep(world, optim="int8", optim_full=1)
+    flip(next(path for path in sorted(world.path(5).iterdir()) if path.name.startswith("optim-0")), 4500)
+    reported: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
+        assert thinner(world).look(RUN) == []
+    assert leftovers(world) == []
+    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
+    assert reported == [5] and world.catalog.checkpoint(RUN, 5).compacted is None
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix.PosixFile, "write", full)
+        keep(world, optim="exact", optim_full=1)
+        assert thinner(world).look(RUN) == []
+    assert leftovers(world) == [] and NoSpace.retryable
+
+
+def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> None:
+    """A checkpoint without anything that the rule knows is not tried."""
+    with copies_world(tmp_path / "other", (5, 10)) as other:
+        keep(other, optim="int8", optim_full=1)
+        assert thinner(other).look(RUN) == []
+        assert other.decisions.rotation.preview(RUN).bytes_compacted == 0

@@ -1,0 +1,100 @@
+"""Which tensors a rule stores in fewer bytes: by name, dtype and size; what it does not know is not one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.disk import coded, compacting, manifest
+from holdfast_formats.disk.compacted import CodedTensor, Compacted
+from holdfast_formats.disk.compacting import RULES, Encoded, candidates, plan, small_bytes
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.rest import bodies
+from tests.checkpoints import Built, build, trained_arrays, varied_arrays
+from tests.in_memory import tmp_path
+
+__all__ = ["tmp_path"]
+AT = "2030-01-01T00:00:00.000Z"
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Built:
+    return build(tmp_path / "whole", trained_arrays(), file_bytes_max=10**9)
+
+
+def chosen(made: Manifest, rule: str) -> dict[str, str]:
+    return {f"{one.group}/{one.name}": one.coding for one in candidates(made, rule)}
+
+
+def test_what_a_rule_is_for(built: Built) -> None:
+    """Moments that are known by name, in F32, and masters whose BF16 weight is there."""
+    masters = {f"master/{name}": "low16" for name in trained_arrays()["master"]}
+    assert chosen(built.manifest, "exact") == masters
+    moments = [name for name in trained_arrays()["optim"] if name.endswith(("/exp_avg", "/exp_avg_sq"))]
+    assert chosen(built.manifest, "bf16") == masters | {f"optim/{name}": "bf16" for name in moments}
+    int8 = chosen(built.manifest, "int8")
+    assert int8["optim/embed.weight/exp_avg"] == "int8" and int8["optim/embed.weight/exp_avg_sq"] == "int8-log"
+    assert int8["optim/layers.0.conv.weight/exp_avg"] == "bf16"  # rows of three elements
+
+
+def test_what_has_nothing_to_save(built: Built, tmp_path: Path) -> None:
+    """Other dtypes, names that are taken, and one that is compact or thin already."""
+    other = build(tmp_path / "other", varied_arrays())
+    assert all(not chosen(other.manifest, rule) for rule in RULES) and small_bytes(other.manifest) == {}
+    arrays = {group: dict(named) for group, named in trained_arrays().items()}
+    arrays["optim"]["embed.weight/exp_avg.q8"] = np.zeros(3, np.int8)
+    taken = build(tmp_path / "taken", arrays)
+    assert "optim/embed.weight/exp_avg" not in chosen(taken.manifest, "int8")
+    assert "optim/embed.weight/exp_avg" in chosen(taken.manifest, "bf16")
+    sizes = small_bytes(built.manifest)
+    assert built.manifest.bytes > sizes["exact"] > sizes["bf16"] > sizes["int8"]
+    assert bodies.describe(built.manifest).small_bytes == sizes
+    with pytest.raises(StateMismatch, match="too strange"):
+        plan(
+            built.manifest, b"", "bf16", [Encoded(one, left="too strange") for one in candidates(built.manifest, "bf16")], AT
+        )
+
+
+def test_aliases_of_masters_stay_aliases(tmp_path: Path) -> None:
+    """They are kept where an earlier version does not look for their target."""
+    aliases = {"model": {"lm_head.weight": "embed.weight"}, "master": {"lm_head.weight": "embed.weight"}}
+    made = build(tmp_path / "tied", trained_arrays(), aliases=aliases).manifest
+    one = next(found for found in candidates(made, "exact") if found.name == "embed.weight")
+    planned = plan(made, b"", "exact", [Encoded(one)], AT)
+    assert planned.compacted.aliases == {"master": {"lm_head.weight": "embed.weight"}}
+
+
+def broken(made: Manifest, **changes: object) -> Manifest:
+    one = CodedTensor("bf16", "F32", (8, 8), 0.1)
+    told = Compacted(AT, "bf16", made.bytes, "0" * 64, {"optim": {"x/exp_avg": one}})
+    return msgspec.structs.replace(made, compacted=msgspec.structs.replace(told, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # its parts are not there
+        {"bytes": 1},
+        {"manifest_sha256": "x"},
+        {"tensors": {}},
+        {"tensors": {"optim": {"embed.weight/step": CodedTensor("bf16", "F32", (), 0.1)}}},
+        {"tensors": {"optim": {"x": CodedTensor("bf16", "F32", (2,), float("nan"))}}},
+        {"tensors": {"model": {"x": CodedTensor("later", "F32", (2,), 0.0)}}, "aliases": {"model": {"y": "z"}}},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(built: Built, changes: dict) -> None:
+    with pytest.raises(CorruptManifest):
+        manifest.validate(broken(built.manifest, **changes))
+
+
+def test_contents_are_those_that_were_saved(built: Built) -> None:
+    """Of one that is not compact, the manifest itself."""
+    assert coded.contents(built.manifest) is built.manifest
+    assert coded.find(built.manifest, "optim", "embed.weight/exp_avg") is None
+    assert naming.STATE in {file.name for file in built.manifest.files}
+    assert compacting.may_be_small({"model", "optim"}) and not compacting.may_be_small({"model"})
