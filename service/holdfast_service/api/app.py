@@ -15,6 +15,7 @@ from holdfast_service.api.door import needs
 from holdfast_service.api.door.content_policy import ContentPolicy
 from holdfast_service.api.door.middleware import Doors
 from holdfast_service.api.routes import (
+    alerts,
     comparisons,
     events,
     files,
@@ -46,6 +47,7 @@ _DESCRIPTION = (
 )
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
+    {"name": "alerts", "description": "What needs attention, what mends it, and who has seen it"},
     {"name": "retention", "description": "Retention: policy, pins, labels and removal, with reasons"},
     {"name": "replicas", "description": "Copies of a checkpoint in other storage tiers"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files support a single byte range"},
@@ -64,6 +66,7 @@ _TAGS = [
 ROOMS = (
     runs,
     summaries,
+    alerts,
     retention,
     replicas,
     files,

@@ -70,6 +70,7 @@ class Services:
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
+    replicas: Mapping[str, Callable[[], bool]] = field(default_factory=dict)  # copies again; whether this node is who copies
 
     @cached_property
     def tokens(self) -> Tokens:

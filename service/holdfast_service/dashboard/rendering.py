@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast_formats.errors import CheckpointError
 
-from . import words
+from . import sparkline, words
 from .asking import COOKIE, SignInNeeded
 from .static import address
 
@@ -40,6 +40,11 @@ SAID = {
     "revoked": "The token was revoked. It is no longer accepted.",
     "forgotten": "The node is listed no more. It may join again at any time.",
     "signed-in": "Signed in.",
+    "acknowledged": "Acknowledged. It counts again if it ends and then happens anew.",
+    "snoozed": "Snoozed for an hour.",
+    "alert-back": "The alert counts again.",
+    "retried": "What could not be copied is tried again now.",
+    "quota": "The quota was raised by half.",
 }
 
 
@@ -60,10 +65,31 @@ def environment() -> Environment:
         "percent": words.percent,
         "when": words.when,
         "prose": words.prose,
+        "spark": sparkline.sparkline,
+        "newest_cost": sparkline.newest,
         "part": lambda text: quote(str(text), safe=""),
     }
-    made.globals |= {"static": address, "link": link, "bytes_text": words.bytes_text, "seconds_text": words.seconds_text}
+    made.globals |= {
+        "static": address,
+        "link": link,
+        "favicon": favicon,
+        "bytes_text": words.bytes_text,
+        "seconds_text": words.seconds_text,
+    }
     return made
+
+
+def favicon(count: int, errors: int) -> str:
+    """The address of the icon with the number of alerts on it; of the plain one where there is none."""
+    if not count:
+        return address("icon.svg")
+    colour, size = ("#d1242f" if errors else "#9a6700"), (14 if count < 10 else 11)
+    return "data:image/svg+xml," + quote(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect x="2" y="2" width="28" height="28" rx="7" '
+        'fill="#1f6feb"/><path d="M10 8v16M22 8v16M10 16h12" stroke="#fff" stroke-width="4" stroke-linecap="round"/>'
+        f'<circle cx="22" cy="10" r="10" fill="{colour}"/><text x="22" y="15" font-family="sans-serif" font-weight="bold" '
+        f'font-size="{size}" fill="#fff" text-anchor="middle">{min(count, 99)}</text></svg>'
+    )
 
 
 def link(path: str, **params: Any) -> str:

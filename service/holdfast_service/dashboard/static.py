@@ -23,6 +23,8 @@ SERVED = (
     "charts.js",
     "heat.js",
     "events.js",
+    "live.js",
+    "overview.css",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
     "vendor/uPlot-1.6.32.iife.min.js",

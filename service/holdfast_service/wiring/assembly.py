@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import Command, CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
+from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
@@ -59,7 +60,7 @@ from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
-from holdfast_service.wiring.watching import watch
+from holdfast_service.wiring.watching import watch, watch_alerts
 
 if TYPE_CHECKING:
     from holdfast_service.api.door.middleware import Policy
@@ -97,6 +98,7 @@ class NodeParts(NamedTuple):
     arena_bytes_max: int
     url: str | None  # of its API
     exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
+    replicators: Mapping[str, Replicator]  # by the replica that each copies to
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -182,7 +184,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange)
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, transfers.replicators)
 
 
 def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
@@ -223,6 +225,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             host=platform.node(),
             url=node.url,
             exchange=None if node.exchange is None else node.exchange.url,
+            replicas={name: one.said for name, one in node.replicators.items() if one.is_mine()},
         )
 
     return about
@@ -241,7 +244,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
         take_part(cluster, control.decisions, saver, told, stack)
-    return Services(
+    made = Services(
         tier=control.tier,
         catalog=control.catalog,
         book=control.decisions.book,
@@ -256,6 +259,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         runner=node.runner,
         lives=lambda: control.decisions.lives(saver.lives()),
         door=door,
+        replicas={name: one.retry for name, one in node.replicators.items()},
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
@@ -267,6 +271,8 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         forget=no_other_node if cluster is None else cluster.membership.forget,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
     )
+    watch_alerts(made, stack)
+    return made
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:

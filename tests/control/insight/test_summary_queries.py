@@ -13,6 +13,7 @@ from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
 from holdfast_service.control.insight.summary import SAVES
@@ -23,7 +24,7 @@ from tests.databases import sqlite_url
 
 BEGAN = "2030-01-01T00:00:00.000Z"
 NOW = seconds_of("2030-01-01T01:00:00.000Z")
-QUERIES_MAX = 6
+QUERIES_MAX = 13
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 @pytest.fixture
 def summaries(catalog: Catalog, tmp_path: Path) -> Summaries:
-    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW)
+    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW, fresh_s=-1.0)
 
 
 def fill(catalog: Catalog, run: str, count: int) -> None:
@@ -116,6 +117,7 @@ def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
     assert listed == ["failing", "frozen", "calm", "quiet"]
     with catalog.database.write() as session:
         session.get_one(CheckpointRow, ("failing", 3)).healthy = True
+    Events(catalog.database, "node", lambda: BEGAN).add("checkpoint-verified", "as a check does", "failing", 3)
     newest = summaries.page(None, 1, order="attention").items[0]
     assert (newest.run, "checkpoint-unhealthy" in {item.code for item in newest.attention}) == ("failing", False)
 

@@ -70,6 +70,7 @@ def needs(scope: Scope | None, runs: Runs = "seen", body: bodies.Kind | None = N
 READS = [needs("read")]
 READS_RUN = [needs("read", "path")]
 WRITES_RUN = [needs("write", "path")]
+WRITES_RUN_JSON = [needs("write", "path", bodies.JSON)]
 READS_STATED = [needs("read", "stated")]
 WRITES_STATED = [needs("write", "stated")]
 WRITES_STATED_JSON = [needs("write", "stated", bodies.JSON)]

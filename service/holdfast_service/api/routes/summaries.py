@@ -24,11 +24,13 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 def list_summaries(
     request: Request,
     prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
-    sort: Annotated[Order, Query(description="sort by name, or by need for attention (up to a minute old)")] = "name",
+    sort: Annotated[
+        Order, Query(description="sort by name, or by need for attention, then those that train, then the newest commits")
+    ] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[RunSummary]:
-    return _summaries(request).page(cursor, limit, prefix, sort)
+    return summaries_of(request).page(cursor, limit, prefix, sort)
 
 
 @router.get(
@@ -37,7 +39,7 @@ def list_summaries(
     summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
 def get_summary(request: Request, run: str) -> RunSummary:
-    return _summaries(request).one(run)
+    return summaries_of(request).one(run)
 
 
 def of(services: Services) -> Summaries:
@@ -45,7 +47,8 @@ def of(services: Services) -> Summaries:
     return Summaries(services.tier, services.catalog, services.lives)
 
 
-def _summaries(request: Request) -> Summaries:
+def summaries_of(request: Request) -> Summaries:
+    """The summaries of the app that answers."""
     found = request.app.state.summaries
     assert isinstance(found, Summaries)
     return found

@@ -6,6 +6,7 @@ from holdfast_service.dashboard import static
 
 from . import (
     actions,
+    alerts,
     checkpoint,
     compare,
     events,
@@ -26,6 +27,7 @@ from . import (
 router = APIRouter(include_in_schema=False)
 for _page in (
     overview,
+    alerts,
     run,
     policy,
     compare,
