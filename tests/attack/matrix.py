@@ -77,6 +77,7 @@ GET    /v1/events                                                read  seen
 GET    /                                                         read  seen
 GET    /runs/{run}                                               read  path
 GET    /runs/{run}/policy                                        read  path
+GET    /compare                                                  read  seen
 POST   /runs/{run}/alerts/{code}                                 write path form
 POST   /runs/{run}/mend                                          write path form
 POST   /alerts/{code}/{subject}                                  admin all  form

@@ -24,6 +24,7 @@ SERVED = (
     "heat.js",
     "events.js",
     "live.js",
+    "overlay.js",
     "overview.css",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",

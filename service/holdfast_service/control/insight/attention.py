@@ -27,7 +27,20 @@ def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attenti
     found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
-    return sorted(found, key=lambda item: item.level != "error")
+    follows = _follows(facts, {item.code for item in found})
+    return sorted((item for item in found if item.code not in follows), key=lambda item: item.level != "error")
+
+
+def _follows(facts: Facts, found: set[str]) -> set[str]:
+    """What is not said for itself, since it follows from something else that is."""
+    ended = _ended(facts.saves)
+    why = ended[0].code if "saves-failing" in found and ended else None
+    follows = {"quota-nearly-full"} if why == "quota-exceeded" else {"disk-nearly-full"} if why == "no-space" else set()
+    if "saves-failing" in found:
+        follows.add("no-commit")
+    if "run-lost" in found and why == "round-aborted":  # the save that it was killed in
+        follows.add("saves-failing")
+    return follows
 
 
 def weight(summary: RunSummary) -> tuple[int, int]:

@@ -55,6 +55,12 @@ class AlertGroup(NamedTuple):
     level: str
     alerts: list[OpenAlert]
 
+    @property
+    def hint(self) -> str | None:
+        """What to do, where it is the same for all of them."""
+        hints = {one.alert.hint for one in self.alerts}
+        return hints.pop() if len(hints) == 1 else None
+
 
 @router.get("/")
 async def show_overview(
@@ -117,7 +123,7 @@ def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
             continue
         known = groups.setdefault(one.code, AlertGroup(one.code, remedies.title(one.code), one.level, []))
         known.alerts.append(OpenAlert(one, remedies.button(one)))
-    return sorted(groups.values(), key=lambda group: (group.level != "error", -len(group.alerts)))
+    return sorted(groups.values(), key=lambda group: (group.level != "error", remedies.rank(group.code)))
 
 
 async def _under_way(api: ViewerApi) -> list[bodies.Round]:

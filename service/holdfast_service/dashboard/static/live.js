@@ -5,7 +5,7 @@
   const GAP_MS = 2000, IDLE_MS = 15000, POLL_MS = 5000;
   const live = () => document.getElementById("live");
   if (!live() || !live().dataset.stream) return;
-  let source = null, timer = null, asked = 0, streaming = false;
+  let source = null, timer = null, asked = 0, streaming = false, took = 0;
 
   function refresh() {
     timer = null;
@@ -18,7 +18,8 @@
     if (timer !== null) clearTimeout(timer);
     timer = setTimeout(refresh, wait);
   }
-  function happened() { plan(Math.max(GAP_MS - (Date.now() - asked), 50)); }
+  // A page that takes long to make is asked for less often: it keeps a twentieth of a core busy at most.
+  function happened() { plan(Math.max(Math.max(GAP_MS, 20 * took) - (Date.now() - asked), 50)); }
 
   function open() {
     if (!window.EventSource) return;
@@ -32,6 +33,7 @@
 
   // The title comes with the page; the icon, which has the number of alerts on it, is in no part that is swapped.
   document.addEventListener("htmx:after:swap", () => {
+    took = Date.now() - asked;
     const icon = document.getElementById("icon"), now = live().dataset.icon;
     if (icon && now && icon.getAttribute("href") !== now) icon.setAttribute("href", now);
   });
