@@ -21,6 +21,7 @@ STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
     "/": ("tiny", "other", "Saves in progress"),
     "/?q=ti&sort=name": ("tiny",),
+    "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
     "/runs/tiny/policy": ("A checkpoint stays if", "no rule limits what is kept", "Preview"),
     "/runs/tiny/health": ("Health by layer",),

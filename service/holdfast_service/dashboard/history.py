@@ -67,11 +67,13 @@ class MetricExtremes(NamedTuple):
 
 
 def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes]:
-    """The metrics that the trainer gave, those of most checkpoints first. Values that are not finite are left out."""
+    """The metrics that the trainer gave, those of most checkpoints first. Values that are not finite are left out, and
+    checkpoints that are damaged, unhealthy or abandoned.
+    """
     found: dict[str, list[tuple[float, int]]] = {}
     for made in checkpoints:
         for name, value in made.metrics.items():
-            if isfinite(value):
+            if isfinite(value) and made.state in ("committed", "verified"):
                 found.setdefault(name, []).append((value, made.step))
     drawn = sorted(found, key=lambda name: (-len(found[name]), name))[:METRICS_DRAWN]
     return [MetricExtremes(name, *min(found[name]), *max(found[name])) for name in drawn]

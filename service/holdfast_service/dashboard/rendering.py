@@ -81,15 +81,7 @@ def environment() -> Environment:
 
 def favicon(count: int, errors: int) -> str:
     """The address of the icon with the number of alerts on it; of the plain one where there is none."""
-    if not count:
-        return address("icon.svg")
-    colour, size = ("#d1242f" if errors else "#9a6700"), (14 if count < 10 else 11)
-    return "data:image/svg+xml," + quote(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect x="2" y="2" width="28" height="28" rx="7" '
-        'fill="#1f6feb"/><path d="M10 8v16M22 8v16M10 16h12" stroke="#fff" stroke-width="4" stroke-linecap="round"/>'
-        f'<circle cx="22" cy="10" r="10" fill="{colour}"/><text x="22" y="15" font-family="sans-serif" font-weight="bold" '
-        f'font-size="{size}" fill="#fff" text-anchor="middle">{min(count, 99)}</text></svg>'
-    )
+    return address(f"icon-{'error' if errors else 'warning'}-{min(count, 99)}.svg" if count else "icon.svg")
 
 
 def link(path: str, **params: Any) -> str:

@@ -39,7 +39,7 @@ def newest(trend: Trend) -> str:
     stall = next((value for value in reversed(trend.stall_s) if value is not None), None)
     goodput = next((value for value in reversed(trend.goodput) if value is not None), None)
     parts = [seconds_text(stall)] if stall is not None else []
-    return " · ".join(parts + ([f"{percent_text(goodput)} goodput"] if goodput is not None else []))
+    return " · ".join(parts + ([percent_text(goodput)] if goodput is not None else []))
 
 
 def _bar(left: float, width: float, share: float, state: str) -> Markup:
@@ -54,4 +54,4 @@ def _said(trend: Trend) -> str:
     failed = sum(state in _FAILED for state in trend.states)
     said = f"the newest {len(trend.steps)} saves"
     said += f": {failed} of them failed or were dropped" if failed else ""
-    return f"{said}; the last: {newest(trend)}" if newest(trend) else said
+    return f"{said}; stall and goodput of the last: {newest(trend)}" if newest(trend) else said

@@ -170,16 +170,16 @@ def _held(facts: Facts) -> Iterator[Attention]:
             remedy="repair",
         )
     if held.healthy is False:
+        ill = held.newest if held.unhealthy is None else held.unhealthy
         good = (
             "none before it is" if held.newest_healthy is None else f"the newest healthy one is step {held.newest_healthy}"
         )
         yield Attention(
             level="error",
             code="checkpoint-unhealthy",
-            text=f"step {held.newest} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
+            text=f"step {ill} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
             hint="look at its tensors; restore `latest-healthy` if the loss is NaN too",
-            step=held.newest,
-            since=held.created,
+            step=ill,
             healthy=held.newest_healthy,
             remedy="look" if held.newest_healthy is None else "restore-healthy",
         )

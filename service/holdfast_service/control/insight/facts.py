@@ -38,6 +38,7 @@ class CheckpointFacts(NamedTuple):
     same_as: int | None = None
     nonfinite: int | None = None
     verified_created: str | None = None  # of the newest verified one
+    unhealthy: int | None = None  # the newest one whose health is known, where it is unhealthy
     healthy_created: str | None = None  # of the newest healthy one,
     healthy_verified: bool = False  # and whether that is verified,
     healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too

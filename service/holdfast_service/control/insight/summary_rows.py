@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 import msgspec
-from sqlalchemy import Text, case, func, select, tuple_, type_coerce
+from sqlalchemy import Text, case, false, func, select, tuple_, type_coerce
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.moments import seconds_of
@@ -85,16 +85,24 @@ def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[st
 
 
 def _gone_through(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """What stands of each run, in one pass over its checkpoints, and its newest one."""
+    """What stands of each run, in one pass over its checkpoints, and its newest one.
+
+    As long as the newest one whose health is known is unhealthy, those behind it of which nothing is known are not taken for
+    healthy: a run that saves often has some of these at any moment.
+    """
     row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
-    totals = (
+    sound = row.damage.is_(None) & living
+    counted = (
         select(
             row.run,
             func.count().label("checkpoints"),
-            func.sum(row.bytes).label("bytes"),
+            func.sum(row.bytes).label("total"),
             func.max(case((living, row.step))).label("newest"),
             func.max(case((row.verified & living, row.step))).label("newest_verified"),
-            func.max(case((row.healthy.is_not(False) & row.damage.is_(None) & living, row.step))).label("newest_healthy"),
+            func.max(case((row.healthy.is_not(False) & sound, row.step))).label("presumed"),
+            func.max(case((row.healthy.is_(True) & sound, row.step))).label("proven"),
+            func.max(case((row.healthy.is_(False) & sound, row.step))).label("unhealthy"),
+            func.min(case((row.healthy.is_(False) & sound, row.step))).label("first_unhealthy"),
             func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
             func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
         )
@@ -102,12 +110,27 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
         .group_by(row.run)
         .subquery()
     )
-    sound, good = aliased(row), aliased(row)
-    newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, sound.created, good.created, good.verified)
-    joined = select(totals, *newest).join(row, (row.run == totals.c.run) & (row.step == totals.c.newest))
-    joined = joined.outerjoin(sound, (sound.run == totals.c.run) & (sound.step == totals.c.newest_verified))
-    joined = joined.outerjoin(good, (good.run == totals.c.run) & (good.step == totals.c.newest_healthy))
-    rows = (tuple(values) for values in session.execute(joined))
+    at = counted.c
+    ill = at.unhealthy > func.coalesce(at.proven, -1)
+    older = aliased(row)
+    before = select(func.max(older.step)).where(
+        older.run == at.run, older.step < at.first_unhealthy, older.damage.is_(None), older.abandoned.is_(False)
+    )
+    good = case((ill, func.coalesce(at.proven, before.scalar_subquery())), else_=at.presumed)
+    last, verified, healthy, judged = aliased(row), aliased(row), aliased(row), aliased(row)
+    wanted = (
+        select(
+            *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
+            *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
+            case((ill, judged.nonfinite), else_=last.nonfinite),
+            *(verified.created, case((ill, at.unhealthy)), healthy.created, healthy.verified),
+        )
+        .join(last, (last.run == at.run) & (last.step == at.newest))
+        .outerjoin(verified, (verified.run == at.run) & (verified.step == at.newest_verified))
+        .outerjoin(healthy, (healthy.run == at.run) & (healthy.step == good))
+        .outerjoin(judged, (judged.run == at.run) & (judged.step == at.unhealthy))
+    )
+    rows = (tuple(values) for values in session.execute(wanted))
     return {run: CheckpointFacts(count, int(size), *others) for run, count, size, *others in rows}
 
 

@@ -160,7 +160,7 @@ async def _verdict(api: ViewerApi, run: str, step: int) -> Verdict | None:
 
 
 async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
-    """The step to restore in the place of one that is damaged or unhealthy; None where it is neither, or there is no other."""
+    """The step to restore instead of one that is damaged or unhealthy; None where it is neither, or there is no other."""
     if made.damage is None and made.healthy is not False:
         return None
     healthy = await shown(api.get(bodies.CheckpointInfo, at(made.run, "latest-healthy")))

@@ -152,8 +152,9 @@
   function drawMetric(element) {
     const name = element.dataset.metric;
     const values = saves.map((save) => save.metrics[name] ?? null);
-    const known = values.filter((value) => value !== null);
-    const marked = [Math.min(...known), Math.max(...known)].map((bound) => values.map((value) => (value === bound ? value : null)));
+    const good = (save) => save.outcome === "pinned" || save.outcome === "verified" || save.outcome === "committed";
+    const marked = [element.dataset.low, element.dataset.high].map((step) => (
+      values.map((value, index) => (String(saves[index].step) === step && good(saves[index]) ? value : null))));
     const mark = (label, token) => ({
       label, stroke: colour(token), paths: () => null, points: { show: true, size: 10, width: 2, stroke: colour(token), fill: colour("--panel") },
     });
