@@ -14,6 +14,9 @@ from holdfast.rest.api import Api
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.dashboard.reading import Page
 from tests.forked import Forked
+from tests.in_memory import tmp_path
+
+__all__ = ["tmp_path"]
 
 LIMIT_S = 240.0
 # A run, or the replica; the code of its alert; what the overview says of it; and the button that mends it.
@@ -26,8 +29,12 @@ SAID = (
 )
 
 
-def trainer(daemon: RunningDaemon, run: str, fate: str) -> Forked:
-    return Forked(["-m", "tests.dashboard.fates", daemon.socket, run, fate])
+def trainer(stack: ExitStack, daemon: RunningDaemon, run: str, fate: str) -> Forked:
+    """A real trainer, which is killed at the end of the test at the latest."""
+    made = Forked(["-m", "tests.dashboard.fates", daemon.socket, run, fate])
+    stack.enter_context(made)  # closes what it says
+    stack.callback(made.kill)
+    return made
 
 
 def alerts(daemon: RunningDaemon) -> dict[tuple[str, str], str]:
@@ -59,8 +66,9 @@ def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path
             running(tmp_path / "slow", "--write-bytes-per-second", "600", listen="127.0.0.1:0")  # a save takes 40 s
         )
         fates = {"killed": "goes-on", "hung": "hangs", "ill": "nan", "full": "goes-on", "over": "finishes"}
-        ranks = {run: stack.enter_context(trainer(daemon, run, fate)) for run, fate in fates.items()}
-        ranks["dragged"] = stack.enter_context(trainer(slow, "dragged", "goes-on"))
+        ranks = {run: trainer(stack, daemon, run, fate) for run, fate in fates.items()}
+        trainer(stack, slow, "dragged", "goes-on")
+        stack.callback(slow.kill)  # it would write what it has for minutes
         wait_until(lambda: all(commits(daemon, run) >= 2 for run in fates), LIMIT_S)
         ranks["killed"].kill()
         limit(daemon, "full")
@@ -79,11 +87,9 @@ def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path
 
         httpx.put(f"{daemon.url}/v1/runs/hung/alerts/no-commit/acknowledgement", json={}).raise_for_status()
         assert ("hung", "no-commit") not in alerts(daemon)
-        stack.enter_context(trainer(daemon, "killed", "goes-on"))
+        trainer(stack, daemon, "killed", "goes-on")
         wait_until(lambda: ("killed", "run-lost") not in alerts(daemon), LIMIT_S)
         (tmp_path / "elsewhere").rename(far)
         httpx.post(f"{daemon.url}/v1/replicas/far/retry").raise_for_status()
         wait_until(lambda: ("far", "replica-lost") not in alerts(daemon), LIMIT_S)
         assert ("ill", "checkpoint-unhealthy") in alerts(daemon)
-        for rank in ranks.values():
-            rank.kill()

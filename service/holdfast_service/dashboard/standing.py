@@ -12,7 +12,7 @@ from holdfast_formats.rest.observed import Overview, RunSummary
 from .words import age_text, percent_text, seconds_text
 
 
-class Standing(NamedTuple):
+class RunStanding(NamedTuple):
     """A state of a run in one word; `mark` is the class of its dot, `lasts` whether the time it has been so matters."""
 
     word: str
@@ -20,11 +20,11 @@ class Standing(NamedTuple):
     lasts: bool = True
 
 
-TRAINING = Standing("training", "fine", lasts=False)
-DIED = Standing("died", "error")
-FINISHED = Standing("finished", "gone")
-IDLE = Standing("idle", "gone", lasts=False)
-_STANDINGS: Mapping[str, Standing] = {
+TRAINING = RunStanding("training", "fine", lasts=False)
+DIED = RunStanding("died", "error")
+FINISHED = RunStanding("finished", "gone")
+IDLE = RunStanding("idle", "gone", lasts=False)
+_STANDINGS: Mapping[str, RunStanding] = {
     "running": TRAINING,
     "training": TRAINING,
     "lost": DIED,
@@ -32,15 +32,15 @@ _STANDINGS: Mapping[str, Standing] = {
     "ended": FINISHED,
     "finished": FINISHED,
     "idle": IDLE,
-    "archived": Standing("archived", "gone"),
+    "archived": RunStanding("archived", "gone"),
 }
 
 
-def standing(state: str | None) -> Standing:
+def standing(state: str | None) -> RunStanding:
     """What a state of the API means; one that is not known stands for itself."""
     if state is None or state == "unknown":
         return IDLE
-    return _STANDINGS.get(state, Standing(state, "gone"))
+    return _STANDINGS.get(state, RunStanding(state, "gone"))
 
 
 def counted(overview: Overview) -> dict[str, int]:

@@ -6,6 +6,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, RunSummary
 from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
+from holdfast_service.control.insight.facts import ReplicaCounts
 from holdfast_service.control.insight.summary import summarise
 from tests.control.insight.test_summary import NOW, facts
 
@@ -37,6 +38,15 @@ def test_what_nobody_has_seen_comes_first() -> None:
     found = sorted(alerts.marked(alerts.of_runs(board), seen), key=alerts.place)
     assert [(one.run, one.code) for one in found] == [("c", "run-lost"), ("a", "disk-nearly-full"), ("b", "run-lost")]
     assert found[-1].acknowledged is not None and len({alerts.place(one) for one in found}) == 3
+
+
+def test_a_lost_replica_is_said_once() -> None:
+    """Not beside every run of which it has no copies."""
+    board = [summary("a", copies={"far": ReplicaCounts(600, 0), "near": ReplicaCounts(600, 0)})]
+    others = list(alerts.of_nodes([node(replicas={"far": "gone"})]))
+    found = alerts.without_what_follows([*alerts.of_runs(board), *others])
+    assert [(one.code, one.subject) for one in found] == [("replica-behind", "near"), ("replica-lost", "far")]
+    assert alerts.overview(board, others).warnings == 1
 
 
 def test_figures_over_all_runs() -> None:

@@ -47,7 +47,7 @@ def list_alerts(
     replicas are shown only to tokens for all runs.
     """
     found = summaries_of(request)
-    listed = [*alerts.of_runs(found.board()), *_of_nodes(services, viewer, found)]
+    listed = alerts.without_what_follows([*alerts.of_runs(found.board()), *_of_nodes(services, viewer, found)])
     after = decode_cursor("alert", cursor)
     wanted = (one for one in listed if acknowledged is None or (one.acknowledged is not None) == acknowledged)
     ahead = sorted((one for one in wanted if after is None or alerts.place(one) > after), key=alerts.place)

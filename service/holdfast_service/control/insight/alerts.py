@@ -58,9 +58,15 @@ def place(alert: Alert) -> str:
     return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
 
 
+def without_what_follows(alerts: Sequence[Alert]) -> list[Alert]:
+    """Without what is said of the copies of runs in a replica that is lost: that is said once."""
+    lost = {one.subject for one in alerts if one.code == "replica-lost"}
+    return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
+
+
 def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
     """All runs in a few figures; `others` are alerts that are about no run."""
-    alerts = [*(item for one in board for item in one.attention), *others]
+    alerts = without_what_follows([*of_runs(board), *others])
     counted = [item.level for item in alerts if item.acknowledged is None]
     training = [one for one in board if one.state == "running"]
     lost = max((one for one in board if one.state == "lost"), key=lambda one: one.state_since or "", default=None)

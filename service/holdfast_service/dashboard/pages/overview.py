@@ -17,7 +17,7 @@ from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
 from holdfast_service.dashboard.remedies import Button
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
-from holdfast_service.dashboard.standing import Standing
+from holdfast_service.dashboard.standing import RunStanding
 
 router = page_router()
 
@@ -33,7 +33,7 @@ class RunLine(NamedTuple):
     """A line of the overview."""
 
     summary: RunSummary
-    standing: Standing
+    standing: RunStanding
     level: str  # of the dot: error, warning, or how the run stands
     says: str  # the same in words
     crash: str | None  # what it would cost now

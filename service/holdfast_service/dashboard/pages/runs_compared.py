@@ -16,7 +16,7 @@ from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, ViewerApi, at
 from holdfast_service.dashboard.history import MetricExtremes, metrics
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
-from holdfast_service.dashboard.standing import Standing, standing
+from holdfast_service.dashboard.standing import RunStanding, standing
 
 router = page_router()
 
@@ -33,7 +33,7 @@ class ComparedRun(NamedTuple):
     checkpoints: list[bodies.CheckpointInfo]
     metric: MetricExtremes | None
     newest: float | None
-    standing: Standing
+    standing: RunStanding
 
 
 @router.get("/compare")
