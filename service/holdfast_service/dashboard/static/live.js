@@ -2,7 +2,7 @@
 // every two seconds. Without events it is fetched every five. Nothing is fetched while nobody looks.
 (function () {
   "use strict";
-  const GAP_MS = 2000, IDLE_MS = 15000, POLL_MS = 5000;
+  const GAP_MS = 2000, GAP_MAX_MS = 8000, IDLE_MS = 15000, POLL_MS = 5000;
   const live = () => document.getElementById("live");
   if (!live() || !live().dataset.stream) return;
   let source = null, timer = null, asked = 0, streaming = false, took = 0;
@@ -18,8 +18,8 @@
     if (timer !== null) clearTimeout(timer);
     timer = setTimeout(refresh, wait);
   }
-  // A page that takes long to make is asked for less often: it keeps a twentieth of a core busy at most.
-  function happened() { plan(Math.max(Math.max(GAP_MS, 20 * took) - (Date.now() - asked), 50)); }
+  // A page that takes long to make is asked for less often, so that one viewer does not keep a core busy.
+  function happened() { plan(Math.max(Math.min(Math.max(GAP_MS, 20 * took), GAP_MAX_MS) - (Date.now() - asked), 50)); }
 
   function open() {
     if (!window.EventSource) return;
