@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
@@ -20,6 +21,7 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
     "/summaries",
     dependencies=READS,
     summary="Summaries of all runs, sorted by name or by need for attention",
+    response_model=bodies.Page[RunSummary],
 )
 def list_summaries(
     request: Request,
@@ -29,8 +31,9 @@ def list_summaries(
     ] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> bodies.Page[RunSummary]:
-    return summaries_of(request).page(cursor, limit, prefix, sort)
+) -> Response:
+    found = summaries_of(request).page(cursor, limit, prefix, sort)
+    return Response(found.model_dump_json(), media_type="application/json")  # as it is: a page is asked for all the time
 
 
 @router.get(
