@@ -29,6 +29,13 @@ GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/summaries                                             read  seen
 GET    /v1/runs/{run}/summary                                    read  path
+GET    /v1/overview                                              read  seen
+GET    /v1/alerts                                                read  seen
+PUT    /v1/runs/{run}/alerts/{code}/acknowledgement              write path json
+DELETE /v1/runs/{run}/alerts/{code}/acknowledgement              write path
+PUT    /v1/alerts/{code}/{subject}/acknowledgement               admin all  json
+DELETE /v1/alerts/{code}/{subject}/acknowledgement               admin all
+POST   /v1/replicas/{tier}/retry                                 admin all
 GET    /v1/runs/{run}/policy                                     read  path
 PUT    /v1/runs/{run}/policy                                     admin path json
 GET    /v1/runs/{run}/retention                                  read  path
@@ -98,6 +105,10 @@ GET    /runs/{run}/purge                                         read  path
 POST   /runs/{run}/purge                                         admin path form
 GET    /trash                                                    read  seen
 GET    /runs/{run}/policy                                        read  path
+GET    /compare                                                  read  seen
+POST   /runs/{run}/alerts/{code}                                 write path form
+POST   /runs/{run}/mend                                          write path form
+POST   /alerts/{code}/{subject}                                  admin all  form
 POST   /runs/{run}/policy/preview                                read  path form
 POST   /runs/{run}/policy                                        admin path form
 GET    /runs/{run}/compare                                       read  path
@@ -170,6 +181,9 @@ class Route(NamedTuple):
             label="good",
             pattern="nobody",
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
+            code="run-lost",
+            subject="nobody",
+            tier="nowhere",
             number=0,
             part="data",
             turn=0,
@@ -203,6 +217,8 @@ def _json(value: Any) -> Callable[[str], bytes]:
 BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/runs/{run}": _json({"notes": "as they are"}),
     "/v1/runs/{run}/policy": _json({"last": 3}),
+    "/v1/runs/{run}/alerts/{code}/acknowledgement": _json({"for_s": 60}),
+    "/v1/alerts/{code}/{subject}/acknowledgement": _json({}),
     "/v1/ranks/{rank_id}": _json(hello),
     "/v1/ranks/{rank_id}/segment": _json({"slots": 1, "data_bytes": 64, "table_bytes": 64}),
     "/v1/ranks/{rank_id}/uploads/{number}": _json({"step": 7}),

@@ -56,10 +56,45 @@ def test_overview_goes_on_by_itself(shown: Window, at: Live) -> None:
     """New checkpoints appear without a reload, and the focus stays where it is."""
     page = shown.go("/")
     row = page.locator("tr", has=page.get_by_role("link", name=RUN, exact=True))
-    before = row.locator("[data-label='Checkpoints']").inner_text()
+    before = row.locator("[data-checkpoints]").inner_text()
     row.get_by_role("link", name=RUN, exact=True).focus()
-    expect(row.locator("[data-label='Checkpoints']")).not_to_have_text(before, timeout=20_000)
+    expect(row.locator("[data-checkpoints]")).not_to_have_text(before, timeout=20_000)
     assert page.evaluate("document.activeElement.textContent") == RUN
+
+
+def test_a_run_goes_on_by_itself(shown: Window, at: Live) -> None:
+    """Its table, its plots and its sentence follow without a reload, and the range that was zoomed to stays."""
+    page = shown.go(f"/runs/{RUN}")
+    before = page.locator("#checkpoints ~ .table-box tbody tr").first.get_attribute("id") or ""
+    drawn = "() => document.querySelectorAll('#lanes canvas').length"
+    assert page.evaluate(drawn) == 1
+    expect(page.locator("#checkpoints ~ .table-box tbody tr").first).not_to_have_attribute("id", before, timeout=30_000)
+    assert page.evaluate(drawn) == 1
+    expect(page.locator("#verdict")).to_contain_text("The last good checkpoint is step")
+    expect(page.locator("[data-metric='loss'] canvas")).to_be_visible()
+
+
+def test_an_alert_is_acknowledged_and_taken_back(shown: Window) -> None:
+    """By its buttons; the title and the icon have the number of those that are left."""
+    page = shown.go("/")
+    mark = page.get_by_role("button", name=f"Acknowledge checkpoint-unhealthy of {FAULTY}")
+    expect(mark).to_be_visible(timeout=60_000)
+    mark.click()
+    expect(page.get_by_role("status")).to_contain_text("Acknowledged")
+    page.locator("details.seen summary").click()
+    page.get_by_role("button", name=f"Count it again: checkpoint-unhealthy of {FAULTY}").click()
+    expect(page.get_by_role("status")).to_contain_text("counts again")
+    expect(page.get_by_role("link", name="Restore step").first).to_be_visible()
+    assert page.title().startswith("(") and "icon-error-" in (page.locator("#icon").get_attribute("href") or "")
+
+
+def test_runs_are_overlaid(shown: Window) -> None:
+    """Two runs are chosen and drawn over each other."""
+    page = shown.go("/compare")
+    page.get_by_label(RUN, exact=True).check()
+    page.get_by_label(FAULTY, exact=True).check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("#overlay canvas")).to_be_visible()
 
 
 def test_from_the_overview_to_a_tensor(shown: Window, at: Live) -> None:

@@ -21,6 +21,7 @@ STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
     "/": ("tiny", "other", "Saves in progress"),
     "/?q=ti&sort=name": ("tiny",),
+    "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
     "/runs/tiny/about": ("Owner and notes", "No launch has said anything of itself"),
     "/runs/other/delete": ("Delete other?", "Type the run’s name to confirm"),

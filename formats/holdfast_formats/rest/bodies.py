@@ -364,6 +364,11 @@ class Node(BaseModel):
     lease_s: float | None = Field(
         default=None, description="seconds for which the node counts as live unless it renews that; negative when it is gone"
     )
+    replicas: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="the replicas that it copies to, and why one cannot be reached, null while it can; only shown to tokens "
+        "for all runs",
+    )
     duties: list[str] = Field(default_factory=list, description="what this node does for all nodes of its cluster")
     socket_id: str | None = Field(
         default=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class SaveTimes(BaseModel):
@@ -60,6 +60,39 @@ class Layers(BaseModel):
     layers: dict[str, list[LayerHealth | None]]
 
 
+# What mends it: start the training again; start it from the newest healthy checkpoint; raise the run's quota; keep fewer
+# checkpoints, or free space; read a checkpoint back; mend a damaged one; copy to the replicas again; save at another pace;
+# remove the node from the list; look at what is going on.
+Remedy = Literal[
+    "resume",
+    "restore-healthy",
+    "raise-quota",
+    "keep-fewer",
+    "verify",
+    "repair",
+    "retry-replicas",
+    "save-interval",
+    "forget-node",
+    "look",
+]
+
+
+class Acknowledgement(BaseModel):
+    """Somebody has seen an alert. It ends with the alert, or at `until`: then the alert counts again."""
+
+    by: str = Field(description="name of the token")
+    at: str = Field(description="RFC 3339, UTC")
+    until: str | None = Field(default=None, description="when it ends by itself; null: when the alert has ended")
+
+
+class AcknowledgeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    for_s: float | None = Field(
+        default=None, gt=0, le=30 * 86_400, description="seconds for which to snooze it; null: until the alert has ended"
+    )
+
+
 class Attention(BaseModel):
     """Something that a person should look at, and what to do about it."""
 
@@ -68,6 +101,17 @@ class Attention(BaseModel):
     text: str
     hint: str
     step: int | None = None
+    since: str | None = Field(default=None, description="when it began, RFC 3339, where that is known")
+    remedy: Remedy = Field(default="look", description="what mends it")
+    subject: str | None = Field(default=None, description="name of the replica or of the node that it is about")
+    healthy: int | None = Field(default=None, description="the newest healthy step, where another one is not")
+    acknowledged: Acknowledgement | None = Field(default=None, description="who has seen it, and for how long")
+
+
+class Alert(Attention):
+    """What needs attention, of which run; null where it is about a node, or about a replica of all runs."""
+
+    run: str | None = None
 
 
 # Of a run whose ranks connected to a service: some are connected; all have said goodbye; some are gone without that.
@@ -75,6 +119,35 @@ Life = Literal["running", "ended", "lost"]
 # What a run is doing: its ranks save; nobody trains it, or its ranks are here and have long begun no save; they have closed
 # in order; they have disappeared, and nobody has dealt with it yet; a person has put it away.
 RunLife = Literal["training", "idle", "finished", "died", "archived"]
+
+
+class GoodCheckpoint(BaseModel):
+    """The newest checkpoint of which nothing bad is known: not damaged, not unhealthy, not abandoned."""
+
+    step: int
+    created: str
+    verified: bool
+    copies: list[str] = Field(description="the tiers in which a verified copy of it is")
+
+
+class TierCopies(BaseModel):
+    """A run's copies in another tier."""
+
+    tier: str
+    newest: int | None = Field(description="the newest step of which a verified copy is there")
+    damaged: int
+    failing: int = Field(default=0, description="checkpoints that could not be copied so far")
+
+
+class Trend(BaseModel):
+    """The newest saves of a run, the oldest first; one value of each list for a save."""
+
+    steps: list[int] = Field(default_factory=list)
+    states: list[str] = Field(default_factory=list, description="states of the saves, as those of rounds")
+    stall_s: list[float | None] = Field(default_factory=list, description="for how long it stalled training")
+    goodput: list[float | None] = Field(
+        default_factory=list, description="fraction of the time since the save before for which training did not stall"
+    )
 
 
 class RunSummary(BaseModel):
@@ -112,7 +185,31 @@ class RunSummary(BaseModel):
     interval_steps: int | None
     recommended_interval_s: float | None = Field(description="Young/Daly: sqrt(2 × cost of a save × time between failures)")
     failures_mean_s: float | None = Field(description="mean time between attempts, which the recommendation uses")
+    last_verified: str | None = Field(default=None, description="time of the commit of the newest verified checkpoint")
+    good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint of which nothing bad is known")
+    copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
+    trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
     attention: list[Attention] = Field(default_factory=list)
+
+
+class Overview(BaseModel):
+    """All runs that may be seen, in a few figures. It is a few seconds old."""
+
+    runs: int
+    states: dict[RunLife, int] = Field(description="number of runs by what they are doing")
+    errors: int = Field(description="alerts that nobody has acknowledged")
+    warnings: int
+    acknowledged: int
+    newest_lost: str | None = Field(default=None, description="the run that was lost last, of those that are lost")
+    newest_lost_since: str | None = None
+    exposed_s: float | None = Field(default=None, description="most training time that a crash now would lose, of one run")
+    exposed_run: str | None = None
+    cost: float | None = Field(
+        default=None, description="mean fraction of time for which saves stall the runs that are training"
+    )
+    checkpoints: int
+    bytes: int
+    free_bytes: int | None
 
 
 DifferenceState = Literal["equal", "changed", "unknown", "missing-in-a", "missing-in-b", "reshaped", "retyped"]

@@ -48,6 +48,7 @@ EVENTS: dict[str, str] = {
     "restore-chosen": "a launch was assigned the step to restore",
     "policy-changed": "the retention policy of a run was set",
     "mark-changed": "a pin or a label was set or removed",
+    "alert-acknowledged": "an alert was acknowledged, for a time or until it has ended, or that was taken back",
     "scrub-finished": "a scrub has verified the checkpoints that were due",
     "job-ended": "a job is done, has failed, or was cancelled",
     "notification-sent": "a target of notifications was told of alerts, or that they are over",

@@ -17,6 +17,7 @@ from holdfast_service.api.door.middleware import Doors
 from holdfast_service.api.door.trail import Trail
 from holdfast_service.api.routes import (
     access,
+    alerts,
     comparisons,
     events,
     files,
@@ -52,6 +53,7 @@ _DESCRIPTION = (
 )
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
+    {"name": "alerts", "description": "What needs attention, what mends it, and who has seen it"},
     {"name": "retention", "description": "Retention: policy, pins, labels and removal, with reasons"},
     {"name": "replicas", "description": "Copies of a checkpoint in other storage tiers"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files support a single byte range"},
@@ -73,6 +75,7 @@ _TAGS = [
 ROOMS = (
     runs,
     summaries,
+    alerts,
     retention,
     trash,
     replicas,

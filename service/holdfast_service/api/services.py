@@ -95,6 +95,8 @@ class Services:
     def team_quotas(self) -> TeamQuotas:
         return TeamQuotas(self.tier, self.catalog.database)
 
+    replicas: Mapping[str, Callable[[], bool]] = field(default_factory=dict)  # copies again; whether this node is who copies
+
     @cached_property
     def tokens(self) -> Tokens:
         return Tokens(self.catalog.database, self.events, utc_now, self.owner)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import SaveTimes
@@ -52,6 +53,32 @@ def saves(
     return sorted(found, key=lambda save: (save["at"], save["step"]))
 
 
+METRICS_DRAWN = 12
+
+
+class MetricExtremes(NamedTuple):
+    """A metric of a run's checkpoints: its lowest and its highest value, and at which steps."""
+
+    name: str
+    low: float
+    low_step: int
+    high: float
+    high_step: int
+
+
+def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes]:
+    """The metrics that the trainer gave, those of most checkpoints first. Values that are not finite are left out, and
+    checkpoints that are damaged, unhealthy or abandoned.
+    """
+    found: dict[str, list[tuple[float, int]]] = {}
+    for made in checkpoints:
+        for name, value in made.metrics.items():
+            if isfinite(value) and made.state in ("committed", "verified"):
+                found.setdefault(name, []).append((value, made.step))
+    drawn = sorted(found, key=lambda name: (-len(found[name]), name))[:METRICS_DRAWN]
+    return [MetricExtremes(name, *min(found[name]), *max(found[name])) for name in drawn]
+
+
 def _of_round(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
     times = SaveTimes.model_validate(made.measured or {})
     phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
@@ -70,6 +97,7 @@ def _of_round(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinn
         "rate": size / times.write_s if size and times.write_s else None,
         "limit": times.disk_bytes_per_second,
         "bytes": size,
+        "metrics": _finite(checkpoint),
     }
 
 
@@ -77,7 +105,11 @@ def _of_checkpoint(made: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, A
     outcome = "pinned" if made.step in pinned and made.state in ("verified", "committed") else made.state
     nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
     known = {"at": stamp(made.created), "step": made.step, "attempt": made.attempt, "outcome": outcome, "bytes": made.bytes}
-    return known | nothing
+    return known | nothing | {"metrics": _finite(made)}
+
+
+def _finite(made: bodies.CheckpointInfo | None) -> dict[str, float]:
+    return {} if made is None else {name: value for name, value in made.metrics.items() if isfinite(value)}
 
 
 def _outcome(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:

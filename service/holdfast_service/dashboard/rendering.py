@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.operations import Job
 
-from . import words
+from . import sparkline, words
 from .asking import COOKIE, SignInNeeded
 from .static import address
 
@@ -37,7 +37,7 @@ SAID = {
     "unlabelled": "Label removed.",
     "removed": "The checkpoint was removed.",
     "noted": "Saved.",
-    "acknowledged": "Acknowledged. The run raises no alert until it dies again.",
+    "death-seen": "Acknowledged. The run raises no alert until it dies again.",
     "archived": "Archived. A new launch takes the run back.",
     "unarchived": "Taken back from the archive.",
     "renamed": "The run was renamed. Change the name in your trainer too.",
@@ -51,6 +51,11 @@ SAID = {
     "revoked": "The token was revoked. It is no longer accepted.",
     "forgotten": "The node is listed no more. It may join again at any time.",
     "signed-in": "Signed in.",
+    "acknowledged": "Acknowledged. It counts again if it ends and then happens anew.",
+    "snoozed": "Snoozed for an hour.",
+    "alert-back": "The alert counts again.",
+    "retried": "What could not be copied is tried again now.",
+    "quota": "The quota was raised by half.",
 }
 _OF_A_RUN, _OF_ADMINS = ("verify", "scrub"), ("rebuild", "import", "export", "merge")  # kinds of jobs
 _ENOUGH = {"read": ("read", "write", "admin"), "write": ("write", "admin"), "admin": ("admin",)}
@@ -88,16 +93,24 @@ def environment() -> Environment:
         "percent": words.percent,
         "when": words.when,
         "prose": words.prose,
+        "spark": sparkline.sparkline,
+        "newest_cost": sparkline.newest,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {
         "static": address,
         "link": link,
         "may_stop": may_stop,
+        "favicon": favicon,
         "bytes_text": words.bytes_text,
         "seconds_text": words.seconds_text,
     }
     return made
+
+
+def favicon(count: int, errors: int) -> str:
+    """The address of the icon with the number of alerts on it; of the plain one where there is none."""
+    return address(f"icon-{'error' if errors else 'warning'}-{min(count, 99)}.svg" if count else "icon.svg")
 
 
 def link(path: str, **params: Any) -> str:

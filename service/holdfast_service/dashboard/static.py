@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from holdfast_formats.errors import NoSuchResource
 router = APIRouter(include_in_schema=False)
 
 _TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+_NUMBERED = re.compile(r"icon-(error|warning)-([1-9][0-9]?)\.svg")
 SERVED = (
     "base.css",
     "parts.css",
@@ -23,6 +25,9 @@ SERVED = (
     "charts.js",
     "heat.js",
     "events.js",
+    "live.js",
+    "overlay.js",
+    "overview.css",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
     "vendor/uPlot-1.6.32.iife.min.js",
@@ -39,10 +44,27 @@ class Asset(NamedTuple):
 @lru_cache
 def asset(name: str) -> Asset:
     """One of the served files; `NoSuchResource` for any other name."""
+    data = _numbered_icon(name) or _read(name)
+    return Asset(data, _TYPES[name.rpartition(".")[2]], hashlib.sha256(data).hexdigest()[:16])
+
+
+def _read(name: str) -> bytes:
     if name not in SERVED:
         raise NoSuchResource(f"/static/{name} does not exist")
-    data = files(__package__).joinpath("static", *name.split("/")).read_bytes()
-    return Asset(data, _TYPES[name.rpartition(".")[2]], hashlib.sha256(data).hexdigest()[:16])
+    return files(__package__).joinpath("static", *name.split("/")).read_bytes()
+
+
+def _numbered_icon(name: str) -> bytes | None:
+    """The icon with a number of alerts on it, in the colour of their level; None for another name."""
+    wanted = _NUMBERED.fullmatch(name)
+    if wanted is None:
+        return None
+    colour, size = ("#d1242f" if wanted[1] == "error" else "#9a6700"), (14 if len(wanted[2]) == 1 else 11)
+    number = (
+        f'<circle cx="22" cy="10" r="10" fill="{colour}"/><text x="22" y="15" font-family="sans-serif" font-weight="bold" '
+        f'font-size="{size}" fill="#fff" text-anchor="middle">{wanted[2]}</text></svg>'
+    )
+    return _read("icon.svg").replace(b"</svg>", number.encode())
 
 
 def address(name: str) -> str:

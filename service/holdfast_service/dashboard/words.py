@@ -60,6 +60,13 @@ def number(value: float | None) -> Markup:
     return NONE if value is None else _titled(number_text(value), repr(value))
 
 
+def percent_text(value: float) -> str:
+    """A share in three digits; near to all of it, as many as tell it from that."""
+    if 0.99 < value < 1:
+        return f"{100 * value:.2f} %"
+    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.3g} %"
+
+
 def percent(value: float | None) -> Markup:
     return NONE if value is None else _titled(f"{100 * value:.3g} %", repr(value))
 

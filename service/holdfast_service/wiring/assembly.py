@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.conversation import DataPlane
+from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
@@ -64,7 +65,7 @@ from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
 from holdfast_service.wiring.telling import event_commands, notifier, watched
-from holdfast_service.wiring.watching import watch
+from holdfast_service.wiring.watching import watch, watch_alerts
 
 if TYPE_CHECKING:
     from holdfast_service.api.door.middleware import Policy
@@ -103,6 +104,7 @@ class NodeParts(NamedTuple):
     url: str | None  # of its API
     exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
     on_event: EventCommands | None
+    replicators: Mapping[str, Replicator]  # by the replica that each copies to
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -192,7 +194,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event)
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, transfers.replicators)
 
 
 def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
@@ -233,6 +235,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             host=platform.node(),
             url=node.url,
             exchange=None if node.exchange is None else node.exchange.url,
+            replicas={name: one.said for name, one in node.replicators.items() if one.is_mine()},
         )
 
     return about
@@ -270,6 +273,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         rename_run=partial(rename_run, control.decisions.renaming, saver, node.arena),
         door=door,
         audit_days=config.audit_days,
+        replicas={name: one.retry for name, one in node.replicators.items()},
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
@@ -284,6 +288,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         watched=watched(config, stack),
     )
     duties = None if cluster is None else cluster.duties
+    watch_alerts(made, stack)
     return replace(made, notifier=notifier(config, made, duties, stack))
 
 

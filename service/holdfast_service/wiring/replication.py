@@ -128,7 +128,9 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
             one.start()
         mending.start()
         try:
-            yield Transfers(tier, decisions, repairer, config.export_root)
+            transfers = Transfers(tier, decisions, repairer, config.export_root)
+            transfers.replicators = replicators
+            yield transfers
         finally:
             for one in replicators.values():
                 one.end()

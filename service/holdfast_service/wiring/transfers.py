@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
+from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wiring.exports import Exporter, ForeignExport
@@ -32,6 +33,7 @@ class Transfers:
         self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
         self._merger = Merger(tier, decisions, self._importer)
         self.trains: Callable[[str], bool] = lambda run: False  # whether ranks of a run are connected, to any node
+        self.replicators: Mapping[str, Replicator] = {}  # by the replica that each copies to
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`

@@ -96,6 +96,10 @@ def test_exposure_counts_training_alone() -> None:
         ({"saves": saves(every_s=60.0)}, "saves-too-often", "warning"),
         ({"copies": {"far": ReplicaCounts(600, 0)}}, "replica-behind", "warning"),
         ({"copies": {"far": ReplicaCounts(1000, 1)}}, "replica-damaged", "error"),
+        ({"copies": {"far": ReplicaCounts(1000, 0, 2, "the disk is full")}}, "replica-failing", "warning"),
+        ({"saves": (Save(1100, 1, "sealed", NOW - 40), *saves())}, "storage-slow", "warning"),
+        ({"saves": saves(every_s=4.0), "now": NOW - 20, "declared": (NOW - 90,)}, "no-commit", "warning"),
+        ({"held": facts().held._replace(healthy=False, unhealthy=950, newest_healthy=900)}, "checkpoint-unhealthy", "error"),
         ({"held": facts().held._replace(created="2030-03-17T18:46:00Z")}, "clock-differs", "warning"),
     ],
 )
@@ -104,6 +108,35 @@ def test_what_needs_attention(changes: dict, code: str, level: str) -> None:
     found = summarise(facts(**changes)).attention
     assert [(item.code, item.level) for item in found] == [(code, level)]
     assert found[0].text and found[0].hint
+
+
+def test_what_follows_from_something_else_is_not_said_beside_it() -> None:
+    """A death says of itself that its save failed, and a quota that is used up that nothing is committed."""
+    killed = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "round-aborted"), *saves())
+    assert codes(summarise(facts(saves=killed, life="lost"))) == ["run-lost"]
+    full = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "quota-exceeded"), *saves())
+    made = summarise(facts(saves=full, quota_bytes=80_000, now=NOW + 3600))
+    assert [(item.code, item.remedy) for item in made.attention] == [("saves-failing", "raise-quota")]
+
+
+def test_alerts_say_since_when_and_what_mends_them() -> None:
+    """So that a program, or a button, can do it."""
+    lost = summarise(facts(life="lost", since=CREATED)).attention[0]
+    assert (lost.since, lost.remedy, lost.step) == (CREATED, "resume", 1000)
+    ill = facts().held._replace(healthy=False, newest_healthy=900)
+    nan = summarise(facts(held=ill)).attention[0]
+    assert (nan.remedy, nan.healthy) == ("restore-healthy", 900)
+    assert summarise(facts(held=ill._replace(newest_healthy=None))).attention[0].remedy == "look"
+
+
+def test_trend_is_of_the_newest_saves_the_oldest_first() -> None:
+    """Goodput is what a stall leaves of the time since the save before; it is not known across a restart."""
+    dropped = Save(1100, 2, "dropped", NOW - 10, NOW - 5, "generation-dropped", {"stall_s": 0.5})
+    made = summarise(facts(saves=(Save(1200, 2, "open", NOW), dropped, *saves(3)))).trend
+    assert made.steps == [100, 200, 300, 1100]
+    assert made.states == ["committed"] * 3 + ["dropped"]
+    assert made.stall_s == [0.2, 0.2, 0.2, 0.5]
+    assert made.goodput == [None, round(1 - 0.2 / 600, 5), round(1 - 0.2 / 600, 5), None]
 
 
 def test_policy_that_makes_room_is_not_called_full() -> None:

@@ -13,17 +13,19 @@ from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
-from holdfast_service.control.insight.summary import SAVES
+from holdfast_service.control.insight import summary_rows
 from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.insight.summary_rows import SAVES
 from holdfast_service.storage import PosixTier
 from tests.control.published import a_row
 from tests.databases import sqlite_url
 
 BEGAN = "2030-01-01T00:00:00.000Z"
 NOW = seconds_of("2030-01-01T01:00:00.000Z")
-QUERIES_MAX = 6
+QUERIES_MAX = 13
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 @pytest.fixture
 def summaries(catalog: Catalog, tmp_path: Path) -> Summaries:
-    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW)
+    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW, fresh_s=-1.0)
 
 
 def fill(catalog: Catalog, run: str, count: int) -> None:
@@ -79,6 +81,36 @@ def test_damage_health_and_replicas_are_seen(catalog: Catalog, summaries: Summar
     assert {"checkpoint-damaged", "checkpoint-unhealthy", "replica-behind"} <= codes
 
 
+def test_what_nobody_has_looked_at_is_not_taken_for_healthy_after_nan(catalog: Catalog, summaries: Summaries) -> None:
+    """A run that saves often always has checkpoints that are still to be looked at: the alert stays meanwhile."""
+    fill(catalog, "run", 8)
+    with catalog.database.write() as session:
+        for step in range(6):
+            session.get_one(CheckpointRow, ("run", step)).healthy = step < 4
+        session.get_one(CheckpointRow, ("run", 5)).nonfinite = 3
+        session.execute(insert(ReplicaRow).values(run="run", step=3, tier="far", state="present", bytes=1, since=BEGAN))
+    made = summaries.one("run")
+    (nan,) = [item for item in made.attention if item.code == "checkpoint-unhealthy"]
+    assert (nan.step, nan.healthy, made.newest, made.newest_healthy) == (5, 3, 7, 3)
+    assert "step 5 has new NaN or infinite values (3)" in nan.text
+    assert made.good is not None and (made.good.step, made.good.verified, made.good.copies) == (3, True, ["far"])
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("run", 6)).healthy = True
+    again = summaries.one("run")
+    assert "checkpoint-unhealthy" not in {item.code for item in again.attention}
+    assert again.good is not None and (again.good.step, again.good.verified) == (7, False)
+
+
+def test_a_run_that_is_well_is_answered_as_one_that_is_gone_through(catalog: Catalog, summaries: Summaries) -> None:
+    """Both ways of finding what stands agree."""
+    fill(catalog, "run", 5)
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("run", 4)).verified = True
+        session.get_one(CheckpointRow, ("run", 2)).damage = {"code": "corrupt-extent"}
+    with catalog.database.read() as session:
+        assert summary_rows.held(session, ["run"]) == summary_rows._gone_through(session, ["run"])
+
+
 def test_run_without_anything_and_no_run(catalog: Catalog, summaries: Summaries) -> None:
     """A run with an attempt alone has a summary; one that does not exist has an error."""
     catalog.declare_attempt("young", "launch", 1, BEGAN)
@@ -116,6 +148,7 @@ def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
     assert listed == ["failing", "frozen", "calm", "quiet"]
     with catalog.database.write() as session:
         session.get_one(CheckpointRow, ("failing", 3)).healthy = True
+    Events(catalog.database, "node", lambda: BEGAN).add("checkpoint-verified", "as a check does", "failing", 3)
     newest = summaries.page(None, 1, order="attention").items[0]
     assert (newest.run, "checkpoint-unhealthy" in {item.code for item in newest.attention}) == ("failing", False)
 

@@ -28,7 +28,9 @@ LINKS = "/v1/links"  # a way in for a browser, with the rights of who asks
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 CHUNK = re.compile(r"/v1/ranks/[^/]+/uploads/[^/]+/(?:data|table)")
 _RUN = re.compile(r"/v1/runs/([^/]+)")
-_WRITES = re.compile(r"/v1/(?:ranks/.+|jobs(?:/[^/]+)?|runs/[^/]+/checkpoints/[^/]+/(?:pin|labels/[^/]+))")
+_WRITES = re.compile(
+    r"/v1/(?:ranks/.+|jobs(?:/[^/]+)?|runs/[^/]+/(?:checkpoints/[^/]+/(?:pin|labels/[^/]+)|alerts/[^/]+/acknowledgement))"
+)
 _ADMINS_JOBS = frozenset({"rebuild", "import", "export", "merge"})  # they change the catalog, or files that no run has
 _RUNS_JOBS = frozenset({"verify", "scrub"})  # what they do is about the run they name, and nothing else
 

@@ -12,7 +12,7 @@ from holdfast_formats.moments import write
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import ADMINS, READS
-from holdfast_service.api.services import Viewer, Wired
+from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.cluster.duties import UPKEEP
@@ -26,6 +26,18 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     """Process, root, machine and addresses are shown only to tokens for all runs; the socket also to tokens that may
     save.
     """
+    return bodies.Page(items=told_nodes(services, viewer))
+
+
+@router.delete("/nodes/{name}", dependencies=ADMINS, status_code=204, summary="Forget a node that is gone")
+def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
+    """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
+    services.forget(name)
+    services.events.add("node-forgotten", f"the node {name} is listed no more")
+
+
+def told_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
+    """The nodes, with what this caller may know of each."""
     ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
     here = _Told(services.node(), services.held(), ranks)
     try:
@@ -37,14 +49,7 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
         crews = services.crews()
         told = [here if m.name == here.node.name else _Told.of(m, crews.get(m.name, {})) for m in members]
         told = [one._replace(node=_as_member(one.node, m)) for one, m in zip(told, members, strict=True)]
-    return bodies.Page(items=[one.seen_by(viewer) for one in told])
-
-
-@router.delete("/nodes/{name}", dependencies=ADMINS, status_code=204, summary="Forget a node that is gone")
-def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
-    """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
-    services.forget(name)
-    services.events.add("node-forgotten", f"the node {name} is listed no more")
+    return [one.seen_by(viewer) for one in told]
 
 
 class _Told(NamedTuple):
@@ -65,6 +70,7 @@ class _Told(NamedTuple):
             return node
         told: dict[str, Any] = {
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
+            "replicas": {},
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
             "memory": [one for one in node.memory if viewer.sees(one.run)],
             "averages": [one for one in node.averages if viewer.sees(one.run)],
@@ -78,14 +84,11 @@ class _Told(NamedTuple):
 
 
 def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:
-    gone = (
-        {}
-        if member.live
-        else {"ranks": 0, "arena_bytes": 0, "memory": [], "averages": [], "sealed": 0, "busy": False, "catalog": None}
-    )
+    gone: dict[str, Any] = {"ranks": 0, "arena_bytes": 0, "memory": [], "averages": [], "sealed": 0, "busy": False}
+    gone |= {"catalog": None, "replicas": {}}
     return node.model_copy(
         update={
-            **gone,
+            **({} if member.live else gone),
             "live": member.live,
             "state": member.state,
             "since": write(member.since),

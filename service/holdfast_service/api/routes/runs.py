@@ -29,7 +29,7 @@ def list_runs(
     request: Request, services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = ""
 ) -> bodies.Page[bodies.Run]:
     page = services.catalog.runs(cursor, limit, prefix)
-    return page.model_copy(update={"items": summaries.of_app(request).states(page.items)})
+    return page.model_copy(update={"items": summaries.summaries_of(request).states(page.items)})
 
 
 @router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
@@ -61,7 +61,7 @@ def patch_run(request: Request, services: Wired, run: str, change: RunChange) ->
 
 
 def _one(request: Request, services: Wired, run: str) -> bodies.Run:
-    return summaries.of_app(request).states([services.catalog.run(run)])[0]
+    return summaries.summaries_of(request).states([services.catalog.run(run)])[0]
 
 
 @router.get("/runs/{run}/checkpoints", dependencies=READS_RUN, summary="A run's committed checkpoints, newest step first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
@@ -20,15 +21,19 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
     "/summaries",
     dependencies=READS,
     summary="Summaries of all runs, sorted by name or by need for attention",
+    response_model=bodies.Page[RunSummary],
 )
-def listof_app(
+def list_summaries(
     request: Request,
     prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
-    sort: Annotated[Order, Query(description="sort by name, or by need for attention (up to a minute old)")] = "name",
+    sort: Annotated[
+        Order, Query(description="sort by name, or by need for attention, then those that train, then the newest commits")
+    ] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> bodies.Page[RunSummary]:
-    return of_app(request).page(cursor, limit, prefix, sort)
+) -> Response:
+    found = summaries_of(request).page(cursor, limit, prefix, sort)
+    return Response(found.model_dump_json(), media_type="application/json")  # as it is: a page is asked for all the time
 
 
 @router.get(
@@ -37,7 +42,7 @@ def listof_app(
     summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
 def get_summary(request: Request, run: str) -> RunSummary:
-    return of_app(request).one(run)
+    return summaries_of(request).one(run)
 
 
 def of(services: Services) -> Summaries:
@@ -45,8 +50,8 @@ def of(services: Services) -> Summaries:
     return Summaries(services.tier, services.catalog, services.lives)
 
 
-def of_app(request: Request) -> Summaries:
-    """The summaries of the application that answers."""
+def summaries_of(request: Request) -> Summaries:
+    """The summaries of the app that answers."""
     found = request.app.state.summaries
     assert isinstance(found, Summaries)
     return found

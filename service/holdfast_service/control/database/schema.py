@@ -206,6 +206,7 @@ class ReplicaRow(CatalogTable):
     """A copy of a checkpoint in another tier, as far as it is known."""
 
     __tablename__ = "replicas"
+    __table_args__ = (Index("replicas_summed", "run", "tier", "state", "step"),)
 
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
@@ -566,3 +567,16 @@ class DeliveryRow(CatalogTable):
     last_sent: Mapped[str | None] = mapped_column(_TIME)
     problem: Mapped[str | None] = mapped_column(FreeText)
     problem_since: Mapped[str | None] = mapped_column(_TIME)
+
+
+class AcknowledgementRow(CatalogTable):
+    """Somebody has seen an alert, with which the row goes. `run` is "" where it is about a node or a replica of all runs."""
+
+    __tablename__ = "acknowledgements"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    code: Mapped[str] = mapped_column(String(64), primary_key=True)
+    subject: Mapped[str] = mapped_column(String(128), primary_key=True)
+    by: Mapped[str] = mapped_column(String(128))
+    at: Mapped[str] = mapped_column(_TIME)
+    until: Mapped[str | None] = mapped_column(_TIME)

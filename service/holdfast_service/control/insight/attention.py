@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from math import isfinite
 
-from holdfast_formats.moments import seconds_of
-from holdfast_formats.rest.observed import Attention, RunSummary
+from holdfast_formats.moments import seconds_of, write
+from holdfast_formats.rest.observed import Attention, Remedy, RunSummary
 from holdfast_service.control.insight.facts import Facts, Save
 
-LATE_INTERVALS = 3.0  # no commit for so many intervals is too long
-LATE_MIN_S = 60.0
+LATE_INTERVALS = 3.0  # no commit for so many intervals is too long,
+LATE_MIN_S, LATE_ERROR_S = 10.0, 60.0  # and for so long at least; an error only from then on
 NEVER_COMMITTED_S = 3600.0  # training for so long without one commit is too long
+SLOW_TIMES, SLOW_MIN_S = 3.0, 10.0  # writing a save for so many times as long as usual is too long, and for so long at least
 UNVERIFIED_S = 600.0  # so long after its commit a checkpoint has been read back
 OFF_BY = 3.0  # saving so many times more or less often than recommended is worth a change
 SAVES_LEFT_FEW = 3
@@ -21,57 +24,95 @@ _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first."""
-    found = [*_lost(facts, summary), *_late(facts, summary, training), *_failing(facts.saves), *_held(facts)]
+    found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts.saves), *_held(facts)]
     found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
     if summary.life == "archived":  # put away: what was committed is still watched, and nothing else
         found = [item for item in found if item.code in _OF_WHAT_IS_STORED]
-    return sorted(found, key=lambda item: item.level != "error")
+    follows = _follows(facts, {item.code for item in found})
+    return sorted((item for item in found if item.code not in follows), key=lambda item: item.level != "error")
+
+
+def _follows(facts: Facts, found: set[str]) -> set[str]:
+    """What is not said for itself, since it follows from something else that is."""
+    ended = _ended(facts.saves)
+    why = ended[0].code if "saves-failing" in found and ended else None
+    follows = {"quota-nearly-full"} if why == "quota-exceeded" else {"disk-nearly-full"} if why == "no-space" else set()
+    if "saves-failing" in found:
+        follows.add("no-commit")
+    if "run-lost" in found and why == "round-aborted":  # the save that it was killed in
+        follows.add("saves-failing")
+    return follows
 
 
 def weight(summary: RunSummary) -> tuple[int, int]:
-    """How much a run needs attention: its errors, then its warnings."""
-    errors = sum(item.level == "error" for item in summary.attention)
-    return errors, len(summary.attention) - errors
+    """How much a run needs attention: its errors, then its warnings, that nobody has acknowledged."""
+    levels = [item.level for item in summary.attention if item.acknowledged is None]
+    errors = sum(level == "error" for level in levels)
+    return errors, len(levels) - errors
 
 
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     if summary.life == "died":
-        since = "" if facts.since is None else f" since {facts.since}"
         goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
         yield Attention(
             level="error",
             code="run-lost",
-            text=f"ranks disappeared{since} without closing their Checkpointer",
+            text="ranks disappeared without closing their Checkpointer",
             hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
             step=summary.newest,
+            since=facts.since,
+            remedy="resume",
         )
 
 
-def _late(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attention]:
+def _stuck(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attention]:
+    """No commit for too long: since storage does not take what is being saved, or since nothing is."""
     if not training:
         return
-    if summary.newest is None:
-        began = facts.declared[0] if facts.declared else facts.now
-        if facts.now - began > NEVER_COMMITTED_S:
-            yield Attention(
-                level="error",
-                code="no-commit",
-                text=f"training for {_human(facts.now - began)}, but nothing is committed yet",
-                hint="check that the trainer calls save(); see its log and the saves of this run",
-            )
-    elif summary.exposed_s is not None and summary.interval_s is not None:
-        limit = max(LATE_INTERVALS * summary.interval_s, LATE_MIN_S)
-        if summary.exposed_s > limit:
-            yield Attention(
-                level="error",
-                code="no-commit",
-                text=f"no commit for {_human(summary.exposed_s)} of training; usually there is one every "
-                f"{_human(summary.interval_s)}",
-                hint="check whether the trainer is stuck or its daemon is gone: see the newest save and the ranks' logs",
-                step=summary.newest,
-            )
+    writing = min((save.opened for save in facts.saves if save.state == "sealed" and save.ended is None), default=None)
+    usual = summary.durable_p95_s or 0.0
+    if writing is not None and facts.now - writing > max(SLOW_TIMES * usual, SLOW_MIN_S):
+        usually = f"; usually that takes {_human(usual)}" if usual else ""
+        yield Attention(
+            level="warning",
+            code="storage-slow",
+            text=f"storage has been writing a save for {_human(facts.now - writing)}{usually}",
+            hint="training goes on and nothing committed is in danger; check the disk or network, or save less often",
+            step=summary.newest,
+            since=_at(writing),
+        )
+    elif summary.newest is None:
+        yield from _never(facts)
+    else:
+        yield from _late(facts, summary)
+
+
+def _never(facts: Facts) -> Iterator[Attention]:
+    began = facts.declared[0] if facts.declared else facts.now
+    if facts.now - began > NEVER_COMMITTED_S:
+        yield Attention(
+            level="error",
+            code="no-commit",
+            text=f"training for {_human(facts.now - began)}, but nothing is committed yet",
+            hint="check that the trainer calls save(); see its log and the saves of this run",
+            since=_at(began),
+        )
+
+
+def _late(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
+    exposed, interval = summary.exposed_s, summary.interval_s
+    if exposed is None or interval is None or exposed <= max(LATE_INTERVALS * interval, LATE_MIN_S):
+        return
+    yield Attention(
+        level="error" if exposed > LATE_ERROR_S else "warning",
+        code="no-commit",
+        text=f"no commit for {_human(exposed)} of training; usually there is one every {_human(interval)}",
+        hint="check whether the trainer is stuck or its daemon is gone: see the newest save and the ranks' logs",
+        step=summary.newest,
+        since=_at(facts.now - exposed),
+    )
 
 
 def failing(saves: Sequence[Save]) -> int:
@@ -93,6 +134,8 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
             text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
             hint=_MEND.get(code, "the list of saves has the full message; see also the daemon's log"),
             step=ended[0].step,
+            since=_at(ended[failed - 1].ended),
+            remedy=_REMEDIES.get(code, "look"),
         )
     dropped = [save for save in ended if save.state == "dropped"]
     if dropped:
@@ -102,6 +145,8 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
             text=f"{len(dropped)} of the last {len(ended)} saves were dropped: storage is slower than the saves",
             hint="save less often, give the checkpointer more slots, or use a faster disk",
             step=dropped[0].step,
+            since=_at(dropped[-1].ended),
+            remedy="save-interval",
         )
 
 
@@ -113,6 +158,7 @@ _MEND = {
     "state-mismatch": "the ranks disagree about a tensor; the message names it",
     "replicas-differ": "ranks saved different values of a replicated tensor; see the message and its hint",
 }
+_REMEDIES: dict[str, Remedy] = {"no-space": "keep-fewer", "quota-exceeded": "raise-quota"}
 
 
 def _held(facts: Facts) -> Iterator[Attention]:
@@ -124,17 +170,21 @@ def _held(facts: Facts) -> Iterator[Attention]:
             text=f"{held.damaged} of {held.checkpoints} checkpoints are damaged; the newest is step {held.newest_damaged}",
             hint="check the disk; remove what cannot be repaired. Restores take the newest sound one",
             step=held.newest_damaged,
+            remedy="repair",
         )
     if held.healthy is False:
+        ill = held.newest if held.unhealthy is None else held.unhealthy
         good = (
             "none before it is" if held.newest_healthy is None else f"the newest healthy one is step {held.newest_healthy}"
         )
         yield Attention(
             level="error",
             code="checkpoint-unhealthy",
-            text=f"step {held.newest} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
+            text=f"step {ill} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
             hint="look at its tensors; restore `latest-healthy` if the loss is NaN too",
-            step=held.newest,
+            step=ill,
+            healthy=held.newest_healthy,
+            remedy="look" if held.newest_healthy is None else "restore-healthy",
         )
     if held.same_as is not None:
         yield Attention(
@@ -143,6 +193,7 @@ def _held(facts: Facts) -> Iterator[Attention]:
             text=f"step {held.newest} is bit-identical to step {held.same_as}",
             hint="nothing was trained in between: check that the optimizer steps and that you save the trained tensors",
             step=held.newest,
+            since=held.created,
         )
 
 
@@ -161,6 +212,8 @@ def _unverified(facts: Facts) -> Iterator[Attention]:
             text=f"{len(waits)} committed checkpoints have been waiting for verification for up to {_human(max(waits))}",
             hint="retention removes nothing until then (I10); `holdfast verify` verifies one now",
             step=facts.held.newest,
+            since=_at(facts.now - max(waits)),
+            remedy="verify",
         )
 
 
@@ -181,6 +234,7 @@ def _room(facts: Facts) -> Iterator[Attention]:
                 hint="keep fewer checkpoints: `holdfast keep RUN --dry-run` shows what a policy would remove"
                 if what == "disk"
                 else "raise the run's quota, or keep fewer checkpoints: holdfast keep",
+                remedy="keep-fewer" if what == "disk" else "raise-quota",
             )
 
 
@@ -199,6 +253,7 @@ def _pace(summary: RunSummary) -> Iterator[Attention]:
         code=code,
         text=f"saving every {_human(actual)}, {more} often than the {_human(wanted)} that cost and failures suggest",
         hint=f"save {less} often" + _steps_hint(summary, wanted / actual),
+        remedy="save-interval",
     )
 
 
@@ -218,6 +273,18 @@ def _copies(facts: Facts) -> Iterator[Attention]:
                 code="replica-damaged",
                 text=f"{copies.damaged} copies in {tier} are damaged",
                 hint="check that storage; damaged copies are made again from sound ones",
+                subject=tier,
+                remedy="retry-replicas",
+            )
+        elif copies.failing:
+            yield Attention(
+                level="warning",
+                code="replica-failing",
+                text=f"{copies.failing} checkpoints could not be copied to {tier}: {copies.problem}",
+                hint="nothing in the root is in danger; check that storage, then copy again",
+                subject=tier,
+                step=copies.newest,
+                remedy="retry-replicas",
             )
         if behind >= REPLICA_BEHIND:
             yield Attention(
@@ -225,7 +292,9 @@ def _copies(facts: Facts) -> Iterator[Attention]:
                 code="replica-behind",
                 text=f"{tier} lacks the newest {behind} checkpoints",
                 hint="check that this storage is reachable and fast enough",
+                subject=tier,
                 step=copies.newest,
+                remedy="retry-replicas",
             )
 
 
@@ -239,6 +308,13 @@ def _clock(facts: Facts) -> Iterator[Attention]:
             hint="the machines' clocks differ: synchronise them with NTP; until then ages and time-based rules are wrong",
             step=facts.held.newest,
         )
+
+
+def _at(seconds: float | None) -> str | None:
+    """A time as the API has it."""
+    if seconds is None or not isfinite(seconds):
+        return None
+    return write(datetime.fromtimestamp(seconds, timezone.utc))
 
 
 def _human(seconds: float) -> str:

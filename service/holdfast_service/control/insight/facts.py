@@ -39,6 +39,10 @@ class CheckpointFacts(NamedTuple):
     same_as: int | None = None
     nonfinite: int | None = None
     verified_created: str | None = None  # of the newest verified one
+    unhealthy: int | None = None  # the newest one whose health is known, where it is unhealthy
+    healthy_created: str | None = None  # of the newest healthy one,
+    healthy_verified: bool = False  # and whether that is verified,
+    healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too
 
 
 class ReplicaCounts(NamedTuple):
@@ -46,6 +50,8 @@ class ReplicaCounts(NamedTuple):
 
     newest: int | None
     damaged: int
+    failing: int = 0  # checkpoints of which no copy could be made so far,
+    problem: str | None = None  # and why, of one of them
 
 
 class Lived(NamedTuple):

@@ -8,14 +8,13 @@ from math import isfinite
 from statistics import median
 
 from holdfast_formats.moments import seconds_of
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.observed import GoodCheckpoint, RunSummary, TierCopies, Trend
 from holdfast_service.control.insight import intervals, run_lives
 from holdfast_service.control.insight.attention import attention, failing
-from holdfast_service.control.insight.facts import Facts, Save
+from holdfast_service.control.insight.facts import CheckpointFacts, Facts, Save
+from holdfast_service.control.insight.summary_rows import SAVES
 
 __all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
-
-SAVES = 20  # the newest saves, which the figures are taken from
 
 
 def summarise(facts: Facts) -> RunSummary:
@@ -59,6 +58,13 @@ def summarise(facts: Facts) -> RunSummary:
         interval_steps=interval_steps,
         recommended_interval_s=intervals.recommended(cost, failures, quantile(durable, 0.95)),
         failures_mean_s=failures,
+        last_verified=held.verified_created,
+        good=_good(held),
+        copies=[
+            TierCopies(tier=tier, newest=copied.newest, damaged=copied.damaged, failing=copied.failing)
+            for tier, copied in sorted(facts.copies.items())
+        ],
+        trend=trend(facts.saves),
     )
     summary.life, summary.life_since = run_lives.state_of(facts, interval_s)
     summary.verdict = run_lives.verdict(facts, summary)
@@ -66,11 +72,40 @@ def summarise(facts: Facts) -> RunSummary:
     return summary
 
 
+def _good(held: CheckpointFacts) -> GoodCheckpoint | None:
+    if held.newest_healthy is None or held.healthy_created is None:
+        return None
+    return GoodCheckpoint(
+        step=held.newest_healthy,
+        created=held.healthy_created,
+        verified=held.healthy_verified,
+        copies=list(held.healthy_copies),
+    )
+
+
 def exposure(facts: Facts) -> tuple[float | None, int | None]:
     """Seconds and steps of training that a crash now would lose; 0 where nobody trains."""
     if not training(facts):
         return 0.0, 0
     return _exposed(facts), _exposed_steps(facts)
+
+
+def trend(saves: Sequence[Save]) -> Trend:
+    """The saves that have ended, the oldest first, each with its stall and the goodput since the one before."""
+    ended = [save for save in reversed(saves) if save.ended is not None]
+    stalls = [save.measured.get("stall_s") for save in ended]
+    goodput: list[float | None] = []
+    for number, (save, stall) in enumerate(zip(ended, stalls, strict=True)):
+        before = ended[number - 1] if number else save
+        since = save.opened - before.opened if before.attempt == save.attempt else 0.0
+        known = stall is not None and isfinite(since) and since > 0
+        goodput.append(round(max(1.0 - (stall or 0.0) / since, 0.0), 5) if known else None)
+    return Trend(
+        steps=[save.step for save in ended],
+        states=[save.state for save in ended],
+        stall_s=[None if stall is None or not isfinite(stall) else round(stall, 6) for stall in stalls],
+        goodput=goodput,
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -1,44 +1,43 @@
-"""Finds what summaries are made of: a handful of queries for a page of runs, each bounded by the page."""
+"""Summaries of runs, and the board of all of them: what `summary_rows` finds, made into figures."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-import msgspec
-from sqlalchemy import Text, case, func, select, type_coerce
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import func, select
 
 from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, ReplicaRow, RoundRow, RunRow
+from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.database.visible import visible
 from holdfast_service.control.insight import run_lives
+from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
 from holdfast_service.control.insight.attention import weight
 from holdfast_service.control.insight.cached_value import Remembered
-from holdfast_service.control.insight.facts import NOTHING, UNKNOWN, CheckpointFacts, Facts, Lived, ReplicaCounts, Save
-from holdfast_service.control.insight.summary import SAVES, interval, summarise
+from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
+from holdfast_service.control.insight.known_rows import FRESH_S, KnownRows, RunRows, read
+from holdfast_service.control.insight.summary import interval, summarise
 from holdfast_service.storage import Tier
 
-ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
 POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
 POLICIES_READ = 10  # so many of a page at a time
-RANKED_FRESH_S, RANKED_OLD_S = 10.0, 60.0
+BOARD_FRESH_S, BOARD_OLD_S = 4.0, 10.0
 BATCH = 200
-_decode = msgspec.json.Decoder(dict[str, float]).decode
 Order = Literal["name", "attention"]
-_KEY = re.compile(r"[0-9]{6}[A-Za-z0-9._-]{1,128}")  # see `_key`
+_KEY = re.compile(r"[0-9]{19}[A-Za-z0-9._-]{1,128}")  # see `_key`
+_RUN_AT = 19
+_FAR_S = 10**12  # later than any commit, in seconds since 1970
 
 
 class _Policy(NamedTuple):
@@ -56,32 +55,52 @@ class Summaries:
         catalog: Catalog,
         lives: Callable[[], Mapping[str, Lived]] = dict,
         clock: Callable[[], float] = time.time,
+        fresh_s: float = FRESH_S,
     ) -> None:
-        """`lives` says what is known of the ranks of runs."""
+        """`lives` says what is known of the ranks of runs. Pages are up to `fresh_s` old."""
         self._tier, self._catalog = tier, catalog
         self._lives, self._clock = lives, clock
+        self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
-        self._ranked = Remembered(self._rank, RANKED_FRESH_S, RANKED_OLD_S)
+        self._rows = KnownRows(catalog.database, fresh_s)
+        self._board = Remembered(self._look, BOARD_FRESH_S, BOARD_OLD_S)
 
     def one(self, run: str) -> RunSummary:
         """The summary of a run; `NoSuchRun`."""
-        found = self._of([run])
+        found = self._summed(self.facts([run]))
         if not found:
             raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
         return found[0]
 
+    def some(self, runs: Sequence[str]) -> list[RunSummary]:
+        """The summaries of those of these runs that exist, as they are now."""
+        return self._summed(self.facts(runs))
+
+    def _summed(self, found: Sequence[Facts]) -> list[RunSummary]:
+        made = [summarise(facts) for facts in found]
+        if not any(one.attention for one in made):
+            return made
+        return seen(made, self.acknowledgements.known([one.run for one in made]))
+
     def page(self, cursor: str | None, limit: int, prefix: str = "", order: Order = "name") -> bodies.Page[RunSummary]:
         """A page of summaries of runs whose name begins with `prefix`: by name, or those first that need attention.
 
-        What stands where by attention is up to a minute old; what is said of the runs of the page is not.
+        What stands where by attention is some seconds old; what is said of the runs of the page is not a second old.
         """
         kind = f"summary-{order}"
         after = decode_cursor(kind, cursor)
         keys = self._keys(after, bounded(limit) + 1, prefix, order)
         cut = page(kind, keys, limit, lambda key: key)
-        known = {summary.run: summary for summary in self._of([_run_of(key, order) for key in cut.items])}
-        items = [known[run] for run in (_run_of(key, order) for key in cut.items) if run in known]
-        return bodies.Page(items=items, next=cut.next)
+        rows = self._rows.all()
+        runs = [run for run in (_run_of(key, order) for key in cut.items) if run in rows]  # `_keys` are those that are seen
+        return bodies.Page(items=self._summed(self._facts(runs, rows)), next=cut.next)
+
+    def board(self) -> list[RunSummary]:
+        """The summaries of all runs that may be seen, those first that need attention, then those that train, then the
+        others by age. They are some seconds old; what is acknowledged is not.
+        """
+        there = [summary for summary in self._board.get() if visible(summary.run)]
+        return sorted(seen(there, self.acknowledgements.known()), key=_key)
 
     def _keys(self, after: str | None, limit: int, prefix: str, order: Order) -> list[str]:
         if order == "attention":
@@ -95,14 +114,11 @@ class Summaries:
             return list(session.scalars(wanted))
 
     def _by_attention(self, after: str | None, limit: int, prefix: str) -> list[str]:
-        """The keys of runs that are there and may be seen. The ranking is of all runs, and everybody's."""
+        """The keys of runs that are there and may be seen."""
         if after is not None and _KEY.fullmatch(after) is None:
             raise bad_cursor()
-        ahead = (
-            key
-            for key in self._ranked.get()
-            if (after is None or key > after) and (run := _run_of(key, "attention")).startswith(prefix) and visible(run)
-        )
+        keys = (_key(summary) for summary in self.board() if summary.run.startswith(prefix))
+        ahead = (key for key in keys if after is None or key > after)
         found: list[str] = []
         with self._catalog.database.read() as session:
             while len(found) < limit and (batch := list(islice(ahead, BATCH))):
@@ -111,46 +127,38 @@ class Summaries:
                 found += [key for key, name in zip(batch, names, strict=True) if name in there]
         return found[:limit]
 
-    def _rank(self) -> list[str]:
-        """A key for every run, which put in order bring those first that need attention most."""
-        with self._catalog.database.read() as session:
-            names = list(session.scalars(select(RunRow.name)))
-        batches = (names[at : at + BATCH] for at in range(0, len(names), BATCH))
-        return sorted(_key(summary) for batch in batches for summary in self._of(batch))
-
-    def _of(self, runs: Sequence[str]) -> list[RunSummary]:
-        return [summarise(facts) for facts in self.facts(runs)]
+    def _look(self) -> list[RunSummary]:
+        rows = self._rows.all()
+        return [summarise(facts) for facts in self._facts(sorted(rows), rows)]
 
     def facts(self, runs: Sequence[str]) -> list[Facts]:
         """What is known now of those of these runs that exist, in their order."""
         if not runs:
             return []
         with self._catalog.database.read() as session:
-            columns = (RunRow.name, RunRow.attempt, RunRow.owner, RunRow.archived, RunRow.acknowledged)
-            rows = session.execute(select(*columns).where(RunRow.name.in_(runs)))
-            rows_by_run = {run: (attempt, RunSettings(own, put, seen)) for run, attempt, own, put, seen in rows}
-            held, saves = _held(session, runs), _saves(session, runs)
-            declared, copies = _declared(session, runs), _copies(session, runs)
+            rows = read(session, runs)
+        return self._facts([run for run in runs if run in rows], rows)
+
+    def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows]) -> list[Facts]:
         free, lives, now = self._tier.free_bytes(), self._lives(), self._clock()
-        known = [run for run in runs if run in rows_by_run]
-        policies = self._of_files(known)
+        policies = self._of_files(runs)
         return [
             Facts(
                 run=run,
-                attempt=rows_by_run[run][0],
+                attempt=rows[run].attempt,
                 now=now,
-                held=held.get(run, CheckpointFacts()),
-                saves=tuple(saves.get(run, ())),
-                declared=tuple(declared.get(run, ())),
-                copies=copies.get(run, {}),
+                held=rows[run].held,
+                saves=rows[run].saves,
+                declared=rows[run].declared,
+                copies=rows[run].copies,
                 free_bytes=free,
                 quota_bytes=policies[run].quota_bytes,
                 makes_room=policies[run].makes_room,
                 life=lives.get(run, UNKNOWN).life,
                 since=lives.get(run, UNKNOWN).since,
-                settings=rows_by_run[run][1],
+                settings=rows[run].settings,
             )
-            for run in known
+            for run in runs
         ]
 
     def states(self, runs: Sequence[bodies.Run]) -> list[bodies.Run]:
@@ -185,77 +193,30 @@ class Summaries:
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)
 
 
+def seen(summaries: list[RunSummary], known: Mapping[AlertKey, Acknowledgement]) -> list[RunSummary]:
+    """The summaries, with who has acknowledged what; those that were given stay as they are."""
+    runs = {key.run for key in known}
+    return [_seen(summary, known) if summary.run in runs else summary for summary in summaries]
+
+
+def key_of(run: str, item: Attention) -> AlertKey:
+    """By what an alert of a run is acknowledged."""
+    return AlertKey(run, item.code, item.subject or "")
+
+
+def _seen(summary: RunSummary, known: Mapping[AlertKey, Acknowledgement]) -> RunSummary:
+    marked = [item.model_copy(update={"acknowledged": known.get(key_of(summary.run, item))}) for item in summary.attention]
+    return summary.model_copy(update={"attention": marked})
+
+
 def _key(summary: RunSummary) -> str:
+    """In order these bring those first that need attention most, then those that train by name, then the newest commits."""
     errors, warnings = weight(summary)
-    return f"{999 - min(errors, 999):03d}{999 - min(warnings, 999):03d}{summary.run}"
+    at = seconds_of(summary.last_commit) if summary.last_commit is not None else 0.0
+    age = 0 if summary.life == "training" else _FAR_S - 1 - int(min(max(at, 0.0), _FAR_S - 2.0))
+    need = f"{999 - min(errors, 999):03d}{999 - min(warnings, 999):03d}"
+    return f"{need}{int(summary.life != 'training'):d}{age:012d}{summary.run}"
 
 
 def _run_of(key: str, order: Order) -> str:
-    return key[6:] if order == "attention" else key
-
-
-def _held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """What stands of each run, in one pass over its checkpoints, and its newest one."""
-    row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
-    totals = (
-        select(
-            row.run,
-            func.count().label("checkpoints"),
-            func.sum(row.bytes).label("bytes"),
-            func.max(case((living, row.step))).label("newest"),
-            func.max(case((row.verified & living, row.step))).label("newest_verified"),
-            func.max(case((row.healthy.is_not(False) & row.damage.is_(None) & living, row.step))).label("newest_healthy"),
-            func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
-            func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
-        )
-        .where(row.run.in_(runs))
-        .group_by(row.run)
-        .subquery()
-    )
-    sound = aliased(row)
-    newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, sound.created)
-    joined = select(totals, *newest).join(row, (row.run == totals.c.run) & (row.step == totals.c.newest))
-    joined = joined.outerjoin(sound, (sound.run == totals.c.run) & (sound.step == totals.c.newest_verified))
-    found = (tuple(values) for values in session.execute(joined))
-    return {run: CheckpointFacts(count, int(size), *others) for run, count, size, *others in found}
-
-
-def _saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
-    """The newest rounds of each run, the newest first."""
-    row, behind = RoundRow, aliased(RoundRow)
-    oldest = select(behind.id).where(behind.run == RunRow.name).order_by(behind.id.desc()).offset(SAVES - 1).limit(1)
-    columns = (row.run, row.step, row.attempt, row.state, row.opened, row.ended, row.code)
-    wanted = (
-        select(*columns, type_coerce(row.measured, Text))  # decoded below, several times faster than by the column's type
-        .select_from(RunRow)
-        .join(row, (row.run == RunRow.name) & (row.id >= func.coalesce(oldest.scalar_subquery(), 0)))
-        .where(RunRow.name.in_(runs))
-        .order_by(row.run, row.id.desc())
-    )
-    found: dict[str, list[Save]] = defaultdict(list)
-    for run, step, attempt, state, opened, ended, code, measured in session.execute(wanted):
-        over = None if ended is None else seconds_of(ended)
-        phases = _decode(measured) if measured else NOTHING
-        found[run].append(Save(step, attempt, state, seconds_of(opened), over, code, phases))
-    return found
-
-
-def _declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
-    """When the newest attempts of each run were declared, the newest first."""
-    columns = select(AttemptRow.run, AttemptRow.declared).join(RunRow, RunRow.name == AttemptRow.run)
-    recent = columns.where(AttemptRow.run.in_(runs), AttemptRow.attempt > RunRow.attempt - ATTEMPTS)
-    found: dict[str, list[float]] = defaultdict(list)
-    for run, declared in session.execute(recent.order_by(AttemptRow.attempt.desc())):
-        found[run].append(seconds_of(declared))
-    return found
-
-
-def _copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
-    row = ReplicaRow
-    newest = func.max(case((row.state == "present", row.step)))
-    damaged = func.count(case((row.state == "damaged", row.step)))
-    wanted = select(row.run, row.tier, newest, damaged).where(row.run.in_(runs)).group_by(row.run, row.tier)
-    found: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
-    for run, tier, step, count in session.execute(wanted):
-        found[run][tier] = ReplicaCounts(step, count)
-    return dict(found)
+    return key[_RUN_AT:] if order == "attention" else key

@@ -58,13 +58,13 @@ class Replicator:
         """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it. `is_mine`
         says whether it is this node, of several that were given this replica, that copies there.
         """
-        self._is_mine = is_mine
+        self.is_mine = is_mine
         self.name = name
         self._source, self._open, self._book = source, open_tier, book
         self._news, self._mend = news, mend
         self._pace = pace
         self._tier: Tier | None = None
-        self._closed = threading.Event()
+        self._closed, self._again = threading.Event(), threading.Event()
         self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
@@ -74,12 +74,24 @@ class Replicator:
         """The tier; None as long as it cannot be reached."""
         return self._tier
 
+    @property
+    def said(self) -> str | None:
+        """Why it cannot be copied to, in words; None while it can."""
+        return None if self.problem is None else self.problem.detail
+
     def start(self) -> None:
         self._thread.start()
+
+    def retry(self) -> bool:
+        """Try at once what has failed; whether this node is who copies there."""
+        self._skipped.clear()
+        self._again.set()
+        return self.is_mine()
 
     def end(self) -> None:
         """Stop soon; what is being copied is given up, and begun again at the next start."""
         self._closed.set()
+        self._again.set()
 
     def close(self) -> None:
         """Stop, and wait for that."""
@@ -92,7 +104,7 @@ class Replicator:
 
         Raises what the tier raises: then nothing more is tried there for a while.
         """
-        if not self._is_mine():
+        if not self.is_mine():
             self._tier = None  # what stands there may be another disk's, or change
             return False
         tier = self._open()
@@ -161,7 +173,7 @@ class Replicator:
             self._book.present(self.name, which, pair.made.bytes)
             log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.made.bytes)
         except CheckpointError as error:
-            if not self._is_mine():  # and is told of by the node that has it now
+            if not self.is_mine():  # and is told of by the node that has it now
                 log.warning("%s@%s is not copied to replica %s by this node: %s", run, step, self.name, error.detail)
                 return
             if not self._source.list(directory):
@@ -182,12 +194,12 @@ class Replicator:
         tier.remove_tree(staging)
         try:
             carry(self._source, naming.checkpoint_path(made.run, made.step), tier, staging, made, self._going())
-            if not self._is_mine():
+            if not self.is_mine():
                 raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
             self._book.publish(tier, place, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays
-                if self._is_mine():  # else it is the other node's
+                if self.is_mine():  # else it is the other node's
                     tier.remove_tree(staging)
             raise
 
@@ -203,7 +215,7 @@ class Replicator:
         try:
             stage_again(tier, store, place, proof, going)
             carry(self._source, directory, tier, place.path, rest, going)
-            if not self._is_mine():
+            if not self.is_mine():
                 raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
             self._book.publish(tier, place, pair.encoded, pair.commit, over=True)
         finally:
@@ -258,7 +270,8 @@ class Replicator:
                 return
             except Exception as error:
                 self._failed(error, wait_s)
-                self._closed.wait(wait_s)
+                self._again.wait(wait_s)
+                self._again.clear()
                 wait_s = min(2 * wait_s, RETRY_MAX_S)
 
     def _failed(self, error: Exception, wait_s: float) -> None:
@@ -273,7 +286,8 @@ class Replicator:
     def _await_news(self) -> None:
         limit = time.monotonic() + LOOK_S
         while time.monotonic() < limit and not self._closed.is_set():
-            if self._news(WAIT_S):
+            if self._news(WAIT_S) or self._again.is_set():
+                self._again.clear()
                 return
 
 

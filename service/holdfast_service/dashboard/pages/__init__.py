@@ -6,6 +6,7 @@ from holdfast_service.dashboard import static
 
 from . import (
     actions,
+    alerts,
     audit,
     checkpoint,
     compare,
@@ -23,6 +24,7 @@ from . import (
     reference,
     restoring,
     run,
+    runs_compared,
     sign_in,
     tensors,
     tokens,
@@ -32,9 +34,11 @@ from . import (
 router = APIRouter(include_in_schema=False)
 for _page in (
     overview,
+    alerts,
     run,
     life,
     trash,
+    runs_compared,
     policy,
     compare,
     checkpoint,

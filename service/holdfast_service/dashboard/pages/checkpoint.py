@@ -42,12 +42,13 @@ class Drawn(NamedTuple):
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
     """Facts, checks, copies and actions."""
     found = await api.get(bodies.CheckpointInfo, at(run, step))
-    replicas, verdict, jobs, beside, ancestry = await asyncio.gather(
+    replicas, verdict, jobs, beside, ancestry, instead = await asyncio.gather(
         shown(api.page(Replica, at(run, found.step, "replicas"))),
         shown(_verdict(api, run, found.step)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
         _before(api, found),
         shown(_ancestry(api, found)),
+        _instead(api, found),
     )
     return page(
         request,
@@ -62,6 +63,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
         jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,
         before=beside,
         ancestry=ancestry.value,
+        instead=instead,
         export_kinds=KINDS,
         export_dtypes=tuple(FLOATS.values()),
     )
@@ -164,6 +166,14 @@ async def _verdict(api: ViewerApi, run: str, step: int) -> Verdict | None:
 
 async def _ancestry(api: ViewerApi, made: bodies.CheckpointInfo) -> Ancestry | None:
     return await ancestry_of(api, made.run, made.step) if made.world == 1 else None  # merges are made by one process
+
+
+async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
+    """The step to restore instead of one that is damaged or unhealthy; None where it is neither, or there is no other."""
+    if made.damage is None and made.healthy is not False:
+        return None
+    healthy = await shown(api.get(bodies.CheckpointInfo, at(made.run, "latest-healthy")))
+    return None if healthy.value is None or healthy.value.step == made.step else healthy.value.step
 
 
 async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:

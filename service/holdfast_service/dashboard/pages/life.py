@@ -29,7 +29,7 @@ class LaunchLine(NamedTuple):
 
 
 _DONE = {
-    "acknowledge": (RunChange(acknowledged=True), "acknowledged"),
+    "acknowledge": (RunChange(acknowledged=True), "death-seen"),
     "archive": (RunChange(archived=True), "archived"),
     "unarchive": (RunChange(archived=False), "unarchived"),
 }

@@ -1,66 +1,78 @@
-"""The overview: every run at a glance, and above them the runs that need a person."""
+"""The overview: how everything stands in a sentence, what needs a person, and every run on a line."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Attention, RunSummary
+from holdfast_formats.rest.observed import Alert, Overview, RunSummary
+from holdfast_formats.rest.operations import EVENTS
+from holdfast_service.dashboard import remedies, standing
 from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
+from holdfast_service.dashboard.remedies import Button
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.standing import RunStanding
 
 router = page_router()
 
 RUNS_SHOWN = 50
+ALERTS_SHOWN = 200
+# Events after which nothing on a page of runs is different.
+KINDS = [kind for kind in EVENTS if kind not in ("request-refused", "token-changed", "commit-command-started")]
 SORTS = ("attention", "name")
 Text = Annotated[str, Query(max_length=128)]
-_ORDER = {"error": 0, "warning": 1}
 
 
 class RunLine(NamedTuple):
-    """A line of the overview. `summary` is None if this service has no summaries."""
+    """A line of the overview."""
 
-    name: str
-    newest: int | None
-    checkpoints: int
-    bytes: int
-    attempt: int
-    summary: RunSummary | None
+    summary: RunSummary
+    standing: RunStanding
+    level: str  # of the dot: error, warning, or how the run stands
+    says: str  # the same in words
+    crash: str | None  # what it would cost now
+    action: Button | None
+
+
+class OpenAlert(NamedTuple):
+    """An alert, and what mends it."""
+
+    alert: Alert
+    button: Button
+
+
+class AlertGroup(NamedTuple):
+    """Alerts of one code."""
+
+    code: str
+    title: str
+    level: str
+    alerts: list[OpenAlert]
 
     @property
-    def level(self) -> str:
-        """The most severe problem, for the mark at the beginning of the line."""
-        levels = [item.level for item in self.summary.attention] if self.summary else []
-        quiet = "fine" if self.summary is not None and self.summary.state == "running" else "gone"
-        return "error" if "error" in levels else "warning" if levels else quiet
-
-    @property
-    def says(self) -> str:
-        """The same in words, and the state of the run's ranks."""
-        if self.summary is None:
-            return "unknown"
-        state = self.summary.state or "not training"
-        return state if self.level in ("fine", "gone") else f"{self.level}, {state}"
-
-
-class Call(NamedTuple):
-    run: str
-    item: Attention
+    def hint(self) -> str | None:
+        """What to do, where it is the same for all of them."""
+        hints = {one.alert.hint for one in self.alerts}
+        return hints.pop() if len(hints) == 1 else None
 
 
 @router.get("/")
 async def show_overview(
     request: Request, api: Asked, q: Text = "", sort: Text = "attention", cursor: str | None = None
 ) -> Response:
-    """Lines of a page of runs, those first that need a person; tiles for the whole service."""
+    """Lines of a page of runs, those first that need a person; above them what they need."""
     order = sort if sort in SORTS else "attention"
-    lines, health, nodes, going_on = await asyncio.gather(
-        _lines(api, q, order, cursor),
+    asking = api.page(RunSummary, "/v1/summaries", prefix=q, sort=order, cursor=cursor, limit=RUNS_SHOWN)
+    summed, overview, alerts, health, nodes, going_on = await asyncio.gather(
+        asking,
+        api.get(Overview, "/v1/overview"),
+        api.page(Alert, "/v1/alerts", limit=ALERTS_SHOWN),
         api.get(bodies.Health, "/healthz"),
         shown(api.page(bodies.Node, "/v1/nodes")),
         shown(_under_way(api)),
@@ -70,27 +82,48 @@ async def show_overview(
         "overview.html",
         q=q,
         sort=order,
-        lines=lines.items,
-        next=lines.next,
+        lines=[line(summary) for summary in summed.items],
+        next=summed.next,
         first=cursor is None,
+        overview=overview,
+        strip=standing.strip(overview),
+        groups=grouped(alerts.items),
+        seen=[OpenAlert(one, remedies.button(one)) for one in alerts.items if one.acknowledged is not None],
+        more=alerts.next is not None,
+        kinds=" ".join(KINDS),
+        alerts_open=overview.errors + overview.warnings,
         health=health,
         nodes=nodes.value.items if nodes.value else [],
         rounds=going_on.value or [],
-        calls=_calls([line.summary for line in lines.items if line.summary]),
     )
 
 
-async def _lines(api: ViewerApi, prefix: str, order: str, cursor: str | None) -> bodies.Page[RunLine]:
-    asking = api.page(RunSummary, "/v1/summaries", prefix=prefix, sort=order, cursor=cursor, limit=RUNS_SHOWN)
-    summed = await shown(asking)
-    if summed.value is not None:
-        made = [RunLine(s.run, s.newest, s.checkpoints, s.bytes, s.attempt, s) for s in summed.value.items]
-        return bodies.Page(items=made, next=summed.value.next)
-    if not summed.absent and summed.error is not None:
-        raise summed.error
-    runs = await api.page(bodies.Run, "/v1/runs", prefix=prefix, sort=order, cursor=cursor, limit=RUNS_SHOWN)
-    plain = [RunLine(run.name, run.newest, run.checkpoints, run.bytes, run.attempt, None) for run in runs.items]
-    return bodies.Page(items=plain, next=runs.next)
+def line(summary: RunSummary) -> RunLine:
+    """What a run's line says."""
+    stands = standing.standing(summary.life)
+    levels = [item.level for item in summary.attention if item.acknowledged is None]
+    level = "error" if "error" in levels else "warning" if levels else stands.mark
+    if level == "error" and not levels:
+        level = "gone"  # it died, and somebody has seen that
+    return RunLine(
+        summary,
+        stands,
+        level,
+        f"{level}, {stands.word}" if levels else stands.word,
+        standing.cost_of_a_crash(summary),
+        remedies.action(summary),
+    )
+
+
+def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
+    """Those that nobody has acknowledged by code, errors first; a code is as severe as its worst."""
+    groups: dict[str, AlertGroup] = {}
+    for one in alerts:
+        if one.acknowledged is not None:
+            continue
+        known = groups.setdefault(one.code, AlertGroup(one.code, remedies.title(one.code), one.level, []))
+        known.alerts.append(OpenAlert(one, remedies.button(one)))
+    return sorted(groups.values(), key=lambda group: (group.level != "error", remedies.rank(group.code)))
 
 
 async def _under_way(api: ViewerApi) -> list[bodies.Round]:
@@ -98,8 +131,3 @@ async def _under_way(api: ViewerApi) -> list[bodies.Round]:
         *(api.page(bodies.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
     )
     return [made for found in pages for made in found.items]
-
-
-def _calls(summaries: list[RunSummary]) -> list[Call]:
-    found = [Call(summary.run, item) for summary in summaries for item in summary.attention]
-    return sorted(found, key=lambda call: _ORDER[call.item.level])

@@ -9,11 +9,12 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.observed import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
-from holdfast_service.dashboard import history
-from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown
-from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard import history, remedies, standing
+from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown, to
+from holdfast_service.dashboard.pages.overview import KINDS, OpenAlert
+from holdfast_service.dashboard.rendering import link, page
 from holdfast_service.dashboard.routing import page_router
 
 router = page_router()
@@ -47,12 +48,21 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     kept_averages = [] if nodes.value is None else [one for node in nodes.value.items for one in node.averages]
     by_step = {verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {}
     kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
+    alerts = _alerts(summary.value)
+    open_alerts = [one.alert.level for one in alerts if one.alert.acknowledged is None]
     failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
     return page(
         request,
         "run.html",
         run=found,
         summary=summary.value,
+        verdict=None if summary.value is None else standing.verdict(summary.value),
+        alerts=alerts,
+        alerts_open=len(open_alerts),
+        errors_open=open_alerts.count("error"),
+        kinds=" ".join(KINDS),
+        here=link(to(run), cursor=cursor, **filters),
+        metrics=history.metrics(drawn.items),
         newest=drawn.items[0] if drawn.items else None,
         checkpoints=listed.items,
         next=listed.next,
@@ -70,6 +80,12 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         lanes=history.OUTCOMES,
         drawn_all=drawn.next is None,
     )
+
+
+def _alerts(summary: RunSummary | None) -> list[OpenAlert]:
+    items = [] if summary is None else summary.attention
+    found = [Alert(**item.model_dump(), run=summary.run) for item in items if summary is not None]
+    return [OpenAlert(alert, remedies.button(alert)) for alert in found]
 
 
 async def _preview(api: ViewerApi, run: bodies.Run) -> Shown[Preview]:

@@ -2,11 +2,16 @@
 (function () {
   "use strict";
   const island = document.getElementById("saves");
-  if (!island || !window.uPlot) return;
-  const { saves, lanes, run } = JSON.parse(island.textContent);
-  const times = saves.map((save) => save.at);
+  if (!window.uPlot) return;
+  if (!island) { // the first save is still to come
+    document.addEventListener("htmx:after:swap", () => { if (document.getElementById("saves")) location.reload(); });
+    return;
+  }
+  let { saves, lanes, run } = JSON.parse(island.textContent);
+  let times = saves.map((save) => save.at);
+  let drawn = island.textContent;
   const pointed = document.getElementById("pointed");
-  const resting = pointed.textContent;
+  const resting = () => `${saves.length} saves. Point at one for details; click to open it.`;
   let charts = [];
   let zoomed = null; // [from, to] in seconds, null for everything
 
@@ -51,7 +56,7 @@
   }
 
   function tell(index) {
-    if (index === null || index === undefined) { pointed.textContent = resting; return; }
+    if (index === null || index === undefined) { pointed.textContent = resting(); return; }
     const save = saves[index];
     const parts = [`step ${save.step}`, save.outcome, new Date(save.at * 1000).toLocaleString()];
     if (save.why) parts.push(save.why);
@@ -59,6 +64,7 @@
     if (save.durable !== null) parts.push(`durable after ${seconds(save.durable)}`);
     if (save.rate !== null) parts.push(`${bytes(save.rate)}/s`);
     if (save.bytes !== null) parts.push(bytes(save.bytes));
+    for (const [name, value] of Object.entries(save.metrics)) parts.push(`${name} ${+value.toPrecision(4)}`);
     pointed.textContent = parts.join(" · ");
   }
   function openSave(index) {
@@ -142,6 +148,28 @@
     charts.push(chart);
   }
 
+  // A metric of the checkpoints, on a scale of its own; the lowest and the highest are marked.
+  function drawMetric(element) {
+    const name = element.dataset.metric;
+    const values = saves.map((save) => save.metrics[name] ?? null);
+    const good = (save) => save.outcome === "pinned" || save.outcome === "verified" || save.outcome === "committed";
+    const marked = [element.dataset.low, element.dataset.high].map((step) => (
+      values.map((value, index) => (String(saves[index].step) === step && good(saves[index]) ? value : null))));
+    const mark = (label, token) => ({
+      label, stroke: colour(token), paths: () => null, points: { show: true, size: 10, width: 2, stroke: colour(token), fill: colour("--panel") },
+    });
+    const short = (value) => (value === null || value === undefined ? "" : `${+value.toPrecision(3)}`);
+    const chart = new uPlot(options(element, 150, {
+      series: [{}, { label: name, stroke: colour("--accent"), width: 1.75, spanGaps: true, points: { show: saves.length < 200, size: 5, fill: colour("--accent") } },
+        mark("lowest", "--fine"), mark("highest", "--pinned")],
+      scales: { y: { range: (_, low, high) => { const room = (high - low || Math.abs(high) || 1) * 0.12; return [low - room, high + room]; } } },
+      axes: [timeAxis(), axis({ size: 64, values: (_, marks) => marks.map(short) })],
+    }), [times, values, ...marked], element);
+    chart.over.addEventListener("click", () => { if (chart.select.width <= 4) openSave(chart.cursor.idx); });
+    chart.over.addEventListener("dblclick", () => zoom(null));
+    charts.push(chart);
+  }
+
   function draw() {
     for (const chart of charts) chart.destroy();
     for (const none of document.querySelectorAll(".chart .nodata")) none.remove();
@@ -151,7 +179,18 @@
     drawMeasure("durable", ["durable"], seconds);
     drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
     drawMeasure("bytes", ["bytes"], bytes);
+    for (const element of document.querySelectorAll("[data-metric]")) drawMetric(element);
   }
+
+  // The page has been fetched again: what is drawn follows, and the range that was zoomed to stays.
+  document.addEventListener("htmx:after:swap", () => {
+    const now = document.getElementById("saves");
+    if (!now || now.textContent === drawn) return;
+    drawn = now.textContent;
+    ({ saves, lanes, run } = JSON.parse(drawn));
+    times = saves.map((save) => save.at);
+    draw();
+  });
 
   const MOVES = {
     in: ([from, to]) => [from + (to - from) / 4, to - (to - from) / 4],

@@ -26,5 +26,21 @@
     if (chosen && chosen.files.length) document.getElementById(chosen.dataset.into).value = await chosen.files[0].text();
   });
 
+  // Ages grow while nobody fetches the page again. The same words as the service has.
+  function age(seconds) {
+    if (seconds >= 172800) return `${Math.round(seconds / 86400)} d ago`;
+    if (seconds >= 7200) return `${Math.round(seconds / 3600)} h ago`;
+    return seconds >= 120 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds)} s ago`;
+  }
+  setInterval(() => {
+    if (document.hidden) return;
+    for (const time of document.querySelectorAll("time[title]")) {
+      const passed = (Date.now() - Date.parse(time.dateTime)) / 1000;
+      if (passed < 0 || !time.textContent.endsWith(" ago")) continue;
+      const text = age(passed);
+      if (time.textContent !== text) time.textContent = text;
+    }
+  }, 1000);
+
   for (const hidden of document.querySelectorAll("[data-copy], [data-scripted]")) hidden.hidden = false;
 })();

@@ -1,0 +1,160 @@
+"""Routes: what needs attention, who has seen it, and the whole service in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from holdfast_formats import moments
+from holdfast_formats.errors import InUse, NoSuchResource
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Acknowledgement, AcknowledgeRequest, Alert, Overview
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON, READS, WRITES_RUN, WRITES_RUN_JSON
+from holdfast_service.api.routes.nodes import told_nodes
+from holdfast_service.api.routes.summaries import summaries_of
+from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
+from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.catalog.pages import decode_cursor, page
+from holdfast_service.control.insight import alerts
+from holdfast_service.control.insight.acknowledgements import AlertKey
+from holdfast_service.control.insight.summary_queries import Summaries, key_of
+
+router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
+EVERYBODY = Principal("alerts", "admin")  # as whom it is looked what there is
+Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
+Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
+
+
+@router.get("/overview", dependencies=READS, summary="All runs in a few figures: states, alerts, exposure, cost")
+def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
+    found = summaries_of(request)
+    return alerts.overview(found.board(), _of_nodes(services, viewer, found))
+
+
+@router.get("/alerts", dependencies=READS, summary="What needs attention, with what mends it")
+def list_alerts(
+    request: Request,
+    services: Wired,
+    viewer: Viewer,
+    acknowledged: Seen = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> bodies.Page[Alert]:
+    """First those that nobody has acknowledged, errors before warnings. They are some seconds old. Those of nodes and
+    replicas are shown only to tokens for all runs.
+    """
+    found = summaries_of(request)
+    listed = alerts.without_what_follows([*alerts.of_runs(found.board()), *_of_nodes(services, viewer, found)])
+    after = decode_cursor("alert", cursor)
+    wanted = (one for one in listed if acknowledged is None or (one.acknowledged is not None) == acknowledged)
+    ahead = sorted((one for one in wanted if after is None or alerts.place(one) > after), key=alerts.place)
+    return page("alert", ahead[: limit + 1], limit, alerts.place)
+
+
+@router.put(
+    "/runs/{run}/alerts/{code}/acknowledgement", dependencies=WRITES_RUN_JSON, summary="Acknowledge an alert of a run"
+)
+def acknowledge(  # noqa: PLR0913 - what a request has
+    request: Request, services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
+) -> Acknowledgement:
+    """It is counted no more until it has ended and occurs anew, or until the given time is over. 404 if there is no such
+    alert now.
+    """
+    found = summaries_of(request)
+    there = {key_of(run, item) for item in found.one(run).attention}
+    return _acknowledge(services, viewer, found, _existing(AlertKey(run, code, subject), there), body)
+
+
+@router.delete(
+    "/runs/{run}/alerts/{code}/acknowledgement",
+    dependencies=WRITES_RUN,
+    status_code=204,
+    summary="Take back the acknowledgement of an alert of a run",
+)
+def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
+    _take_back(services, viewer, summaries_of(request), AlertKey(run, code, subject))
+
+
+@router.put(
+    "/alerts/{code}/{subject}/acknowledgement", dependencies=ADMINS_JSON, summary="Acknowledge an alert of a node or replica"
+)
+def acknowledge_other(
+    request: Request, services: Wired, viewer: Viewer, code: str, subject: str, body: AcknowledgeRequest
+) -> Acknowledgement:
+    """As for an alert of a run."""
+    found = summaries_of(request)
+    there = {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, viewer))}
+    return _acknowledge(services, viewer, found, _existing(AlertKey("", code, subject), there), body)
+
+
+@router.delete(
+    "/alerts/{code}/{subject}/acknowledgement",
+    dependencies=ADMINS,
+    status_code=204,
+    summary="Take back the acknowledgement of an alert of a node or replica",
+)
+def take_back_other(request: Request, services: Wired, viewer: Viewer, code: str, subject: str) -> None:
+    _take_back(services, viewer, summaries_of(request), AlertKey("", code, subject))
+
+
+@router.post("/replicas/{tier}/retry", dependencies=ADMINS, status_code=204, summary="Copy to a replica again, now")
+def retry_replica(services: Wired, tier: str) -> None:
+    """What could not be copied is tried at once, and not when its time has come. 404 if this daemon has no such replica, 409
+    if another node copies to it.
+    """
+    retry = services.replicas.get(tier)
+    if retry is None:
+        raise NoSuchResource(f"this daemon has no replica {tier!r}", hint="`GET /v1/nodes` says which node has which")
+    if not retry():
+        raise InUse(f"another node copies to the replica {tier!r}", hint="ask the node that `GET /v1/nodes` names for it")
+
+
+def still_there(services: Services, found: Summaries) -> Callable[[Collection[str]], set[AlertKey]]:
+    """Says which alerts there are now: of some runs, and of nodes and replicas for ""."""
+
+    def there(runs: Collection[str]) -> set[AlertKey]:
+        keys = {key_of(summary.run, item) for summary in found.some(sorted(runs)) for item in summary.attention}
+        if "" in runs:
+            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, EVERYBODY))}
+        return keys
+
+    return there
+
+
+def _of_nodes(services: Services, viewer: Principal, found: Summaries) -> list[Alert]:
+    if not viewer.sees_all:
+        return []
+    return alerts.marked(alerts.of_nodes(told_nodes(services, viewer)), found.acknowledgements.known([""]))
+
+
+def _existing(key: AlertKey, there: set[AlertKey]) -> AlertKey:
+    if key not in there:
+        raise NoSuchResource(f"there is no alert {key.code!r} now", hint="`GET /v1/alerts` lists those that there are")
+    return key
+
+
+def _acknowledge(
+    services: Services, viewer: Principal, found: Summaries, key: AlertKey, body: AcknowledgeRequest
+) -> Acknowledgement:
+    now = moments.utc_now()
+    until = None if body.for_s is None else moments.later(now, body.for_s)
+    made = Acknowledgement(by=viewer.name, at=now, until=until)
+    found.acknowledgements.set(key, made)
+    _tell(services, viewer, key, f"acknowledged until {until}" if until else "acknowledged", until)
+    return made
+
+
+def _take_back(services: Services, viewer: Principal, found: Summaries, key: AlertKey) -> None:
+    if key not in found.acknowledgements.known([key.run]):
+        raise NoSuchResource(f"the alert {key.code!r} is not acknowledged", hint="`GET /v1/alerts` says which are")
+    found.acknowledgements.remove([key])
+    _tell(services, viewer, key, "no longer acknowledged", None)
+
+
+def _tell(services: Services, viewer: Principal, key: AlertKey, what: str, until: str | None) -> None:
+    text = f"the alert {key.code}{f' of {key.subject}' if key.subject else ''} is {what}, by {viewer.name}"
+    run, subject = key.run or None, key.subject or None
+    services.events.add("alert-acknowledged", text, run, code=key.code, by=viewer.name, until=until, subject=subject)

@@ -1,0 +1,105 @@
+"""Who has seen which alert, and for how long. That ends with the alert, so that one that occurs anew counts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.observed import Acknowledgement
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import AcknowledgementRow
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+
+
+class AlertKey(NamedTuple):
+    """An alert by what it is about: a run, or "" for none, and the `subject`, a node or a replica, or "" for none."""
+
+    run: str
+    code: str
+    subject: str = ""
+
+
+class Acknowledgements:
+    """Those of one catalog. Thread-safe. A request sees those of its runs alone."""
+
+    def __init__(self, database: Database, now: Callable[[], str] = utc_now) -> None:
+        self._database, self._now = database, now
+
+    def known(self, runs: Collection[str] | None = None) -> Mapping[AlertKey, Acknowledgement]:
+        """Those that hold now, of some runs or of everything."""
+        wanted = select(AcknowledgementRow)
+        if runs is not None:
+            wanted = wanted.where(AcknowledgementRow.run.in_(runs))
+        now = self._now()
+        with self._database.read() as session:
+            rows = [row for row in session.scalars(wanted) if row.until is None or row.until > now]
+            return {
+                AlertKey(row.run, row.code, row.subject): Acknowledgement(by=row.by, at=row.at, until=row.until)
+                for row in rows
+            }
+
+    def set(self, key: AlertKey, made: Acknowledgement) -> None:
+        """Acknowledge an alert; in the place of what was said of it before."""
+        with self._database.write() as session:
+            session.merge(AcknowledgementRow(**key._asdict(), **made.model_dump()))
+
+    def remove(self, keys: Collection[AlertKey]) -> None:
+        """The alerts count again, if they are still there."""
+        row = AcknowledgementRow
+        with self._database.write() as session:
+            for key in keys:
+                session.execute(delete(row).where(row.run == key.run, row.code == key.code, row.subject == key.subject))
+
+    def forget_ended(self, still: Callable[[Collection[str]], Collection[AlertKey]]) -> None:
+        """Forget what was said of alerts that have ended, or only for a time. `still` says which alerts there are of some
+        runs, and of nodes and replicas for "".
+        """
+        now = self._now()
+        with self._database.read() as session:
+            rows = [
+                (AlertKey(row.run, row.code, row.subject), row.until) for row in session.scalars(select(AcknowledgementRow))
+            ]
+        if not rows:
+            return
+        there = still({key.run for key, _ in rows})
+        over = [key for key, until in rows if key not in there or (until is not None and until <= now)]
+        if over:
+            self.remove(over)
+
+
+class AcknowledgementWatch:
+    """A thread that forgets acknowledgements with their alerts."""
+
+    def __init__(
+        self,
+        acknowledgements: Acknowledgements,
+        still: Callable[[Collection[str]], Collection[AlertKey]],
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._acknowledgements, self._still, self._look_s = acknowledgements, still, look_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-alerts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and wait for that."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._look_s):
+            try:
+                self._acknowledgements.forget_ended(self._still)
+            except CheckpointError as error:  # the catalog says elsewhere that it is away; the next look comes
+                log.debug("acknowledgements are not looked at: %s", error.detail)
+            except Exception:
+                log.exception("acknowledgements are not looked at")

@@ -1,0 +1,94 @@
+"""Alerts of all runs, of nodes and of replicas, and the whole service in a few figures. Pure values in, values out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Acknowledgement, Alert, Overview, RunSummary
+from holdfast_service.control.insight.acknowledgements import AlertKey
+
+
+def of_runs(summaries: Sequence[RunSummary]) -> Iterator[Alert]:
+    """What the summaries say, each with its run."""
+    for summary in summaries:
+        for item in summary.attention:
+            yield Alert(**item.model_dump(), run=summary.run)
+
+
+def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
+    """Nodes that are lost, and replicas that cannot be copied to, as the nodes tell of them."""
+    for node in nodes:
+        if node.state == "lost":
+            yield Alert(
+                level="error",
+                code="node-lost",
+                text=f"the node {node.name} is lost: it has said nothing, and no goodbye",
+                hint="start its daemon again, or have the node forgotten if it will not come back",
+                subject=node.name,
+                remedy="forget-node",
+            )
+        for tier, problem in sorted(node.replicas.items()):
+            if problem is not None:
+                yield Alert(
+                    level="error",
+                    code="replica-lost",
+                    text=f"the replica {tier} cannot be reached: {problem}",
+                    hint="nothing in the root is in danger, but nothing new is copied: mend that storage, then copy again",
+                    subject=tier,
+                    remedy="retry-replicas",
+                )
+
+
+def keyed(alert: Alert) -> AlertKey:
+    """By what an alert is acknowledged."""
+    return AlertKey(alert.run or "", alert.code, alert.subject or "")
+
+
+def marked(alerts: Iterator[Alert], known: Mapping[AlertKey, Acknowledgement]) -> list[Alert]:
+    """The alerts, with who has acknowledged them."""
+    return [alert.model_copy(update={"acknowledged": known.get(keyed(alert))}) for alert in alerts]
+
+
+def place(alert: Alert) -> str:
+    """In order these bring those first that nobody has acknowledged, errors before warnings."""
+    first = f"{int(alert.acknowledged is not None)}{int(alert.level != 'error')}"
+    return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
+
+
+def without_what_follows(alerts: Sequence[Alert]) -> list[Alert]:
+    """Without what is said of the copies of runs in a replica that is lost: that is said once."""
+    lost = {one.subject for one in alerts if one.code == "replica-lost"}
+    return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
+
+
+def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
+    """All runs in a few figures; `others` are alerts that are about no run."""
+    alerts = without_what_follows([*of_runs(board), *others])
+    counted = [item.level for item in alerts if item.acknowledged is None]
+    training = [one for one in board if one.life == "training"]
+    lost = max((one for one in board if one.life == "died"), key=lambda one: one.life_since or "", default=None)
+    exposed = max(training, key=lambda one: one.exposed_s or 0.0, default=None)
+    return Overview(
+        runs=len(board),
+        states=dict(Counter(one.life for one in board)),
+        errors=counted.count("error"),
+        warnings=counted.count("warning"),
+        acknowledged=len(alerts) - len(counted),
+        newest_lost=None if lost is None else lost.run,
+        newest_lost_since=None if lost is None else lost.life_since,
+        exposed_s=None if exposed is None else exposed.exposed_s,
+        exposed_run=None if exposed is None else exposed.run,
+        cost=fmean(costs) if (costs := [cost for one in training if (cost := _cost(one)) is not None]) else None,
+        checkpoints=sum(one.checkpoints for one in board),
+        bytes=sum(one.bytes for one in board),
+        free_bytes=board[0].free_bytes if board else None,
+    )
+
+
+def _cost(summary: RunSummary) -> float | None:
+    """The fraction of time for which saves stall a run."""
+    known = [value for value in summary.trend.goodput if value is not None]
+    return 1.0 - fmean(known) if known else None

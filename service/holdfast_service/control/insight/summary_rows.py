@@ -1,0 +1,195 @@
+"""Rows of the catalog that summaries are made of: a handful of queries for a page of runs, each bounded by the page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+
+import msgspec
+from sqlalchemy import Text, case, false, func, select, tuple_, type_coerce
+from sqlalchemy.orm import Session, aliased
+
+from holdfast_formats.moments import seconds_of
+from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, ReplicaRow, RoundRow, RunRow
+from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save
+
+SAVES = 20  # the newest saves, which the figures are taken from
+ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
+SAVES_REMEMBERED = 20_000  # decoded once: what has ended stays as it is
+_decode = msgspec.json.Decoder(dict[str, float]).decode
+
+
+def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
+    """What stands of each run, and its newest checkpoint.
+
+    Most runs are well: their newest checkpoint is verified, healthy and living. An index alone answers for these; the rows
+    of the others are gone through.
+    """
+    row = CheckpointRow
+    totals = (
+        select(
+            row.run,
+            func.count().label("checkpoints"),
+            func.sum(row.bytes).label("total"),
+            func.max(row.step).label("newest"),
+        )
+        .where(row.run.in_(runs))
+        .group_by(row.run)
+        .subquery()
+    )
+    newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, row.verified, row.abandoned)
+    joined = select(totals, *newest, row.damage.is_not(None).label("damaged")).join(
+        row, (row.run == totals.c.run) & (row.step == totals.c.newest)
+    )
+    hurt = select(row.run, func.count(), func.max(row.step)).where(row.run.in_(runs), row.damage.is_not(None))
+    damaged = {run: (count, step) for run, count, step in session.execute(hurt.group_by(row.run))}
+    found: dict[str, CheckpointFacts] = {}
+    others: list[str] = []
+    for made in session.execute(joined):
+        if made.abandoned or made.damaged or not made.verified or made.healthy is False:
+            others.append(made.run)
+            continue
+        count, step = damaged.get(made.run, (0, None))
+        found[made.run] = CheckpointFacts(
+            checkpoints=made.checkpoints,
+            bytes=int(made.total),
+            newest=made.newest,
+            newest_verified=made.newest,
+            newest_healthy=made.newest,
+            damaged=count,
+            newest_damaged=step,
+            newest_bytes=made.bytes,
+            created=made.created,
+            healthy=made.healthy,
+            same_as=made.same_as,
+            nonfinite=made.nonfinite,
+            verified_created=made.created,
+            healthy_created=made.created,
+            healthy_verified=True,
+        )
+    if others:
+        found |= _gone_through(session, others)
+    return _with_copies(session, found)
+
+
+def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
+    """With the tiers in which the newest healthy checkpoint of each is too."""
+    row = ReplicaRow
+    pairs = [(run, held.newest_healthy) for run, held in found.items() if held.newest_healthy is not None]
+    there = select(row.run, row.tier).where(tuple_(row.run, row.step).in_(pairs), row.state == "present")
+    tiers: dict[str, list[str]] = defaultdict(list)
+    for run, tier in session.execute(there.order_by(row.tier)):
+        tiers[run].append(tier)
+    return found | {run: found[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
+
+
+def _gone_through(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
+    """What stands of each run, in one pass over its checkpoints, and its newest one.
+
+    As long as the newest one whose health is known is unhealthy, those behind it of which nothing is known are not taken for
+    healthy: a run that saves often has some of these at any moment.
+    """
+    row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
+    sound = row.damage.is_(None) & living
+    counted = (
+        select(
+            row.run,
+            func.count().label("checkpoints"),
+            func.sum(row.bytes).label("total"),
+            func.max(case((living, row.step))).label("newest"),
+            func.max(case((row.verified & living, row.step))).label("newest_verified"),
+            func.max(case((row.healthy.is_not(False) & sound, row.step))).label("presumed"),
+            func.max(case((row.healthy.is_(True) & sound, row.step))).label("proven"),
+            func.max(case((row.healthy.is_(False) & sound, row.step))).label("unhealthy"),
+            func.min(case((row.healthy.is_(False) & sound, row.step))).label("first_unhealthy"),
+            func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
+            func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
+        )
+        .where(row.run.in_(runs))
+        .group_by(row.run)
+        .subquery()
+    )
+    at = counted.c
+    ill = at.unhealthy > func.coalesce(at.proven, -1)
+    older = aliased(row)
+    before = select(func.max(older.step)).where(
+        older.run == at.run, older.step < at.first_unhealthy, older.damage.is_(None), older.abandoned.is_(False)
+    )
+    good = case((ill, func.coalesce(at.proven, before.scalar_subquery())), else_=at.presumed)
+    last, verified, healthy, judged = aliased(row), aliased(row), aliased(row), aliased(row)
+    wanted = (
+        select(
+            *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
+            *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
+            case((ill, judged.nonfinite), else_=last.nonfinite),
+            *(verified.created, case((ill, at.unhealthy)), healthy.created, healthy.verified),
+        )
+        .join(last, (last.run == at.run) & (last.step == at.newest))
+        .outerjoin(verified, (verified.run == at.run) & (verified.step == at.newest_verified))
+        .outerjoin(healthy, (healthy.run == at.run) & (healthy.step == good))
+        .outerjoin(judged, (judged.run == at.run) & (judged.step == at.unhealthy))
+    )
+    rows = (tuple(values) for values in session.execute(wanted))
+    return {run: CheckpointFacts(count, int(size), *others) for run, count, size, *others in rows}
+
+
+def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
+    """The newest rounds of each run, the newest first."""
+    row, behind = RoundRow, aliased(RoundRow)
+    oldest = select(behind.id).where(behind.run == RunRow.name).order_by(behind.id.desc()).offset(SAVES - 1).limit(1)
+    columns = (row.run, row.step, row.attempt, row.state, row.opened, row.ended, row.code)
+    wanted = (
+        select(*columns, type_coerce(row.measured, Text))  # decoded below, several times faster than by the column's type
+        .select_from(RunRow)
+        .join(row, (row.run == RunRow.name) & (row.id >= func.coalesce(oldest.scalar_subquery(), 0)))
+        .where(RunRow.name.in_(runs))
+        .order_by(row.run, row.id.desc())
+    )
+    found: dict[str, list[Save]] = defaultdict(list)
+    for run, *values in session.execute(wanted):
+        found[run].append(_save(*values))
+    return found
+
+
+@lru_cache(SAVES_REMEMBERED)
+def _save(  # noqa: PLR0913 - a row
+    step: int, attempt: int, state: str, opened: str, ended: str | None, code: str | None, measured: str | None
+) -> Save:
+    over = None if ended is None else seconds_of(ended)
+    return Save(step, attempt, state, seconds_of(opened), over, code, _decode(measured) if measured else NOTHING)
+
+
+def declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
+    """When the newest attempts of each run were declared, the newest first."""
+    columns = select(AttemptRow.run, AttemptRow.declared).join(RunRow, RunRow.name == AttemptRow.run)
+    recent = columns.where(AttemptRow.run.in_(runs), AttemptRow.attempt > RunRow.attempt - ATTEMPTS)
+    found: dict[str, list[float]] = defaultdict(list)
+    for run, at in session.execute(recent.order_by(AttemptRow.attempt.desc())):
+        found[run].append(seconds_of(at))
+    return found
+
+
+def copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
+    """The replicas of each run, by tier."""
+    row = ReplicaRow
+    each = (row.run, row.tier, row.state)
+    counted = select(*each, func.max(row.step), func.count()).where(row.run.in_(runs)).group_by(*each)
+    failed = select(row.run, row.tier, func.count(), func.max(type_coerce(row.problem, Text)))
+    failed = failed.where(row.run.in_(runs), row.state == "copying", row.problem.is_not(None)).group_by(row.run, row.tier)
+    found: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
+    for run, tier, state, step, count in session.execute(counted):
+        known = found[run].get(tier, ReplicaCounts(None, 0))
+        if state == "present":
+            known = known._replace(newest=step)
+        elif state == "damaged":
+            known = known._replace(damaged=count)
+        found[run][tier] = known
+    for run, tier, count, problem in session.execute(failed):
+        found[run][tier] = found[run][tier]._replace(failing=count, problem=_detail(problem))
+    return dict(found)
+
+
+def _detail(problem: str) -> str:
+    said = msgspec.json.decode(problem)
+    return str(said.get("detail", "unknown")) if isinstance(said, dict) else "unknown"

@@ -1,0 +1,82 @@
+"""Runs side by side: a metric of their checkpoints, overlaid by step, and what each pays for its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from math import isfinite
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RunSummary
+from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, ViewerApi, at
+from holdfast_service.dashboard.history import MetricExtremes, metrics
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.standing import RunStanding, standing
+
+router = page_router()
+
+RUNS_MAX = 8  # so many lines can be told apart
+CHOICES = 100
+Names = Annotated[list[str] | None, Query(max_length=64)]
+Text = Annotated[str, Query(max_length=128)]
+
+
+class ComparedRun(NamedTuple):
+    """A run, its newest checkpoints, the oldest first, and the chosen metric of them."""
+
+    summary: RunSummary
+    checkpoints: list[bodies.CheckpointInfo]
+    metric: MetricExtremes | None
+    newest: float | None
+    standing: RunStanding
+
+
+@router.get("/compare")
+async def compare_runs(request: Request, api: Asked, run: Names = None, metric: Text = "", q: Text = "") -> Response:
+    """The runs that were chosen, `RUNS_MAX` at most, and a form to choose others."""
+    chosen = list(dict.fromkeys(run or []))
+    listed = await api.page(RunSummary, "/v1/summaries", prefix=q, sort="attention", limit=CHOICES)
+    read = await asyncio.gather(*(_read(api, name) for name in chosen[:RUNS_MAX]))
+    names = Counter(name for _, made in read for one in metrics(made) for name in [one.name])
+    wanted = metric if metric in names else next((name for name, _ in names.most_common(1)), "")
+    lines = [_compared(summary, made, wanted) for summary, made in read]
+    return page(
+        request,
+        "runs.html",
+        q=q,
+        chosen=chosen[:RUNS_MAX],
+        left_out=len(chosen) - len(chosen[:RUNS_MAX]),
+        runs_max=RUNS_MAX,
+        choices=sorted({summary.run for summary in listed.items} | set(chosen[:RUNS_MAX])),
+        metrics=sorted(names),
+        metric=wanted,
+        lines=lines,
+        drawn={"metric": wanted, "runs": [_drawn(one, wanted) for one in lines]},
+    )
+
+
+async def _read(api: ViewerApi, run: str) -> tuple[RunSummary, list[bodies.CheckpointInfo]]:
+    summary, made = await asyncio.gather(
+        api.get(RunSummary, at(run) + "/summary"),
+        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=LIMIT_MAX),
+    )
+    return summary, list(reversed(made.items))
+
+
+def _compared(summary: RunSummary, made: list[bodies.CheckpointInfo], metric: str) -> ComparedRun:
+    of_it = next((one for one in metrics(made) if one.name == metric), None)
+    values = [one.metrics[metric] for one in made if metric in one.metrics]
+    return ComparedRun(summary, made, of_it, values[-1] if values else None, standing(summary.life))
+
+
+def _drawn(one: ComparedRun, metric: str) -> dict[str, Any]:
+    """Steps and values of the metric, those that are finite."""
+    points = [
+        (made.step, made.metrics[metric]) for made in one.checkpoints if isfinite(made.metrics.get(metric, float("nan")))
+    ]
+    return {"run": one.summary.run, "steps": [step for step, _ in points], "values": [value for _, value in points]}

@@ -1,0 +1,57 @@
+"""A run's newest saves as a line of the size of a word: a bar for each stall, and the goodput above them."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from holdfast_formats.rest.observed import Trend
+
+from .words import percent_text, seconds_text
+
+WIDTH, HEIGHT = 100, 24
+_FAILED = ("aborted", "dropped")
+
+
+def sparkline(trend: Trend) -> Markup:
+    """The drawing as SVG, with the same in words for who does not see it; nothing where no save has ended."""
+    count = len(trend.steps)
+    if not count:
+        return Markup('<span class="quiet">–</span>')
+    slot = WIDTH / count
+    most = max((stall for stall in trend.stall_s if stall is not None), default=0.0)
+    bars = Markup("").join(
+        _bar(number * slot, slot, 1.0 if state in _FAILED else (stall or 0.0) / most if most else 0.0, state)
+        for number, (stall, state) in enumerate(zip(trend.stall_s, trend.states, strict=True))
+    )
+    points = [(number, value) for number, value in enumerate(trend.goodput) if value is not None]
+    line = Markup("")
+    if len(points) > 1:
+        lowest = min(min(value for _, value in points), 0.99)
+        at = " ".join(f"{(n + 0.5) * slot:.1f},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.1f}" for n, v in points)
+        line = Markup('<polyline points="{}"/>').format(at)
+    said = _said(trend)
+    drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
+    return drawn.format(WIDTH, HEIGHT, said, bars, line)
+
+
+def newest(trend: Trend) -> str:
+    """Stall and goodput of the newest save that has them."""
+    stall = next((value for value in reversed(trend.stall_s) if value is not None), None)
+    goodput = next((value for value in reversed(trend.goodput) if value is not None), None)
+    parts = [seconds_text(stall)] if stall is not None else []
+    return " · ".join(parts + ([percent_text(goodput)] if goodput is not None else []))
+
+
+def _bar(left: float, width: float, share: float, state: str) -> Markup:
+    height = max(share * 12, 1.0)
+    kind = "bad" if state in _FAILED else "bar"
+    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
+        kind, f"{left + width * 0.15:.1f}", f"{HEIGHT - height:.1f}", f"{width * 0.7:.1f}", f"{height:.1f}"
+    )
+
+
+def _said(trend: Trend) -> str:
+    failed = sum(state in _FAILED for state in trend.states)
+    said = f"the newest {len(trend.steps)} saves"
+    said += f": {failed} of them failed or were dropped" if failed else ""
+    return f"{said}; stall and goodput of the last: {newest(trend)}" if newest(trend) else said

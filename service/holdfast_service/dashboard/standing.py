@@ -1,0 +1,120 @@
+"""How runs stand, in words: the one place that knows what the API's states mean, and the sentences that sum up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from holdfast_formats import moments
+from holdfast_formats.rest.observed import Overview, RunSummary
+
+from .words import age_text, percent_text, seconds_text
+
+
+class RunStanding(NamedTuple):
+    """A state of a run in one word; `mark` is the class of its dot, `lasts` whether the time it has been so matters."""
+
+    word: str
+    mark: str
+    lasts: bool = True
+
+
+TRAINING = RunStanding("training", "fine", lasts=False)
+DIED = RunStanding("died", "error")
+FINISHED = RunStanding("finished", "gone")
+IDLE = RunStanding("idle", "gone", lasts=False)
+_STANDINGS: Mapping[str, RunStanding] = {
+    "training": TRAINING,
+    "died": DIED,
+    "finished": FINISHED,
+    "idle": IDLE,
+    "archived": RunStanding("archived", "gone"),
+}
+
+
+def standing(state: str) -> RunStanding:
+    """What a state of the API means; one that is not known stands for itself."""
+    return _STANDINGS.get(state, RunStanding(state, "gone"))
+
+
+def counted(overview: Overview) -> dict[str, int]:
+    """How many runs there are of each standing."""
+    found: dict[str, int] = {}
+    for state, count in overview.states.items():
+        word = standing(state).word
+        found[word] = found.get(word, 0) + count
+    return found
+
+
+class Clause(NamedTuple):
+    """A part of the overview's sentence, and the run that it is about, if it is about one."""
+
+    text: str
+    level: str = ""
+    run: str | None = None
+
+
+def strip(overview: Overview) -> list[Clause]:
+    """The whole service in a sentence or two."""
+    runs = counted(overview)
+    clauses = [Clause(f"{_runs(runs.get('training', 0))} training", "fine" if runs.get("training") else "")]
+    if died := runs.get("died", 0):
+        ago = f" {ago_text(overview.newest_lost_since)}" if overview.newest_lost_since else ""
+        clauses.append(Clause(f"{died} died{', the last' if died > 1 and ago else ''}{ago}", "error", overview.newest_lost))
+    if overview.exposed_s is not None and runs.get("training"):
+        clauses.append(
+            Clause(f"Oldest unprotected work: {seconds_text(round(overview.exposed_s))}", "", overview.exposed_run)
+        )
+    if overview.cost is not None:
+        clauses.append(Clause(f"Checkpointing costs {percent_text(overview.cost)}"))
+    return clauses
+
+
+def cost_of_a_crash(summary: RunSummary) -> str | None:
+    """What a crash now would lose, in time and steps; None where nobody trains."""
+    if standing(summary.life) is not TRAINING or summary.exposed_s is None:
+        return None
+    steps = summary.exposed_steps or 0
+    if summary.interval_s and summary.interval_steps:
+        steps = max(steps, round(summary.exposed_s * summary.interval_steps / summary.interval_s))
+    return seconds_text(round(summary.exposed_s)) + (f", about {steps} steps" if steps else "")
+
+
+def verdict(summary: RunSummary) -> Clause:
+    """A run in one sentence: whether its work is safe, and what to do if it is not."""
+    worst = next((item for item in summary.attention if item.acknowledged is None), None)
+    safe = _safe(summary)
+    if worst is not None and worst.level == "error":
+        return Clause(f"{_upper(worst.text)}. {safe}", "error")
+    word = standing(summary.life).word
+    since = f" {ago_text(summary.life_since)}" if summary.life_since and standing(summary.life).lasts else ""
+    if worst is not None:
+        return Clause(f"{_upper(word)}{since}, but {worst.text}. {safe}", "warning")
+    crash = cost_of_a_crash(summary)
+    return Clause(f"{_upper(word)}{since}. {safe}" + (f" A crash now would cost {crash}." if crash else ""), "fine")
+
+
+def _safe(summary: RunSummary) -> str:
+    good = summary.good
+    if good is None:
+        return "No good checkpoint is there yet."
+    copies = f", also in {' and '.join(good.copies)}" if good.copies else ""
+    checked = "verified" if good.verified else "not verified yet"
+    return f"The last good checkpoint is step {good.step}, {ago_text(good.created)}, {checked}{copies}."
+
+
+def ago_text(text: str) -> str:
+    """How long ago a time of the API was; the text itself where it is none."""
+    try:
+        return age_text((datetime.now(timezone.utc) - moments.read(text)).total_seconds())
+    except ValueError:
+        return text
+
+
+def _runs(count: int) -> str:
+    return f"{count or 'No'} {'run' if count == 1 else 'runs'}"
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]

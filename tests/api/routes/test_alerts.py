@@ -1,0 +1,99 @@
+"""Alerts over HTTP: what is listed, to whom, and who has acknowledged what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast_formats.rest import bodies
+from holdfast_service.control.insight.facts import Lived
+from tests.checkpoints import build_root
+from tests.serving import Served, served
+
+AT = "2026-01-02T00:00:00Z"
+DIED = "/v1/runs/tiny/alerts/run-lost/acknowledgement"
+
+
+@pytest.fixture
+def lives() -> dict[str, Lived]:
+    return {"tiny": Lived("lost", AT), "other": Lived("running")}
+
+
+@pytest.fixture
+def service(tmp_path: Path, lives: dict[str, Lived]) -> Iterator[Served]:
+    """A run that died, one that trains, and a replica that cannot be reached."""
+    build_root(tmp_path / "root", {"tiny": (5, 10), "other": (1,)})
+
+    def node() -> bodies.Node:
+        told = {"name": "node-1", "version": "9", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 0}
+        return bodies.Node.model_validate({**told, "replicas": {"far": "its disk is gone"}})
+
+    tried: list[str] = []
+    copies = {"far": lambda: not tried.append("far"), "theirs": lambda: False}
+    with served(tmp_path / "root", lives=lambda: lives, node=node, replicas=copies) as running:
+        yield running
+
+
+@pytest.fixture
+def http(service: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, trust_env=False) as client:
+        yield client
+
+
+def listed(http: httpx.Client, **query: object) -> list[tuple[str | None, str]]:
+    items = http.get("/v1/alerts", params=query).raise_for_status().json()["items"]
+    return [(one["run"] or one["subject"], one["code"]) for one in items]
+
+
+def test_alerts_say_what_mends_them(http: httpx.Client) -> None:
+    """Of runs, and of replicas; page by page."""
+    assert listed(http) == [("far", "replica-lost"), ("tiny", "run-lost")]
+    first = http.get("/v1/alerts?limit=1").json()
+    behind = http.get("/v1/alerts", params={"cursor": first["next"]}).json()
+    assert (behind["items"][0]["remedy"], behind["items"][0]["since"], behind["next"]) == ("resume", AT, None)
+    found = http.get("/v1/overview").json()
+    assert (found["states"], found["errors"], found["newest_lost"]) == ({"lost": 1, "running": 1}, 2, "tiny")
+    assert http.get("/v1/alerts?cursor=x").status_code == 400
+
+
+def test_what_is_acknowledged_is_listed_and_counts_no_more(http: httpx.Client) -> None:
+    """With who and until when; taken back, it counts again."""
+    made = http.put(DIED, json={"for_s": 60}).json()
+    assert made["by"] and made["until"] > made["at"]
+    assert listed(http, acknowledged=False) == [("far", "replica-lost")]
+    assert listed(http, acknowledged=True) == [("tiny", "run-lost")]
+    assert http.get("/v1/runs/tiny/summary").json()["attention"][0]["acknowledged"]["by"] == made["by"]
+    assert http.get("/v1/overview").json()["acknowledged"] == 1
+    assert http.put("/v1/alerts/replica-lost/far/acknowledgement", json={}).json()["until"] is None
+    assert listed(http, acknowledged=False) == []
+    assert http.delete(DIED).status_code == 204
+    assert listed(http, acknowledged=False) == [("tiny", "run-lost")]
+    assert http.delete(DIED).status_code == 404
+    kinds = [event["kind"] for event in http.get("/v1/events").json()["items"]]
+    assert kinds.count("alert-acknowledged") == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/runs/other/alerts/run-lost/acknowledgement", {}, 404),
+        ("/v1/runs/nope/alerts/run-lost/acknowledgement", {}, 404),
+        ("/v1/alerts/replica-lost/near/acknowledgement", {}, 404),
+        (DIED, {"for_s": -1}, 400),
+        (DIED, {"for_s": 1e9}, 400),
+        (DIED, {"for": 60}, 400),
+    ],
+)
+def test_what_is_no_alert_cannot_be_acknowledged(http: httpx.Client, path: str, body: dict, status: int) -> None:
+    """Nor for a time that is none."""
+    assert http.put(path, json=body).status_code == status
+
+
+def test_a_replica_is_copied_to_again(http: httpx.Client) -> None:
+    """Where this daemon copies to it; otherwise it says who is to be asked."""
+    assert http.post("/v1/replicas/far/retry").status_code == 204
+    assert http.post("/v1/replicas/theirs/retry").json()["code"] == "in-use"
+    assert http.post("/v1/replicas/nowhere/retry").status_code == 404

@@ -1,0 +1,68 @@
+"""Alerts of runs, nodes and replicas, and the figures over all runs."""
+
+from __future__ import annotations
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Acknowledgement, RunSummary
+from holdfast_service.control.insight import alerts
+from holdfast_service.control.insight.acknowledgements import AlertKey
+from holdfast_service.control.insight.facts import ReplicaCounts
+from holdfast_service.control.insight.summary import summarise
+from tests.control.insight.test_summary import NOW, facts
+
+
+def summary(run: str, **changes: object) -> RunSummary:
+    return summarise(facts(run=run, **changes))
+
+
+def node(**changes: object) -> bodies.Node:
+    about = {"name": "n1", "version": "1", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 0}
+    return bodies.Node.model_validate(about | changes)
+
+
+def test_nodes_tell_of_themselves_and_of_replicas() -> None:
+    """A node that is lost, and a replica that cannot be reached, with what mends it; what is well is not told of."""
+    told = [node(replicas={"far": "its disk is gone", "near": None}), node(name="n2", state="lost", live=False)]
+    found = list(alerts.of_nodes(told))
+    assert [(one.code, one.subject, one.remedy) for one in found] == [
+        ("replica-lost", "far", "retry-replicas"),
+        ("node-lost", "n2", "forget-node"),
+    ]
+    assert "its disk is gone" in found[0].text and all(one.hint and one.run is None for one in found)
+
+
+def test_what_nobody_has_seen_comes_first() -> None:
+    """Then errors before warnings, and the order has no ties."""
+    board = [summary("b", life="lost"), summary("a", free_bytes=17_000), summary("c", life="lost")]
+    seen = {AlertKey("b", "run-lost"): Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")}
+    found = sorted(alerts.marked(alerts.of_runs(board), seen), key=alerts.place)
+    assert [(one.run, one.code) for one in found] == [("c", "run-lost"), ("a", "disk-nearly-full"), ("b", "run-lost")]
+    assert found[-1].acknowledged is not None and len({alerts.place(one) for one in found}) == 3
+
+
+def test_a_lost_replica_is_said_once() -> None:
+    """Not beside every run of which it has no copies."""
+    board = [summary("a", copies={"far": ReplicaCounts(600, 0), "near": ReplicaCounts(600, 0)})]
+    others = list(alerts.of_nodes([node(replicas={"far": "gone"})]))
+    found = alerts.without_what_follows([*alerts.of_runs(board), *others])
+    assert [(one.code, one.subject) for one in found] == [("replica-behind", "near"), ("replica-lost", "far")]
+    assert alerts.overview(board, others).warnings == 1
+
+
+def test_figures_over_all_runs() -> None:
+    """States, alerts, who was lost last, who is exposed most, and what saves cost those that train."""
+    board = [
+        summary("calm"),
+        summary("busy", now=NOW + 100),
+        summary("dead", life="lost", since="2030-03-17T17:00:00Z"),
+        summary("dead-too", life="lost", since="2030-03-17T17:30:00Z"),
+        summary("over", life="ended"),
+    ]
+    found = alerts.overview(board, list(alerts.of_nodes([node(replicas={"far": "gone"})])))
+    assert found.states == {"running": 2, "lost": 2, "ended": 1}
+    assert (found.errors, found.warnings, found.acknowledged, found.runs) == (3, 0, 0, 5)
+    assert (found.newest_lost, found.newest_lost_since) == ("dead-too", "2030-03-17T17:30:00Z")
+    assert (found.exposed_run, found.exposed_s) == ("busy", 145.0)
+    assert found.cost is not None and abs(found.cost - 0.2 / 600) < 1e-5
+    nothing = alerts.overview([], [])
+    assert (nothing.runs, nothing.cost, nothing.exposed_s, nothing.free_bytes) == (0, None, None, None)

@@ -1,0 +1,95 @@
+"""What becomes of real trainers, their storage and their replica is on the overview in words, with what mends it, and stays
+until it is dealt with; an orderly end is no alert.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+
+from holdfast.rest import summaries
+from holdfast.rest.api import Api
+from tests.daemons import RunningDaemon, running, wait_until
+from tests.dashboard.reading import Page
+from tests.forked import Forked
+from tests.in_memory import tmp_path
+
+__all__ = ["tmp_path"]
+
+LIMIT_S = 240.0
+# A run, or the replica; the code of its alert; what the overview says of it; and the button that mends it.
+SAID = (
+    ("killed", "run-lost", "ranks disappeared without closing their Checkpointer", "Resume from step"),
+    ("hung", "no-commit", "of training; usually there is one every", "Look at the saves"),
+    ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Restore step 40"),
+    ("full", "saves-failing", "quota-exceeded", "Raise the quota by half"),
+    ("far", "replica-lost", "the replica far cannot be reached", "Copy again now"),
+)
+
+
+def trainer(stack: ExitStack, daemon: RunningDaemon, run: str, fate: str) -> Forked:
+    """A real trainer, which is killed at the end of the test at the latest."""
+    made = Forked(["-m", "tests.dashboard.fates", daemon.socket, run, fate])
+    stack.enter_context(made)  # closes what it says
+    stack.callback(made.kill)
+    return made
+
+
+def alerts(daemon: RunningDaemon) -> dict[tuple[str, str], str]:
+    """What needs attention and is not acknowledged, by run or subject and code."""
+    items = httpx.get(f"{daemon.url}/v1/alerts?acknowledged=false").json()["items"]
+    return {(one["run"] or one["subject"], one["code"]): one["text"] for one in items}
+
+
+def commits(daemon: RunningDaemon, run: str) -> int:
+    found = httpx.get(f"{daemon.url}/v1/runs/{run}")
+    return found.json()["checkpoints"] if found.status_code == 200 else 0
+
+
+def limit(daemon: RunningDaemon, run: str) -> None:
+    """A quota that the next save does not fit in."""
+    with httpx.Client(base_url=daemon.url) as http:
+        got = http.get(f"/v1/runs/{run}/policy")
+        policy = {**got.json(), "quota_bytes": http.get(f"/v1/runs/{run}").json()["bytes"] + 1}
+        http.put(f"/v1/runs/{run}/policy", json=policy, headers={"If-Match": got.headers["etag"]}).raise_for_status()
+
+
+def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path) -> None:
+    """Killed, hung, NaN, out of room, a slow disk, a lost replica; and one that finished, of which nothing is said."""
+    far = tmp_path / "far"
+    far.mkdir()
+    with ExitStack() as stack:
+        daemon = stack.enter_context(running(tmp_path / "root", "--replica", f"far={far}", listen="127.0.0.1:0"))
+        slow = stack.enter_context(
+            running(tmp_path / "slow", "--write-bytes-per-second", "600", listen="127.0.0.1:0")  # a save takes 40 s
+        )
+        fates = {"killed": "goes-on", "hung": "hangs", "ill": "nan", "full": "goes-on", "over": "finishes"}
+        ranks = {run: trainer(stack, daemon, run, fate) for run, fate in fates.items()}
+        trainer(stack, slow, "dragged", "goes-on")
+        stack.callback(slow.kill)  # it would write what it has for minutes
+        wait_until(lambda: all(commits(daemon, run) >= 2 for run in fates), LIMIT_S)
+        ranks["killed"].kill()
+        limit(daemon, "full")
+        far.rename(tmp_path / "elsewhere")
+
+        wait_until(lambda: {(name, code) for name, code, _, _ in SAID} <= alerts(daemon).keys(), LIMIT_S)
+        page = Page(httpx.get(daemon.url).text)
+        for name, code, words, button in SAID:
+            assert words in alerts(daemon)[name, code]
+            assert words in page.text and button in page.text, (name, page.text)
+        wait_until(lambda: {"storage-slow", "saves-dropped"} & {code for _, code in alerts(slow)}, LIMIT_S)
+
+        with Api(daemon.url) as api:
+            wait_until(lambda: summaries.summary(api, "over").state == "ended", LIMIT_S)
+        assert not [key for key in alerts(daemon) if key[0] == "over" and key[1] != "replica-behind"]
+
+        httpx.put(f"{daemon.url}/v1/runs/hung/alerts/no-commit/acknowledgement", json={}).raise_for_status()
+        assert ("hung", "no-commit") not in alerts(daemon)
+        trainer(stack, daemon, "killed", "goes-on")
+        wait_until(lambda: ("killed", "run-lost") not in alerts(daemon), LIMIT_S)
+        (tmp_path / "elsewhere").rename(far)
+        httpx.post(f"{daemon.url}/v1/replicas/far/retry").raise_for_status()
+        wait_until(lambda: ("far", "replica-lost") not in alerts(daemon), LIMIT_S)
+        assert ("ill", "checkpoint-unhealthy") in alerts(daemon)
