@@ -47,12 +47,13 @@ def list_jobs(
     if as_json:
         console.print_json([job.model_dump() for job in found])
         return
-    table = console.table("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE", right=("JOB", "BYTES"))
+    columns = ("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE")
+    table = console.table(*columns, right=("JOB", "BYTES"), drop=("NODE", "BYTES"))
     for job in found:
         state_text = Text(job.state, _COLOURS[job.state])
         age = console.human_age(job.created)
         table.add_row(str(job.id), job.kind, Text(_subject(job)), state_text, _bytes(job), age, Text(job.node))
-    console.out().print(table if found else "No jobs.", markup=False)
+    console.show(table if found else "No jobs.")
 
 
 @app.command("show")

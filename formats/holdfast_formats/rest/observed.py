@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from holdfast_formats.body import Body
 
 
-class SaveTimes(BaseModel):
+class SaveTimes(Body):
     """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or were not measured."""
 
     stall_s: float | None = Field(default=None, description="longest time for which it stalled a rank's training")
@@ -21,7 +23,7 @@ class SaveTimes(BaseModel):
     disk_bytes_per_second: float | None = Field(default=None, description="the disk's speed when it was last measured")
 
 
-class TensorStatistics(BaseModel):
+class TensorStatistics(Body):
     """Statistics of one stored tensor. Norms and moments are over its finite elements; None if there is none, or no earlier
     step.
     """
@@ -42,7 +44,7 @@ class TensorStatistics(BaseModel):
     changed_from: int | None = Field(default=None, description="the step that `change` refers to")
 
 
-class LayerHealth(BaseModel):
+class LayerHealth(Body):
     """One cell of the heat map: a layer's tensors of one step taken together."""
 
     step: int
@@ -51,7 +53,7 @@ class LayerHealth(BaseModel):
     change: float | None = Field(description="L2 norm of the change, relative to the layer's norm")
 
 
-class Layers(BaseModel):
+class Layers(Body):
     """Health by layer over steps; the cells of a layer are in the order of `steps`, None if unknown."""
 
     run: str
@@ -60,7 +62,7 @@ class Layers(BaseModel):
     layers: dict[str, list[LayerHealth | None]]
 
 
-class Attention(BaseModel):
+class Attention(Body):
     """Something that a person should look at, and what to do about it."""
 
     level: Literal["warning", "error"]
@@ -74,7 +76,7 @@ class Attention(BaseModel):
 Life = Literal["running", "ended", "lost"]
 
 
-class RunSummary(BaseModel):
+class RunSummary(Body):
     """Summary of a run's checkpointing. Seconds and bytes; None if too little has happened to tell."""
 
     run: str
@@ -111,7 +113,7 @@ class RunSummary(BaseModel):
 DifferenceState = Literal["equal", "changed", "unknown", "missing-in-a", "missing-in-b", "reshaped", "retyped"]
 
 
-class Difference(BaseModel):
+class Difference(Body):
     """One tensor of two checkpoints."""
 
     group: str

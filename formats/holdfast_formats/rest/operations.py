@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from holdfast_formats.body import Body
 
 Level = Literal["info", "warning", "error"]
 JobKind = Literal["verify", "scrub", "export", "import", "merge", "compare", "rebuild"]
@@ -46,7 +48,7 @@ EVENTS: dict[str, str] = {
 }
 
 
-class Event(BaseModel):
+class Event(Body):
     """Something that happened. Ids ascend; the newest events are kept, older ones are deleted."""
 
     id: int
@@ -60,14 +62,14 @@ class Event(BaseModel):
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
-class Gap(BaseModel):
+class Gap(Body):
     """Sent in an event stream if requested events are not kept any more: the stream goes on at the oldest one."""
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
     oldest: int = Field(description="the oldest stored ID, 0 if there is none")
 
 
-class JobRequest(BaseModel):
+class JobRequest(Body):
     """A job to be done. While an identical job is queued or running, the request returns that job."""
 
     model_config = ConfigDict(extra="forbid")
@@ -78,7 +80,7 @@ class JobRequest(BaseModel):
     arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of this kind of job")
 
 
-class Job(BaseModel):
+class Job(Body):
     id: int
     kind: str
     state: JobState
@@ -96,7 +98,7 @@ class Job(BaseModel):
     problem: dict[str, Any] | None = None
 
 
-class Replica(BaseModel):
+class Replica(Body):
     """A copy of a checkpoint in another tier."""
 
     tier: str
@@ -107,7 +109,7 @@ class Replica(BaseModel):
     problem: dict[str, Any] | None = None
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
@@ -116,7 +118,7 @@ class TokenRequest(BaseModel):
     expires_s: int | None = Field(default=None, ge=1, description="lifetime in seconds; None: never expires")
 
 
-class Token(BaseModel):
+class Token(Body):
     """A token in a list; its text is shown only once, when it is made."""
 
     id: int
@@ -133,7 +135,7 @@ class NewToken(Token):
     token: str = Field(description="send it as `Authorization: Bearer …`; it cannot be shown again")
 
 
-class Link(BaseModel):
+class Link(Body):
     """A sign-in link for a browser, valid once and for a minute."""
 
     path: str = Field(description="path to open on this service; `/` if no token is needed")

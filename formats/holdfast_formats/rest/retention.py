@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from holdfast_formats import naming
+from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest
 
 COUNT_MAX = 10**9
@@ -28,7 +29,7 @@ Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Step = Annotated[int, Field(strict=True, ge=0, le=naming.STEP_MAX)]
 
 
-class Best(BaseModel):
+class Best(Body):
     """Keep the `count` checkpoints with the lowest (`min`) or highest (`max`) metric; of equal ones the oldest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,7 +40,7 @@ class Best(BaseModel):
     keep_unmeasured: bool = Field(default=False, description="also keep checkpoints saved without this metric")
 
 
-class RetentionPolicy(BaseModel):
+class RetentionPolicy(Body):
     """What is kept of a run. Everything is kept if no rule limits; `steps`, `keep_full`, `quota_bytes` are no such rules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -78,7 +79,7 @@ class RetentionPolicy(BaseModel):
         )
 
 
-class Verdict(BaseModel):
+class Verdict(Body):
     """The verdict on one checkpoint, with reasons: what keeps it, or why each rule does not."""
 
     step: int
@@ -95,7 +96,7 @@ class Verdict(BaseModel):
     bytes_after: int | None = Field(default=None, description="its size once thinned, if it is thinned next")
 
 
-class Preview(BaseModel):
+class Preview(Body):
     """A policy and its verdict on every checkpoint of a run at one moment, newest step first."""
 
     policy: RetentionPolicy
