@@ -20,6 +20,7 @@ GET    /v1/runs                                                  read  seen
 GET    /v1/runs/{run}                                            read  path
 GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
+GET    /v1/search                                                read  seen
 GET    /v1/summaries                                             read  seen
 GET    /v1/runs/{run}/summary                                    read  path
 GET    /v1/runs/{run}/policy                                     read  path
@@ -80,6 +81,7 @@ GET    /runs/{run}/checkpoints/{step}/extents                    read  path
 GET    /runs/{run}/checkpoints/{step}/tensors                    read  path
 GET    /runs/{run}/health                                        read  path
 GET    /runs/{run}/checkpoints/{step}/restore                    read  path
+POST   /runs/{run}/marks                                         write path form
 POST   /runs/{run}/checkpoints/{step}/pin                        write path form
 POST   /runs/{run}/checkpoints/{step}/labels                     write path form
 POST   /runs/{run}/checkpoints/{step}/labels/{label}/remove      write path form
@@ -100,6 +102,10 @@ POST   /tokens/{name}/revoke                                     admin all  form
 GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
 GET    /enter                                                   open  none
+GET    /csv/{table}                                              read  seen
+GET    /runs/{run}/csv/{table}                                   read  path
+GET    /runs/{run}/checkpoints/{step}/csv/{table}                read  path
+GET    /find                                                     read  seen
 GET    /login                                                    open  none
 POST   /login                                                    open  none form
 POST   /logout                                                   read  none form
@@ -132,6 +138,7 @@ class Route(NamedTuple):
             step=GONE if removes else STEP,
             name="base.css" if "static" in self.path else "nobody" if "token" in self.path else "state.json",
             label="good",
+            table="files" if "checkpoints" in self.path else "checkpoints" if "runs" in self.path else "jobs",
             rank_id=RANKS[run] if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             number=0,
             part="data",

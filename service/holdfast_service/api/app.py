@@ -25,6 +25,7 @@ from holdfast_service.api.routes import (
     replicas,
     retention,
     runs,
+    search,
     shards,
     statistics,
     summaries,
@@ -63,6 +64,7 @@ _TAGS = [
 
 ROOMS = (
     runs,
+    search,
     summaries,
     retention,
     replicas,

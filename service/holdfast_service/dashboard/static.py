@@ -23,6 +23,7 @@ SERVED = (
     "charts.js",
     "heat.js",
     "events.js",
+    "find.js",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
     "vendor/uPlot-1.6.32.iife.min.js",
