@@ -192,7 +192,7 @@ def test_a_job_is_asked_for_and_watched(shown: Window, at: Live) -> None:
 
 def test_events_come_by_themselves(shown: Window, at: Live) -> None:
     """What happens while the page is open is prepended to it; a pause holds it back."""
-    page = shown.go("/events")
+    page = shown.go("/events?order=time")
     if not at.has("/v1/events"):
         expect(page.get_by_text("not available here")).to_be_visible()
         return

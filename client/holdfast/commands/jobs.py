@@ -14,6 +14,7 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
+from holdfast_formats.rest.job_words import Fact, facts
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 
 SHOWN_MAX = 50
@@ -119,11 +120,13 @@ def _followed(api: Api, job: Job, shown: bool) -> Job:
 def _print(job: Job) -> None:
     out = console.out()
     out.print(Text.assemble(f"job {job.id}: {job.kind} {_subject(job)}  ", (job.state, _COLOURS[job.state])))
-    facts: dict[str, object] = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node}
-    facts |= {"bytes": _bytes(job), **job.arguments, **(job.result or {})}
-    for name, value in facts.items():
-        if value is not None:
-            out.print(Text(f"  {name:<10} {value}"))
+    about = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node, "bytes": _bytes(job)}
+    shown = [Fact(name.capitalize(), value) for name, value in about.items() if value is not None]
+    result = {name: value for name, value in (job.result or {}).items() if name != "bytes"}
+    shown += facts({**job.arguments, **result}, console.human_bytes, console.human_seconds)
+    width = max(len(fact.name) for fact in shown)
+    for fact in shown:
+        out.print(Text(f"  {fact.name:<{width}}  {fact.text}"))
     if job.problem is not None:
         out.print(Text.assemble("  ", (str(job.problem.get("code")), "bold red"), f" {job.problem.get('detail')}"))
 

@@ -41,9 +41,7 @@ OF_ALL = {
         "/v1/summaries", (*_SUMMARY, "goodput_lost", "failed", "dropped", "saves"), ("prefix", "q", "sort")
     ),
     "jobs": DownloadTable("/v1/jobs", _JOB, ("state", "kind", "run")),
-    "events": DownloadTable(
-        "/v1/events", ("id", "at", "level", "kind", "run", "step", "node", "text"), ("run", "kind", "level")
-    ),
+    "events": DownloadTable("/v1/events", ("id", "at", "level", "kind", "run", "step", "node", "text"), ("run", "kind")),
     "nodes": DownloadTable("/v1/nodes", _NODE),
     "saves": DownloadTable("/v1/rounds", _ROUND, ("run", "state", "step_min", "step_max", "since")),
     "tokens": DownloadTable("/v1/tokens", ("name", "scope", "runs", "created", "used", "expires", "revoked")),

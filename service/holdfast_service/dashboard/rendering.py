@@ -64,6 +64,7 @@ def environment() -> Environment:
         "percent": words.percent,
         "when": words.when,
         "prose": words.prose,
+        "facts": words.facts,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {"static": address, "link": link, "bytes_text": words.bytes_text, "seconds_text": words.seconds_text}
