@@ -74,6 +74,7 @@ GET    /runs/{run}/policy                                        read  path
 POST   /runs/{run}/policy/preview                                read  path form
 POST   /runs/{run}/policy                                        admin path form
 GET    /runs/{run}/compare                                       read  path
+POST   /runs/{run}/compare                                       write path form
 GET    /runs/{run}/checkpoints/{step}                            read  path
 GET    /runs/{run}/checkpoints/{step}/files                      read  path
 GET    /runs/{run}/checkpoints/{step}/map/{name}                 read  path

@@ -38,6 +38,7 @@ SAID = {
     "unpinned-all": "Unpinned. The retention policy applies to them again.",
     "labelled-all": "Labelled. Checkpoints with a label are not removed.",
     "removed-all": "The checkpoints were removed.",
+    "comparing": "The comparison is queued. Its progress is shown here, and its result when it is done.",
     "policy": "The policy was set.",
     "job": "The job is queued. Its progress is shown here.",
     "cancelled": "The job was asked to stop.",
@@ -85,9 +86,9 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     return HTMLResponse(text, status, HEADERS)
 
 
-def see(path: str, said: str | None = None) -> RedirectResponse:
+def see(path: str, said: str | None = None, **params: str) -> RedirectResponse:
     """Redirect to the page that shows the result of an action."""
-    return RedirectResponse(link(path, said=said), 303, {"Cache-Control": "no-store"})
+    return RedirectResponse(link(path, **params, said=said), 303, {"Cache-Control": "no-store"})
 
 
 def problem_page(request: Request, error: CheckpointError) -> HTMLResponse:

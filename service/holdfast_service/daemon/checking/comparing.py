@@ -42,8 +42,8 @@ def compare(
 ) -> Iterator[Difference]:
     """Compute how much the tensors differ; tensors with equal digests are not read.
 
-    `on_bytes` is called with the number of bytes read, after each tensor. Raises `CorruptExtent` and
-    `StorageFailed`.
+    `on_bytes` is called with the number of bytes read, after each block, and may stop it by raising. Raises
+    `CorruptExtent` and `StorageFailed`.
     """
     for pair in pairs:
         if pair.state not in READ or pair.a is None or pair.b is None:
@@ -53,8 +53,8 @@ def compare(
         left = _octets(tier, sides[0], pair, pair.a)
         for a, b in comparing.blocks(left, _octets(tier, sides[1], pair, pair.b)):
             distance.add(a, b)
-        if on_bytes is not None:
-            on_bytes(2 * pair.a.nbytes)
+            if on_bytes is not None:
+                on_bytes(a.nbytes + b.nbytes)
         yield comparing.difference(pair, distance)
 
 
