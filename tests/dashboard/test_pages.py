@@ -19,6 +19,7 @@ from .reading import Page
 
 STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
+    "/find?q=t": ("tiny", "other"),
     "/": ("tiny", "other", "Saves in progress"),
     "/?q=ti&sort=name": ("tiny",),
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),

@@ -26,8 +26,7 @@ async def show_jobs(
     request: Request, api: Asked, state: Text = "", kind: Text = "", run: Text = "", cursor: str | None = None
 ) -> Response:
     """A page of jobs, the newest first."""
-    asked = {"state": state, "kind": kind, "run": run}
-    jobs = await shown(api.page(Job, "/v1/jobs", **asked, cursor=cursor, limit=JOBS_SHOWN))
+    jobs = await shown(api.page(Job, "/v1/jobs", state=state, kind=kind, run=run, cursor=cursor, limit=JOBS_SHOWN))
     listed = jobs.value or bodies.Page[Job](items=[])
     return page(
         request,
@@ -37,7 +36,7 @@ async def show_jobs(
         next=listed.next,
         first=cursor is None,
         state=state,
-        asked=asked,
+        asked={"state": state, "kind": kind, "run": run},
         kinds=get_args(JobKind),
         states=STATES,
         going_on=GOING_ON,
