@@ -139,7 +139,7 @@ def test_the_palette_finds_a_step(shown: Window, at: Live) -> None:
     box = page.get_by_role("combobox", name="Find a run")
     expect(box).to_be_focused()
     page.keyboard.type(f"{RUN}@")
-    hits = page.get_by_role("option")
+    hits = page.get_by_role("listbox", name="Found").get_by_role("option")
     expect(hits.first).to_contain_text(f"{RUN}@")
     box.fill(f"{RUN}@{step}")
     expect(hits.first).to_contain_text(f"{RUN}@{step}")
