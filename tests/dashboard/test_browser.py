@@ -188,7 +188,7 @@ def test_two_checkpoints_are_chosen_and_compared(shown: Window, at: Live) -> Non
     page.get_by_role("button", name="Compare a with b").click()
     expect(page.locator("tbody tr").first).to_be_visible()
     page.get_by_label("read the bytes").check()
-    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("button", name="Compare", exact=True).click()
     row = page.locator("tr", has=page.get_by_role("rowheader", name="lm_head.weight", exact=True)).first
     expect(row).to_contain_text("changed")
     expect(row).to_contain_text("%")
