@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar
 
 import typer
 
 from holdfast.terminal.lazy_group import Entry, LazyGroup
+from holdfast_formats import model_building
 
 EXIT_STATUSES = (
     "Exit status: 0 done · 1 something needs to be fixed (doctor), or another error · 2 the request is wrong · "
@@ -131,6 +133,7 @@ app = typer.Typer(
     help="Checkpoints for model training: saved without stalling, verified by digests, restored to any parallel layout.",
     epilog=EXIT_STATUSES,
     no_args_is_help=True,
+    pretty_exceptions_enable=sys.stderr.isatty(),
     pretty_exceptions_show_locals=False,  # they could show secrets
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -147,4 +150,6 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """The entry point of the `holdfast` script."""
+    model_building.build_late()
+    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # httpx's own command: a tenth of a second
     app()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from holdfast_formats.body import Body
 
 GLOB = "http-*.key"
 BYTES_MAX = 4096
 SYSTEM_DIRECTORY = "/run/holdfast"  # where a service manager or a container puts the socket
 
 
-class OwnerKey(BaseModel):
+class OwnerKey(Body):
     """The contents of the file: the address at which the daemon listens, and the token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -13,6 +13,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import naming
+from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest
 
 FILE_BYTES_MAX = 2**16
@@ -20,7 +21,7 @@ FILE_BYTES_MAX = 2**16
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class RootMark(BaseModel):
+class RootMark(Body):
     """A root as its id, "" where no daemon has served it, and its directory's numbers, None where the id alone is meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,7 +37,7 @@ class RootMark(BaseModel):
         return self.inode is None or (self.device, self.inode) == (other.device, other.inode)
 
 
-class RootFile(BaseModel):
+class RootFile(Body):
     """What stands in `.holdfast.root`: the root's id, and the inode of the directory that it was given to.
 
     `catalog` is the address, without the password, of the server that the daemons of several nodes share; None where one
@@ -48,7 +49,7 @@ class RootFile(BaseModel):
     catalog: str | None = None
 
 
-class DaemonFile(BaseModel):
+class DaemonFile(Body):
     """What stands in `.holdfast.json` while a daemon serves the root, and after one that was killed."""
 
     pid: int

@@ -27,6 +27,7 @@ PATCH  /v1/runs/{run}                                            write path json
 GET    /v1/runs/{run}/about                                      read  path
 GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
+GET    /v1/search                                                read  seen
 GET    /v1/summaries                                             read  seen
 GET    /v1/runs/{run}/summary                                    read  path
 GET    /v1/overview                                              read  seen
@@ -112,6 +113,7 @@ POST   /alerts/{code}/{subject}                                  admin all  form
 POST   /runs/{run}/policy/preview                                read  path form
 POST   /runs/{run}/policy                                        admin path form
 GET    /runs/{run}/compare                                       read  path
+POST   /runs/{run}/compare                                       write path form
 GET    /runs/{run}/checkpoints/{step}                            read  path
 GET    /runs/{run}/checkpoints/{step}/files                      read  path
 GET    /runs/{run}/checkpoints/{step}/map/{name}                 read  path
@@ -119,6 +121,7 @@ GET    /runs/{run}/checkpoints/{step}/extents                    read  path
 GET    /runs/{run}/checkpoints/{step}/tensors                    read  path
 GET    /runs/{run}/health                                        read  path
 GET    /runs/{run}/checkpoints/{step}/restore                    read  path
+POST   /runs/{run}/marks                                         write path form
 POST   /runs/{run}/checkpoints/{step}/pin                        write path form
 POST   /runs/{run}/checkpoints/{step}/labels                     write path form
 POST   /runs/{run}/checkpoints/{step}/labels/{label}/remove      write path form
@@ -146,6 +149,10 @@ POST   /tokens/{name}/revoke                                     admin all  form
 GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
 GET    /enter                                                   open  none
+GET    /csv/{table}                                              read  seen
+GET    /runs/{run}/csv/{table}                                   read  path
+GET    /runs/{run}/checkpoints/{step}/csv/{table}                read  path
+GET    /find                                                     read  seen
 GET    /login                                                    open  none
 POST   /login                                                    open  none form
 POST   /logout                                                   read  none form
@@ -184,6 +191,7 @@ class Route(NamedTuple):
             code="run-lost",
             subject="nobody",
             tier="nowhere",
+            table="files" if "checkpoints" in self.path else "checkpoints" if "runs" in self.path else "jobs",
             number=0,
             part="data",
             turn=0,

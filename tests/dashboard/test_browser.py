@@ -166,6 +166,44 @@ def test_pin_label_and_remove(shown: Window, at: Live) -> None:
     assert step not in at.steps()
 
 
+def test_the_palette_finds_a_step(shown: Window, at: Live) -> None:
+    """Ctrl-K on any page; what is typed is looked for, arrows choose, Enter goes there, Escape leaves."""
+    step = at.steps()[0]
+    page = shown.go("/jobs")
+    page.keyboard.press("Control+k")
+    box = page.get_by_role("combobox", name="Find a run")
+    expect(box).to_be_focused()
+    page.keyboard.type(f"{RUN}@")
+    hits = page.get_by_role("listbox", name="Found").get_by_role("option")
+    expect(hits.first).to_contain_text(f"{RUN}@")
+    box.fill(f"{RUN}@{step}")
+    expect(hits.first).to_contain_text(f"{RUN}@{step}")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/runs/{RUN}/checkpoints/{step}")
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Escape")
+    expect(box).to_be_hidden()
+
+
+def test_checkpoints_are_chosen_together(shown: Window, at: Live) -> None:
+    """Ticked, pinned, unpinned; removal says first what it frees."""
+    page = shown.go(f"/runs/{RUN}")
+    for step in at.steps()[:2]:
+        page.get_by_label(f"Choose step {step}", exact=True).check()
+    marks = page.get_by_role("form", name="Chosen checkpoints")
+    marks.get_by_role("button", name="Pin", exact=True).click()
+    expect(page.get_by_role("status")).to_contain_text("Pinned")
+    for step in at.steps()[:2]:
+        page.get_by_label(f"Choose step {step}", exact=True).check()
+    marks.get_by_role("button", name="Remove").click()
+    expect(page.get_by_role("heading", name="These stay")).to_be_visible()
+    page.go_back()
+    for step in at.steps()[:2]:
+        page.get_by_label(f"Choose step {step}", exact=True).check()
+    marks.get_by_role("button", name="Unpin").click()
+    expect(page.get_by_role("status")).to_contain_text("Unpinned")
+
+
 def test_policy_is_seen_before_it_is_set(shown: Window, at: Live) -> None:
     """The preview names what would go and why; only then the policy is put in force."""
     page = shown.go(f"/runs/{FAULTY}/policy")
@@ -185,7 +223,7 @@ def test_two_checkpoints_are_chosen_and_compared(shown: Window, at: Live) -> Non
     page.get_by_role("button", name="Compare a with b").click()
     expect(page.locator("tbody tr").first).to_be_visible()
     page.get_by_label("read the bytes").check()
-    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("button", name="Compare", exact=True).click()
     row = page.locator("tr", has=page.get_by_role("rowheader", name="lm_head.weight", exact=True)).first
     expect(row).to_contain_text("changed")
     expect(row).to_contain_text("%")
@@ -227,7 +265,7 @@ def test_a_job_is_asked_for_and_watched(shown: Window, at: Live) -> None:
 
 def test_events_come_by_themselves(shown: Window, at: Live) -> None:
     """What happens while the page is open is prepended to it; a pause holds it back."""
-    page = shown.go("/events")
+    page = shown.go("/events?order=time")
     if not at.has("/v1/events"):
         expect(page.get_by_text("not available here")).to_be_visible()
         return

@@ -19,6 +19,7 @@ from .reading import Page
 
 STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
+    "/find?q=t": ("tiny", "other"),
     "/": ("tiny", "other", "Saves in progress"),
     "/?q=ti&sort=name": ("tiny",),
     "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),

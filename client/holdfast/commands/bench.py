@@ -58,7 +58,7 @@ def _print(directory: Path, limits: Limits, expected: list[Expectation]) -> None
         if limits.direct
         else "through the page cache: this file system has no O_DIRECT"
     )
-    table = console.table("LIMIT", "PER SECOND", "", right=("PER SECOND",))
+    table = console.table("LIMIT", "PER SECOND", "HOW", right=("PER SECOND",), wrap=("HOW",))
     table.add_row("copy in memory", console.human_bytes(limits.copy), "one thread; used when a save is staged")
     table.add_row("digest", console.human_bytes(limits.digest), "xxh3-64, one thread")
     table.add_row("durable write", console.human_bytes(limits.write), f"{directory}, {how}")

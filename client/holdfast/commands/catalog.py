@@ -158,7 +158,7 @@ def _print(items: list[Contradiction], count: int, what: str, style: str) -> Non
     out = console.out()
     out.print(Text.assemble((f"{count} {what}" if count else f"no {what}" if what != "left" else "nothing remains", style)))
     if items:
-        table = console.table("KIND", "WHAT")
+        table = console.table("KIND", "WHAT", wrap=("WHAT",))
         for item in items:
             table.add_row(item.kind, Text(item.text))
         out.print(table)

@@ -79,7 +79,8 @@ def _print(labels: list[str], found: list[Difference], total: comparing.Summary,
     if not rows:
         return
     numbers = ("RELATIVE", "CHANGE", "NORM A", "NORM B", "DIFFERING")
-    table = console.table("GROUP", "TENSOR", "WHAT", *numbers, right=numbers)
+    drop = ("NORM A", "NORM B", "GROUP", "DIFFERING", "CHANGE")
+    table = console.table("GROUP", "TENSOR", "WHAT", *numbers, right=numbers, drop=drop, wrap=("WHAT",))
     for one in rows[:most]:
         figures = [_figure(value) for value in (one.relative, one.change, one.norm_a, one.norm_b)]
         table.add_row(one.group, Text(one.name), _what(one), *figures, str(one.detail.get("differing", "")))

@@ -19,7 +19,7 @@ def doctor(root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json([finding._asdict() for finding in findings])
     else:
-        table = console.table("", "CHECK", "FOUND", "ADVICE")
+        table = console.table("STATUS", "CHECK", "FOUND", "ADVICE", wrap=("FOUND", "ADVICE"))
         for finding in findings:
             mark = Text(finding.status, _STYLES[finding.status])
             table.add_row(mark, finding.name, Text(finding.what), Text(finding.advice))

@@ -117,7 +117,8 @@ def options_of(arguments: dict[str, Any]) -> list[str]:
 def _print_report(done: dict[str, Any]) -> None:
     source = done["source"]
     console.out().print(f"kind: {source['kind']}")
-    groups = console.table("GROUP", "TENSORS", "BYTES", "DTYPES", "FOR EXAMPLE", right=("TENSORS", "BYTES"))
+    columns = ("GROUP", "TENSORS", "BYTES", "DTYPES", "FOR EXAMPLE")
+    groups = console.table(*columns, right=("TENSORS", "BYTES"), wrap=("DTYPES", "FOR EXAMPLE"))
     for name, group in sorted(done.get("groups", {}).items()):
         values = [f"value {key}" for key in group.get("values", ())]
         size = console.human_bytes(group["bytes"])
@@ -129,7 +130,7 @@ def _print_report(done: dict[str, Any]) -> None:
 
 def print_files(source: dict[str, Any]) -> None:
     """Every file of a source, what becomes of it, and the notes."""
-    files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",))
+    files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",), wrap=("BECOMES", "WHY"))
     for file in source["files"][:FILES_SHOWN]:
         size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])
         files.add_row(Text(file["file"]), size, file["use"], Text(file.get("reason", "")))

@@ -14,6 +14,7 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
+from holdfast_formats.rest.job_words import Fact, facts
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 
 SHOWN_MAX = 50
@@ -47,12 +48,13 @@ def list_jobs(
     if as_json:
         console.print_json([job.model_dump() for job in found])
         return
-    table = console.table("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE", right=("JOB", "BYTES"))
+    columns = ("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE")
+    table = console.table(*columns, right=("JOB", "BYTES"), drop=("NODE", "BYTES"))
     for job in found:
         state_text = Text(job.state, _COLOURS[job.state])
         age = console.human_age(job.created)
         table.add_row(str(job.id), job.kind, Text(_subject(job)), state_text, _bytes(job), age, Text(job.node))
-    console.out().print(table if found else "No jobs.", markup=False)
+    console.show(table if found else "No jobs.")
 
 
 @app.command("show")
@@ -118,11 +120,13 @@ def _followed(api: Api, job: Job, shown: bool) -> Job:
 def _print(job: Job) -> None:
     out = console.out()
     out.print(Text.assemble(f"job {job.id}: {job.kind} {_subject(job)}  ", (job.state, _COLOURS[job.state])))
-    facts: dict[str, object] = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node}
-    facts |= {"bytes": _bytes(job), **job.arguments, **(job.result or {})}
-    for name, value in facts.items():
-        if value is not None:
-            out.print(Text(f"  {name:<10} {value}"))
+    about = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node, "bytes": _bytes(job)}
+    shown = [Fact(name.capitalize(), value) for name, value in about.items() if value is not None]
+    result = {name: value for name, value in (job.result or {}).items() if name != "bytes"}
+    shown += facts({**job.arguments, **result}, console.human_bytes, console.human_seconds)
+    width = max(len(fact.name) for fact in shown)
+    for fact in shown:
+        out.print(Text(f"  {fact.name:<{width}}  {fact.text}"))
     if job.problem is not None:
         out.print(Text.assemble("  ", (str(job.problem.get("code")), "bold red"), f" {job.problem.get('detail')}"))
 

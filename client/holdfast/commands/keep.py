@@ -140,7 +140,7 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
 def show(preview: Preview) -> None:
     """A table of verdicts with their reasons."""
     out = console.out()
-    table = console.table("STEP", "VERDICT", "AGE", "BYTES", "WHY", right=("STEP", "BYTES"))
+    table = console.table("STEP", "VERDICT", "AGE", "BYTES", "WHY", right=("STEP", "BYTES"), wrap=("WHY",))
     for verdict in preview.verdicts:
         why = [*verdict.reasons, *([verdict.thin_reason] if verdict.thin_reason else [])]
         row = (str(verdict.step), _act(verdict), console.human_age(verdict.created), _size(verdict))

@@ -12,6 +12,7 @@ from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 
@@ -67,12 +68,12 @@ def _list_runs(library: Library, everything: bool, as_json: bool) -> None:
         console.print_json([run.model_dump() for run in runs])
         return
     right = ("NEWEST", "CHECKPOINTS", "BYTES")
-    table = console.table("RUN", *right, "STATE", right=right)
+    table = console.table("RUN", *right, "STATE", right=right, drop=("CHECKPOINTS",))
     for run in runs:
         newest = "-" if run.newest is None else str(run.newest)
         life = run.life if isinstance(library, ServiceLibrary) else "-"
         table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life)
-    console.out().print(table if runs else f"No runs in {library.label}.", markup=False)
+    console.show(table if runs else f"No runs in {library.label}.")
     if left := len(found) - len(runs):
         _warn(f"{left} archived {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
@@ -87,7 +88,7 @@ def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool,
         such = "" if wanted == NO_FILTER and not healthy else " such"
         nothing = f"No{such} checkpoints of {run} in {library.label}."
         shown = _table(listing.checkpoints, isinstance(library, ServiceLibrary)) if listing.checkpoints else nothing
-        console.out().print(shown, markup=False)
+        console.show(shown)
     for made in listing.checkpoints:
         if made.damage is not None:
             _warn(f"step {made.step} is damaged: {made.damage.get('detail', 'unknown')}")
@@ -95,10 +96,11 @@ def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool,
         _warn(f"unreadable: {error.detail}")
 
 
-def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> object:
+def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> Table:
     """`asked`: a service was asked, so states and labels are known. A directory alone shows only the commits."""
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
-    table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"))
+    drop = ("TENSORS", "GROUPS", "METRICS", "BYTES")
+    table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"), drop=drop, wrap=("METRICS", "MARKS"))
     for made in checkpoints:
         metrics = " ".join(f"{name}={value:.6g}" for name, value in made.metrics.items())
         facts = (

@@ -26,4 +26,5 @@ def nodes(forget: Forget = None, url: Url = None, as_json: AsJson = False) -> No
     if as_json:
         console.print_json([node.model_dump() for node in found])
         return
-    console.out().print(render(found))
+    for part in render(found):
+        console.out().print(part)

@@ -70,7 +70,7 @@ def list_(as_json: AsJson = False) -> None:
         if as_json:
             console.print_json([_facts(program) for program in programs])
             return
-        table = console.table("PROGRAM", "FROM", "TO", "MODEL TYPES")
+        table = console.table("PROGRAM", "FROM", "TO", "MODEL TYPES", wrap=("FROM", "TO", "MODEL TYPES"))
         for program in programs:
             table.add_row(program.name, program.source, program.target, ", ".join(program.model_types))
         console.out().print(table, markup=False)
@@ -230,7 +230,7 @@ def _print_compiled(made: Program, back: str | None, compiled: CompiledProgram, 
     out, rows = console.out(), compiled.rows(tried.specs)
     for group in dict.fromkeys(row.made.group for row in rows):
         held = [row for row in rows if row.made.group == group]
-        table = console.table(group.upper(), "DTYPE", "SHAPE", "HOW", "OF")
+        table = console.table(group.upper(), "DTYPE", "SHAPE", "HOW", "OF", drop=("DTYPE",), wrap=("HOW", "OF"))
         for row in held[:SHOWN_MAX]:
             names = [key.name for key in row.sources]
             of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -137,7 +137,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: 
 def _print(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare]) -> None:
     axes = [axis for axis in _AXES_SHOWN if getattr(layout.mesh, axis) > 1]
     right = ("RANK", *(axis.upper() for axis in axes), "TENSORS", "BYTES", "TO READ")
-    ranks = console.table(*right, right=right)
+    ranks = console.table(*right, right=right, drop=("TENSORS",))
     for share in shares:
         place = layout.mesh.coordinate(share.rank)
         to_read = console.human_bytes(share.plan.read) if share.plan is not None else "–"
@@ -148,7 +148,8 @@ def _print(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare]) ->
     out.print(Text(f"{language.text(layout)}, group {wanted.group}{through}", "bold"))
     out.print(ranks)
     if wanted.rank is not None and shares[0].held is not None:
-        tensors = console.table("TENSOR", "DTYPE", "SHAPE", "BYTES", "MADE OF", right=("BYTES",))
+        columns = ("TENSOR", "DTYPE", "SHAPE", "BYTES", "MADE OF")
+        tensors = console.table(*columns, right=("BYTES",), drop=("DTYPE",), wrap=("MADE OF",))
         for local in shares[0].held.tensors:
             made_of = ", ".join(dict.fromkeys(part.tensor for part in local.parts if part.tensor != local.name))
             size = console.human_bytes(shards.nbytes(local))

@@ -116,7 +116,8 @@ def _print_tables(made: Manifest) -> None:
     files = console.table("FILE", "BYTES", right=("BYTES",))
     for file in made.files:
         files.add_row(Text(file.name), console.human_bytes(file.bytes))
-    tensors = console.table("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", "PLACEMENT", right=("BYTES",))
+    columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", "PLACEMENT")
+    tensors = console.table(*columns, right=("BYTES",), drop=("PLACEMENT", "GROUP", "DTYPE"))
     for group, held in made.tensors.items():
         for name, tensor in held.items():
             size = console.human_bytes(tensor.nbytes)

@@ -13,6 +13,7 @@ from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
+from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.observed import TensorStatistics
 
@@ -50,12 +51,13 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     if as_json:
         console.print_json([item.model_dump() for item in found])
     else:
-        console.out().print(_table(found) if found else f"No tensor of {checkpoint} matches.", markup=False)
+        console.show(_table(found) if found else f"No tensor of {checkpoint} matches.")
 
 
-def _table(found: list[TensorStatistics]) -> object:
+def _table(found: list[TensorStatistics]) -> Table:
     numbers = ("NAN", "INF", "MINIMUM", "MAXIMUM", "MEAN", "RMS", "ZEROS", "CHANGE")
-    table = console.table("GROUP", "TENSOR", "DTYPE", *numbers, right=numbers)
+    drop = ("MEAN", "DTYPE", "GROUP", "MINIMUM", "MAXIMUM", "ZEROS")
+    table = console.table("GROUP", "TENSOR", "DTYPE", *numbers, right=numbers, drop=drop)
     for item in found:
         broken = "bold red" if item.nan + item.inf else ""
         moments = map(_number, (item.minimum, item.maximum, item.mean, item.rms))

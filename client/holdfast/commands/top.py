@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -16,13 +16,16 @@ from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast.terminal.tables import Table
+from holdfast.terminal.visible import visible
 from holdfast_formats.errors import Unavailable
 from holdfast_formats.rest.observed import RunSummary
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8
-_TIMES = ("COMMIT", "EXPOSED", "STALL p50", "p95", "DURABLE p95")
-_COLUMNS = ("RUN", "STATE", "STEP", *_TIMES, "DISK", "LOST", "EVERY", "BETTER", "")
+_TIMES = ("COMMIT", "EXPOSED", "STALL p50", "STALL p95", "DURABLE p95")
+_COLUMNS = ("RUN", "STATE", "STEP", *_TIMES, "DISK", "LOST", "EVERY", "BETTER", "ATTENTION")
+_DROPPED = ("DURABLE p95", "DISK", "STALL p50", "BETTER", "EVERY", "LOST", "STALL p95", "COMMIT")  # in this order
 
 Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only runs whose name starts with this.")]
 Once = Annotated[bool, typer.Option("--once", help="Print once and exit; this is the default if stdout is not a terminal.")]
@@ -51,29 +54,30 @@ def top(  # noqa: PLR0913 — one option each
             return
         screen = console.out()
         if once or not screen.is_terminal:
-            screen.print(render(look()))
+            for part in render(look()):
+                screen.print(part)
             return
-        with Live(render(look()), console=screen, screen=True, auto_refresh=False) as live:
+        with Live(Group(*render(look())), console=screen, screen=True, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(every)
-                    live.update(_looked(look), refresh=True)
+                    live.update(Group(*_looked(look)), refresh=True)
             except KeyboardInterrupt:
                 return
 
 
-def _looked(look: Callable[[], list[RunSummary]]) -> RenderableType:
+def _looked(look: Callable[[], list[RunSummary]]) -> list[Table | Text]:
     try:
         return render(look())
     except Unavailable as error:  # it may come back
-        return Text(f"{error.code}: {error.detail}", style="bold red")
+        return [Text(f"{error.code}: {error.detail}", style="bold red")]
 
 
-def render(shown: list[RunSummary]) -> RenderableType:
+def render(shown: list[RunSummary]) -> list[Table | Text]:
     """The table, and below it the problems with their hints."""
     if not shown:
-        return Text("No runs.")
-    table = console.table(*_COLUMNS, right=_COLUMNS[1:-1])
+        return [Text("No runs.")]
+    table = console.table(*_COLUMNS, right=_COLUMNS[2:-1], drop=_DROPPED, wrap=_COLUMNS[-1:])
     for summary in shown:
         table.add_row(Text(summary.run), *_cells(summary), _flag(summary))
     advice = [(summary.run, item) for summary in shown for item in summary.attention]
@@ -81,14 +85,14 @@ def render(shown: list[RunSummary]) -> RenderableType:
         Text.assemble(
             ("✖ " if item.level == "error" else "! ", "bold red" if item.level == "error" else "yellow"),
             (f"{run}: ", "bold"),
-            item.text,
-            (f" → {item.hint}", "dim"),
+            visible(item.text),
+            (f" → {visible(item.hint)}", "dim"),
         )
         for run, item in advice[:ADVICE_SHOWN]
     ]
     if len(advice) > ADVICE_SHOWN:
         lines.append(Text(f"  and {len(advice) - ADVICE_SHOWN} more", style="dim"))
-    return Group(table, *([Text(""), *lines] if lines else []))
+    return [table, *([Text(""), *lines] if lines else [])]
 
 
 def _cells(summary: RunSummary) -> list[str]:

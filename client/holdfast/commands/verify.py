@@ -51,7 +51,8 @@ def _print(source: Source, checked: int, damages: list[Damage]) -> None:
         )
         return
     out.print(Text.assemble(("damaged  ", "bold red"), f"{source.label}: {len(damages)} findings"))
-    table = console.table("FILE", "TENSOR", "BYTES FROM", "LENGTH", "WHAT", right=("BYTES FROM", "LENGTH"))
+    numbers = ("BYTES FROM", "LENGTH")
+    table = console.table("FILE", "TENSOR", *numbers, "WHAT", right=numbers, drop=("LENGTH",), wrap=("WHAT",))
     for damage in damages:
         table.add_row(
             Text(damage.file), Text(damage.tensor or "-"), str(damage.offset), str(damage.length), Text(damage.what)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from holdfast.read.reader import CheckpointReader, read_placement
 from holdfast.read.sources import DirectorySource, HttpSource
-from holdfast.rest.api import Api
 from holdfast_formats import lineage, naming
 from holdfast_formats.errors import Damaged, NoSuchCheckpoint
 
@@ -28,6 +27,8 @@ def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> 
             "does not listen for HTTP",
             hint="mount the daemon's root at the same path here, or start it with --listen",
         )
+    from holdfast.rest.api import Api  # a listing of a directory starts without httpx
+
     return CheckpointReader.open(HttpSource(Api(url), run, step))
 
 

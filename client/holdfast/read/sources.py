@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast.memory import direct_io
 from holdfast.memory.page_cache import PageCacheState
-from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
+
+if TYPE_CHECKING:
+    from holdfast.rest.api import Api
 
 READ_AHEAD_BYTES_MIN = 2**20
 DIRECT_BYTES_MIN = 2**18  # what aligning a shorter read adds is not worth it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class UploadChunk(NamedTuple):
     encoding: str | None = None
 
 
+def _certificates(url: str) -> ssl.SSLContext | bool:
+    """Without TLS no certificate is loaded, which takes longer than to list runs; a redirect to TLS is not followed."""
+    return True if url.lower().startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 @dataclass(frozen=True)
 class Pieces:
     """A body in pieces; it can be sent again if it was refused the first time."""
@@ -80,6 +86,7 @@ class Api(JobsApi):
             transport=Patient(httpx.HTTPTransport(limits=limits, trust_env=False)),
             headers={"User-Agent": AGENT} | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
+            verify=_certificates(self.url),
             trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon
         )
 

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
 
+from holdfast.terminal.tables import Table
+from holdfast.terminal.visible import visible_json, visible_lines
 from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, exit_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 _STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 86_400, "d"))
 
 
 def out() -> Console:
     """The console for results; created for each use, so that it follows a redirected stdout."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    from holdfast.terminal.rich_console import SafeConsole
+
+    return SafeConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    from holdfast.terminal.rich_console import SafeConsole
+
+    return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
+
+
+def show(result: Table | str) -> None:
+    """A table, or a sentence instead of one. Into a pipe it is written without rich, which takes a while to import."""
+    if sys.stdout.isatty():
+        out().print(result)
+    else:
+        sys.stdout.write(result.plain() if isinstance(result, Table) else f"{visible_lines(result)}\n")
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(visible_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 @contextmanager
@@ -44,6 +58,8 @@ def reporting(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json(error.problem())
         else:
+            from rich.text import Text
+
             console = err()
             console.print(Text.assemble((f"{error.code}: ", "bold red"), error.detail))
             if error.hint:
@@ -51,20 +67,22 @@ def reporting(as_json: bool) -> Iterator[None]:
         raise typer.Exit(exit_status(error)) from error
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A plain table; the columns in `right` hold numbers."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+def table(*columns: str, right: Sequence[str] = (), drop: Sequence[str] = (), wrap: Sequence[str] = ()) -> Table:
+    """A plain table: `right` are columns of numbers, `drop` those that a narrow terminal leaves out, in this order, and
+    `wrap` those of prose.
+    """
+    return Table(columns, right, drop, wrap)
 
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
-    """A progress bar in bytes on stderr, removed when done; its only task is number 0."""
+    """A progress bar in bytes on stderr, removed when done; its only task is number 0. Nobody sees it in a pipe."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not shown) as bar:
-        bar.add_task(what, total=total)
+    console = err()
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        bar.add_task(visible_lines(what), total=total)
         yield bar
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +29,7 @@ class LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {name: TyperCommand(name, help=entry.line) for name, entry in self.entries.items()}
+        _dressed(self)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As a group does; the command that is named is imported."""
@@ -43,6 +45,14 @@ class LazyGroup(TyperGroup):
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, epilog=self.epilog_of_each)
             group = typer.main.get_group(app)
-            return group.commands[name]
+            return _dressed(group.commands[name])
         app.command(name, epilog=self.epilog_of_each, **entry.settings)(found)
-        return typer.main.get_command(app)
+        return _dressed(typer.main.get_command(app))
+
+
+def _dressed(command: Any) -> Any:
+    """Its help has boxes and colours on a terminal, and neither in a pipe."""
+    if not sys.stdout.isatty():
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.rich_markup_mode = None
+    return command

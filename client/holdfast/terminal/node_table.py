@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from holdfast.terminal import console
+from holdfast.terminal.tables import Table
 from holdfast_formats.rest.bodies import Node
 
 LATE_S = 20.0  # a node renews its membership every 10 s
 _COLOURS = {"live": "green", "returned": "yellow", "stopped": "dim", "lost": "bold red"}
 _COLUMNS = ("NODE", "STATE", "RANKS", "MEMORY", "DUTIES", "BEHIND", "UP SINCE", "ADDRESS")
+_DROPPED = ("ADDRESS", "UP SINCE", "MEMORY", "DUTIES")  # in this order
 
 
-def render(found: list[Node]) -> RenderableType:
+def render(found: list[Node]) -> list[Table | Text]:
     """The table, and below it what to do about nodes that are lost."""
-    table = console.table(*_COLUMNS, right=("MEMORY",))
+    table = console.table(*_COLUMNS, right=("MEMORY",), drop=_DROPPED, wrap=("RANKS", "DUTIES", "BEHIND"))
     for node in found:
         state = Text(node.state, _COLOURS[node.state])
         if not node.live and node.heard_s is not None:
@@ -25,11 +26,11 @@ def render(found: list[Node]) -> RenderableType:
         table.add_row(Text(node.name), state, *map(Text, cells), console.human_age(node.started), Text(node.url or "-"))
     lost = [node.name for node in found if node.state == "lost"]
     if not lost:
-        return table
+        return [table]
     advice = (
         f"! lost: {', '.join(lost)} → start the daemon there again, or `holdfast nodes --forget {lost[0]}` if it is gone"
     )
-    return Group(table, Text(""), Text(advice, "yellow"))
+    return [table, Text(""), Text(advice, "yellow")]
 
 
 def _behind(node: Node) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from holdfast_formats.body import Body
 from holdfast_formats.rest.operations import Scope
 
 By = Literal["token", "owner", "login", "anybody", "local", "nobody"]
@@ -42,7 +43,7 @@ AUDITED: dict[str, str] = {
 }
 
 
-class AuditEntry(BaseModel):
+class AuditEntry(Body):
     """Who did what, from where, and what came of it. Never a secret, and never a body."""
 
     id: int
@@ -64,7 +65,7 @@ class AuditEntry(BaseModel):
     untold: int = Field(default=0, description="attempts like this one that were counted since the last entry, not recorded")
 
 
-class Grant(BaseModel):
+class Grant(Body):
     """A scope for some runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +74,7 @@ class Grant(BaseModel):
     runs: str = Field(default="*", description="a run's name, a prefix ending in *, or * for all")
 
 
-class Whoami(BaseModel):
+class Whoami(Body):
     """Who asks, and what they may do."""
 
     name: str
@@ -85,13 +86,13 @@ class Whoami(BaseModel):
     address: str = Field(description="where the request came from, as the service sees it")
 
 
-class QuotaRequest(BaseModel):
+class QuotaRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     quota_bytes: int = Field(ge=1, le=2**62, description="bytes that all runs of the pattern may hold together")
 
 
-class Quota(BaseModel):
+class Quota(Body):
     """How much the runs of a team may hold together, and how much they do."""
 
     pattern: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from holdfast_formats.body import Body
 from holdfast_formats.lineage import Rewind
 from holdfast_formats.rest.observed import Life, RunLife
 from holdfast_formats.staging import messages
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Page(BaseModel, Generic[Item]):
+class Page(Body, Generic[Item]):
     """A page of a list; `next` is the cursor of the next page, None on the last one."""
 
     items: list[Item]
     next: str | None = None
 
 
-class Run(BaseModel):
+class Run(Body):
     name: str
     attempt: int = Field(description="newest attempt (restart number)")
     keep_last: int | None = Field(description="retention: number of newest checkpoints to keep, None for all")
@@ -56,14 +57,14 @@ KNOWN_SINCE = {
 } | MARKS
 
 
-class Checking(BaseModel):
+class Checking(Body):
     """How many bytes of a checkpoint its nodes have proven, of how many."""
 
     done_bytes: int
     total_bytes: int
 
 
-class ThinnedFrom(BaseModel):
+class ThinnedFrom(Body):
     """What a checkpoint has lost since its commit. Its weights are as they were saved."""
 
     at: str = Field(description="RFC 3339, UTC")
@@ -71,7 +72,7 @@ class ThinnedFrom(BaseModel):
     bytes: int = Field(description="its size before")
 
 
-class CompactedFrom(BaseModel):
+class CompactedFrom(Body):
     """How a checkpoint was stored in fewer bytes since its commit. Its weights are as they were saved, and masters too."""
 
     at: str = Field(description="RFC 3339, UTC")
@@ -84,7 +85,7 @@ class CompactedFrom(BaseModel):
     exact: int = Field(description="how many tensors that the rule is for were left as they were saved")
 
 
-class CheckpointInfo(BaseModel):
+class CheckpointInfo(Body):
     run: str
     step: int
     attempt: int
@@ -193,7 +194,7 @@ def _compacted(manifest: Manifest) -> CompactedFrom | None:
     return CompactedFrom(at=made.at, optim=made.optim, bytes=made.bytes, error=made.error, coded=coded, exact=exact)
 
 
-class Tensor(BaseModel):
+class Tensor(Body):
     group: str
     name: str
     dtype: str
@@ -206,7 +207,7 @@ class Tensor(BaseModel):
     alias_of: str | None = None
 
 
-class File(BaseModel):
+class File(Body):
     name: str
     bytes: int = Field(description="length according to the manifest")
     stored: int | None = Field(description="length on storage; None if the file is missing")
@@ -216,7 +217,7 @@ class File(BaseModel):
     )
 
 
-class ShardPart(BaseModel):
+class ShardPart(Body):
     """Element `offset + i` of a stored tensor is element `start + Σ i·strides` of the local one, row-major."""
 
     tensor: str
@@ -226,7 +227,7 @@ class ShardPart(BaseModel):
     strides: list[int]
 
 
-class ShardTensor(BaseModel):
+class ShardTensor(Body):
     name: str
     dtype: str
     shape: list[int]
@@ -236,21 +237,21 @@ class ShardTensor(BaseModel):
     parts: list[ShardPart]
 
 
-class StoredTensor(BaseModel):
+class StoredTensor(Body):
     dtype: str
     shape: list[int]
     file: str
     start: int = Field(description="first byte in the file; the elements follow in row-major order")
 
 
-class ShardExtent(BaseModel):
+class ShardExtent(Body):
     tensor: str
     start: int = Field(description="first byte in the file")
     length: int
     digest: str = Field(description="xxh3-64 of the whole extent")
 
 
-class ShardRead(BaseModel):
+class ShardRead(Body):
     """Bytes [start, stop) of a file, to be read at once. The extents in it are needed, the gaps between them are
     not.
     """
@@ -261,7 +262,7 @@ class ShardRead(BaseModel):
     extents: list[ShardExtent]
 
 
-class ShardPlan(BaseModel):
+class ShardPlan(Body):
     """What a rank holds in a layout and which stored bytes it consists of, a page of its tensors at a time.
 
     `reads` and `sources` belong to this page's tensors; counts and bytes to the whole shard.
@@ -288,7 +289,7 @@ class ShardPlan(BaseModel):
     next: str | None = Field(default=None, description="cursor of the next page")
 
 
-class Round(BaseModel):
+class Round(Body):
     id: int
     run: str
     step: int
@@ -306,7 +307,7 @@ class Round(BaseModel):
     )
 
 
-class InMemory(BaseModel):
+class InMemory(Body):
     """What a node holds of an in-memory checkpoint."""
 
     run: str
@@ -316,7 +317,7 @@ class InMemory(BaseModel):
     bytes: int
 
 
-class KeptAverage(BaseModel):
+class KeptAverage(Body):
     """A moving average that a node keeps for the ranks of a launch: its state by now, by rank 0's."""
 
     run: str
@@ -329,7 +330,7 @@ class KeptAverage(BaseModel):
     left_out: int = Field(description="updates that were dropped, skipped by their loss, or lost")
 
 
-class Node(BaseModel):
+class Node(Body):
     name: str
     pid: int | None = Field(default=None, description="only shown to tokens for all runs")
     version: str
@@ -381,7 +382,7 @@ class Node(BaseModel):
     catalog_waiting: int = Field(default=0, description="records of saves and events that wait for the catalog")
 
 
-class Health(BaseModel):
+class Health(Body):
     status: str
     version: str | None = Field(default=None, description="only shown to callers with scope `read`")
     root: str | None = Field(default=None, description="only shown to tokens for all runs")
@@ -401,7 +402,7 @@ class RankWelcome(messages.Reception):
     chunk_bytes_max: int = Field(description="maximum size of one chunk, before compression")
 
 
-class Upload(BaseModel):
+class Upload(Body):
     """Progress of the upload of one slot. `data_bytes` and `table_bytes` are received and verified, and need not
     be sent again.
     """
@@ -415,7 +416,7 @@ class Upload(BaseModel):
     problem: dict[str, Any] | None = Field(default=None, description="the problem, if aborted")
 
 
-class SealRequest(BaseModel):
+class SealRequest(Body):
     """What a complete slot contains; `table_digest` is the xxh3-64 of its table, which states everything else."""
 
     data_bytes: int = Field(ge=0)
@@ -426,7 +427,7 @@ class SealRequest(BaseModel):
     )
 
 
-class Outcomes(BaseModel):
+class Outcomes(Body):
     """Uploads that have ended, in order; pass `next` as `after` to get the later ones."""
 
     items: list[Upload]

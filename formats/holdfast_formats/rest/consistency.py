@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from holdfast_formats.body import Body
 
 CONTRADICTIONS_MAX = 1000
 
@@ -21,7 +23,7 @@ Kind = Literal[
 ]
 
 
-class Contradiction(BaseModel):
+class Contradiction(Body):
     """One place where the catalog contradicts the directories."""
 
     kind: Kind
@@ -30,7 +32,7 @@ class Contradiction(BaseModel):
     text: str = Field(description="one sentence for people")
 
 
-class CatalogCheck(BaseModel):
+class CatalogCheck(Body):
     """The result of comparing the catalog with the directories. `items` are the first ones; `count` counts all."""
 
     catalog: str = Field(description="its URL, without the password")
@@ -48,7 +50,7 @@ class CatalogCheck(BaseModel):
         return self.count == 0
 
 
-class CatalogRebuild(BaseModel):
+class CatalogRebuild(Body):
     """The result of a rebuild: `mended` was wrong before, `left` is still wrong."""
 
     mended: list[Contradiction]
@@ -59,7 +61,7 @@ class CatalogRebuild(BaseModel):
     checkpoints: int
 
 
-class CatalogAdoption(BaseModel):
+class CatalogAdoption(Body):
     """The result of handing a catalog over to a root."""
 
     catalog: str = Field(description="its URL, without the password")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from holdfast_formats.body import Body
 
 
-class SaveTimes(BaseModel):
+class SaveTimes(Body):
     """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or were not measured."""
 
     stall_s: float | None = Field(default=None, description="longest time for which it stalled a rank's training")
@@ -21,7 +23,7 @@ class SaveTimes(BaseModel):
     disk_bytes_per_second: float | None = Field(default=None, description="the disk's speed when it was last measured")
 
 
-class TensorStatistics(BaseModel):
+class TensorStatistics(Body):
     """Statistics of one stored tensor. Norms and moments are over its finite elements; None if there is none, or no earlier
     step.
     """
@@ -42,7 +44,7 @@ class TensorStatistics(BaseModel):
     changed_from: int | None = Field(default=None, description="the step that `change` refers to")
 
 
-class LayerHealth(BaseModel):
+class LayerHealth(Body):
     """One cell of the heat map: a layer's tensors of one step taken together."""
 
     step: int
@@ -51,7 +53,7 @@ class LayerHealth(BaseModel):
     change: float | None = Field(description="L2 norm of the change, relative to the layer's norm")
 
 
-class Layers(BaseModel):
+class Layers(Body):
     """Health by layer over steps; the cells of a layer are in the order of `steps`, None if unknown."""
 
     run: str
@@ -77,7 +79,7 @@ Remedy = Literal[
 ]
 
 
-class Acknowledgement(BaseModel):
+class Acknowledgement(Body):
     """Somebody has seen an alert. It ends with the alert, or at `until`: then the alert counts again."""
 
     by: str = Field(description="name of the token")
@@ -85,7 +87,7 @@ class Acknowledgement(BaseModel):
     until: str | None = Field(default=None, description="when it ends by itself; null: when the alert has ended")
 
 
-class AcknowledgeRequest(BaseModel):
+class AcknowledgeRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     for_s: float | None = Field(
@@ -93,7 +95,7 @@ class AcknowledgeRequest(BaseModel):
     )
 
 
-class Attention(BaseModel):
+class Attention(Body):
     """Something that a person should look at, and what to do about it."""
 
     level: Literal["warning", "error"]
@@ -121,7 +123,7 @@ Life = Literal["running", "ended", "lost"]
 RunLife = Literal["training", "idle", "finished", "died", "archived"]
 
 
-class GoodCheckpoint(BaseModel):
+class GoodCheckpoint(Body):
     """The newest checkpoint of which nothing bad is known: not damaged, not unhealthy, not abandoned."""
 
     step: int
@@ -130,7 +132,7 @@ class GoodCheckpoint(BaseModel):
     copies: list[str] = Field(description="the tiers in which a verified copy of it is")
 
 
-class TierCopies(BaseModel):
+class TierCopies(Body):
     """A run's copies in another tier."""
 
     tier: str
@@ -139,7 +141,7 @@ class TierCopies(BaseModel):
     failing: int = Field(default=0, description="checkpoints that could not be copied so far")
 
 
-class Trend(BaseModel):
+class Trend(Body):
     """The newest saves of a run, the oldest first; one value of each list for a save."""
 
     steps: list[int] = Field(default_factory=list)
@@ -150,7 +152,7 @@ class Trend(BaseModel):
     )
 
 
-class RunSummary(BaseModel):
+class RunSummary(Body):
     """Summary of a run's checkpointing. Seconds and bytes; None if too little has happened to tell."""
 
     run: str
@@ -192,7 +194,7 @@ class RunSummary(BaseModel):
     attention: list[Attention] = Field(default_factory=list)
 
 
-class Overview(BaseModel):
+class Overview(Body):
     """All runs that may be seen, in a few figures. It is a few seconds old."""
 
     runs: int
@@ -215,7 +217,7 @@ class Overview(BaseModel):
 DifferenceState = Literal["equal", "changed", "unknown", "missing-in-a", "missing-in-b", "reshaped", "retyped"]
 
 
-class Difference(BaseModel):
+class Difference(Body):
     """One tensor of two checkpoints."""
 
     group: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from holdfast_formats.body import Body
 
 Level = Literal["info", "warning", "error"]
 JobKind = Literal["verify", "scrub", "export", "import", "merge", "compare", "rebuild"]
@@ -58,7 +60,7 @@ EVENTS: dict[str, str] = {
 }
 
 
-class Event(BaseModel):
+class Event(Body):
     """Something that happened. Ids ascend; the newest events are kept, older ones are deleted."""
 
     id: int
@@ -72,14 +74,14 @@ class Event(BaseModel):
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
-class Gap(BaseModel):
+class Gap(Body):
     """Sent in an event stream if requested events are not kept any more: the stream goes on at the oldest one."""
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
     oldest: int = Field(description="the oldest stored ID, 0 if there is none")
 
 
-class JobRequest(BaseModel):
+class JobRequest(Body):
     """A job to be done. While an identical job is queued or running, the request returns that job."""
 
     model_config = ConfigDict(extra="forbid")
@@ -90,7 +92,7 @@ class JobRequest(BaseModel):
     arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of this kind of job")
 
 
-class Job(BaseModel):
+class Job(Body):
     id: int
     kind: str
     state: JobState
@@ -108,7 +110,7 @@ class Job(BaseModel):
     problem: dict[str, Any] | None = None
 
 
-class Replica(BaseModel):
+class Replica(Body):
     """A copy of a checkpoint in another tier."""
 
     tier: str
@@ -119,7 +121,7 @@ class Replica(BaseModel):
     problem: dict[str, Any] | None = None
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
@@ -130,7 +132,7 @@ class TokenRequest(BaseModel):
     bytes_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="bytes of answers a second; None: no limit")
 
 
-class RotationRequest(BaseModel):
+class RotationRequest(Body):
     """A new secret for a token: same name, scope, runs and limits."""
 
     model_config = ConfigDict(extra="forbid")
@@ -139,7 +141,7 @@ class RotationRequest(BaseModel):
     expires_s: int | None = Field(default=None, ge=1, description="lifetime of the new one; None: that of the old one, anew")
 
 
-class Token(BaseModel):
+class Token(Body):
     """A token in a list; its text is shown only once, when it is made."""
 
     id: int
@@ -159,7 +161,7 @@ class NewToken(Token):
     token: str = Field(description="send it as `Authorization: Bearer …`; it cannot be shown again")
 
 
-class Link(BaseModel):
+class Link(Body):
     """A sign-in link for a browser, valid once and for a minute."""
 
     path: str = Field(description="path to open on this service; `/` if no token is needed")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from holdfast_formats import naming
+from holdfast_formats.body import Body
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 
@@ -29,7 +30,7 @@ Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Step = Annotated[int, Field(strict=True, ge=0, le=naming.STEP_MAX)]
 
 
-class Best(BaseModel):
+class Best(Body):
     """Keep the `count` checkpoints with the lowest (`min`) or highest (`max`) metric; of equal ones the oldest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,7 +41,7 @@ class Best(BaseModel):
     keep_unmeasured: bool = Field(default=False, description="also keep checkpoints saved without this metric")
 
 
-class RetentionPolicy(BaseModel):
+class RetentionPolicy(Body):
     """What is kept of a run. Everything is kept if no rule limits; `steps`, `keep_full`, `optim` and `quota_bytes` are no
     such rules.
     """
@@ -97,7 +98,7 @@ class RetentionPolicy(BaseModel):
         )
 
 
-class Verdict(BaseModel):
+class Verdict(Body):
     """The verdict on one checkpoint, with reasons: what keeps it, or why each rule does not."""
 
     step: int
@@ -118,7 +119,7 @@ class Verdict(BaseModel):
     )
 
 
-class Preview(BaseModel):
+class Preview(Body):
     """A policy and its verdict on every checkpoint of a run at one moment, newest step first."""
 
     policy: RetentionPolicy

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from holdfast_formats.body import Body
 from holdfast_formats.rest.observed import RunLife
 
 OWNER_LENGTH_MAX = 128
 NOTES_LENGTH_MAX = 16_384
 
 
-class RunLaunch(BaseModel):
+class RunLaunch(Body):
     """What was said when an attempt of a run began: by its trainer (`info=`), and found out beside it."""
 
     attempt: int
@@ -23,7 +24,7 @@ class RunLaunch(BaseModel):
     )
 
 
-class RunAbout(BaseModel):
+class RunAbout(Body):
     """What is remembered of a run besides its checkpoints."""
 
     run: str
@@ -36,7 +37,7 @@ class RunAbout(BaseModel):
     launches: list[RunLaunch] = Field(description="the newest launches, the newest first")
 
 
-class RunChange(BaseModel):
+class RunChange(Body):
     """What to change of a run; what is left out stays. An empty owner or empty notes give the trainer's back."""
 
     model_config = ConfigDict(extra="forbid")
@@ -47,7 +48,7 @@ class RunChange(BaseModel):
     acknowledged: bool | None = Field(default=None, description="true: its death was seen, so it raises no alert")
 
 
-class TrashedRun(BaseModel):
+class TrashedRun(Body):
     """A run that was deleted and can still be brought back."""
 
     entry: str = Field(description="its name in the trash: one run may have been deleted more than once")
@@ -60,7 +61,7 @@ class TrashedRun(BaseModel):
     attempt: int
 
 
-class Trash(BaseModel):
+class Trash(Body):
     """The deleted runs that can be brought back, the newest first, and the space that they take."""
 
     items: list[TrashedRun]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from holdfast_formats.body import Body
 from holdfast_formats.rest.observed import RunSummary
 
 TargetKind = Literal["webhook", "slack", "mail"]
 AlertLevel = Literal["warning", "error"]
 
 
-class Alert(BaseModel):
+class Alert(Body):
     """Something that needs attention, as a message tells it. Codes, texts and hints are those of a run's summary."""
 
     id: str = Field(description="the same in every message about this alert, repeats and recovery included")
@@ -28,7 +29,7 @@ class Alert(BaseModel):
     url: str | None = Field(default=None, description="the page of the run, if the file of targets gives an address")
 
 
-class Notice(BaseModel):
+class Notice(Body):
     """The JSON that a webhook receives: some alerts, or none in a test."""
 
     format: Literal[1] = 1
@@ -41,7 +42,7 @@ class Notice(BaseModel):
     waiting: int = Field(default=0, description="alerts that did not fit; the next message has them")
 
 
-class NotificationTarget(BaseModel):
+class NotificationTarget(Body):
     """Whom the daemon tells of alerts. Secrets, and paths of addresses, are not shown."""
 
     name: str
@@ -62,7 +63,7 @@ class NotificationTarget(BaseModel):
     problem_since: str | None
 
 
-class TestDelivery(BaseModel):
+class TestDelivery(Body):
     """What came of a test message."""
 
     __test__ = False  # it is no test, whatever a test runner takes it for
@@ -73,7 +74,7 @@ class TestDelivery(BaseModel):
     hint: str | None = None
 
 
-class WatchedDaemon(BaseModel):
+class WatchedDaemon(Body):
     """Another daemon that this one watches. What it said last stays while it is unreachable."""
 
     name: str = Field(description="host and port of its address")
@@ -89,7 +90,7 @@ class WatchedDaemon(BaseModel):
     ranks: int = 0
 
 
-class WatchedRun(BaseModel):
+class WatchedRun(Body):
     """A run of a watched daemon, as that daemon has summarised it."""
 
     daemon: str

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
+from holdfast_formats.body import Body
 from holdfast_formats.lineage import Existing, Intent
 
 Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dropped if storage is slower than the saves
@@ -22,7 +23,7 @@ COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly eve
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
-class Introduction(BaseModel):
+class Introduction(Body):
     """Who a rank is. Ranks with the same `launch` belong to one attempt."""
 
     protocol: int
@@ -43,7 +44,7 @@ class Introduction(BaseModel):
     )
 
 
-class Reception(BaseModel):
+class Reception(Body):
     """Who answers a rank, and its attempt."""
 
     attempt: int
@@ -53,7 +54,7 @@ class Reception(BaseModel):
     notices: tuple[str, ...] = Field(default=(), description="requested settings that are not in force, such as keep_last")
 
 
-class Room(BaseModel):
+class Room(Body):
     """The memory that the daemon reserves for a rank: number and size of slots in its arena."""
 
     slots: int = Field(ge=1, le=64)
@@ -61,7 +62,7 @@ class Room(BaseModel):
     table_bytes: int = Field(ge=0)
 
 
-class SlotRequest(BaseModel):
+class SlotRequest(Body):
     """A slot for a step. If none is free, `policy` decides.
 
     `newest-wins`: an older save that is not being written yet is dropped, or else this one. `oldest-durable`: this one is.
@@ -88,13 +89,13 @@ class SlotRequest(BaseModel):
         return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
-class AbandonRequest(BaseModel):
+class AbandonRequest(Body):
     """Why a rank does not complete its part of a save; no rank's part is saved then."""
 
     problem: dict[str, Any]
 
 
-class StepQuestion(BaseModel):
+class StepQuestion(Body):
     """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
 
     step: int | None = Field(default=None, ge=0)
@@ -104,12 +105,12 @@ class StepQuestion(BaseModel):
     )
 
 
-class Answer(BaseModel):
+class Answer(Body):
     step: int | None
     notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were skipped, and why")
 
 
-class RestoreResult(BaseModel):
+class RestoreResult(Body):
     """How this rank's restore of the turn's step ended: successfully, or with this problem."""
 
     step: int = Field(ge=0)
@@ -117,7 +118,7 @@ class RestoreResult(BaseModel):
     alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
 
 
-class RestoreVerdict(BaseModel):
+class RestoreVerdict(Body):
     """Whether this rank continues from what it restored. With neither `again` nor a problem it does."""
 
     again: bool = Field(default=False, description="read the step again: it is sound now")

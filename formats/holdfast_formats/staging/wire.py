@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
@@ -26,7 +27,7 @@ WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
 
 
-class Message(BaseModel):
+class Message(Body):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 

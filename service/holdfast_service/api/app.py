@@ -30,6 +30,7 @@ from holdfast_service.api.routes import (
     replicas,
     retention,
     runs,
+    search,
     shards,
     statistics,
     summaries,
@@ -74,6 +75,7 @@ _TAGS = [
 
 ROOMS = (
     runs,
+    search,
     summaries,
     alerts,
     retention,

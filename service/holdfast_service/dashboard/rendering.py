@@ -44,6 +44,11 @@ SAID = {
     "deleted": "The run was deleted. It can be brought back from here.",
     "undeleted": "The run was brought back. It is read back now, and verified.",
     "purged": "Removed for good.",
+    "pinned-all": "Pinned. These checkpoints are not removed until you unpin them.",
+    "unpinned-all": "Unpinned. The retention policy applies to them again.",
+    "labelled-all": "Labelled. Checkpoints with a label are not removed.",
+    "removed-all": "The checkpoints were removed.",
+    "comparing": "The comparison is queued. Its progress is shown here, and its result when it is done.",
     "policy": "The policy was set.",
     "job": "The job is queued. Its progress is shown here.",
     "cancelled": "The job was asked to stop.",
@@ -95,6 +100,7 @@ def environment() -> Environment:
         "prose": words.prose,
         "spark": sparkline.sparkline,
         "newest_cost": sparkline.newest,
+        "facts": words.facts,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {
@@ -153,9 +159,9 @@ def _may(viewer: Viewer | None) -> Callable[..., bool]:
     return may
 
 
-def see(path: str, said: str | None = None) -> RedirectResponse:
+def see(path: str, said: str | None = None, **params: str) -> RedirectResponse:
     """Redirect to the page that shows the result of an action."""
-    return RedirectResponse(link(path, said=said), 303, {"Cache-Control": "no-store"})
+    return RedirectResponse(link(path, **params, said=said), 303, {"Cache-Control": "no-store"})
 
 
 def problem_page(request: Request, error: CheckpointError) -> HTMLResponse:

@@ -28,6 +28,7 @@ SERVED = (
     "live.js",
     "overlay.js",
     "overview.css",
+    "find.js",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
     "vendor/uPlot-1.6.32.iife.min.js",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from typing import Any
 
 from markupsafe import Markup, escape
 
 from holdfast_formats import moments
+from holdfast_formats.rest import job_words
+from holdfast_formats.rest.job_words import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
@@ -96,6 +100,11 @@ def prose(text: str) -> Markup:
     """A sentence of the service; text in backquotes is shown as code."""
     parts = text.split("`")
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def facts(values: Mapping[str, Any] | None) -> list[Fact]:
+    """What a job or an event says of itself, in words and units."""
+    return job_words.facts(values or {}, bytes_text, seconds_text)
 
 
 def stamp(text: str) -> float:

@@ -72,7 +72,7 @@ def test_no_service(tmp_path: Path) -> None:
 
 def test_nothing_to_show() -> None:
     """No run is said in words."""
-    assert str(render([])) == "No runs."
+    assert [str(part) for part in render([])] == ["No runs."]
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,10 @@ def audit(  # noqa: PLR0913 - options of a command
     if as_json:
         console.print_json([entry.model_dump() for entry in found])
         return
-    table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT")
+    table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT", drop=("FROM",), wrap=("RESULT",))
     for entry in found:
         table.add_row(entry.at[:19], entry.who or "?", _from(entry), entry.kind, _about(entry), _result(entry))
-    console.out().print(table if found else "No entries.", markup=False)
+    console.show(table if found else "No entries.")
 
 
 def _from(entry: AuditEntry) -> str:

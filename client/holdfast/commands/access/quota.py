@@ -32,7 +32,7 @@ def ls(url: Url = None, as_json: AsJson = False) -> None:
         full = f"{100 * quota.used_bytes / quota.quota_bytes:.0f} %"
         sizes = (console.human_bytes(size) for size in (quota.used_bytes, quota.quota_bytes))
         table.add_row(quota.pattern, *sizes, full, str(quota.runs))
-    console.out().print(table if found else "No quotas.", markup=False)
+    console.show(table if found else "No quotas.")
 
 
 @app.command("set")

@@ -116,12 +116,12 @@ def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJ
     if as_json:
         console.print_json([token.model_dump() for token in found])
         return
-    table = console.table("NAME", "SCOPE", "RUNS", "CREATED", "USED", "STATE")
+    table = console.table("NAME", "SCOPE", "RUNS", "CREATED", "USED", "STATE", drop=("CREATED", "USED"))
     for token in found:
         used = console.human_age(token.used) if token.used else "never"
         used += f", {token.used_from}" if token.used_from else ""
         table.add_row(token.name, token.scope, token.runs, console.human_age(token.created), used, _state(token))
-    console.out().print(table if found else "No tokens.", markup=False)
+    console.show(table if found else "No tokens.")
 
 
 @app.command()

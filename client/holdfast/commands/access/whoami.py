@@ -6,6 +6,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast.terminal.visible import visible
 from holdfast_formats.rest.access import Grant, Whoami
 
 _BY = {
@@ -23,12 +24,9 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json(found.model_dump())
         return
-    table = console.table("", "")
-    table.show_header = False
-    table.add_row("you are", found.name)
-    table.add_row("known by", _BY.get(found.by, found.by))
+    facts = [("you are", found.name), ("known by", _BY.get(found.by, found.by))]
     for grant in found.grants or [Grant(scope=found.scope, runs=found.runs)]:
-        table.add_row("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}")
-    table.add_row("until", found.expires or "for ever")
-    table.add_row("from", found.address)
-    console.out().print(table, markup=False)
+        facts.append(("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}"))
+    facts += [("until", found.expires or "for ever"), ("from", found.address)]
+    for what, value in facts:
+        console.out().print(f"{what:<10}{visible(value)}", markup=False, highlight=False, soft_wrap=True)

@@ -22,6 +22,7 @@ router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSE
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
 IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
 DryRun = Annotated[bool, Query(description="change nothing; only report what would happen")]
+OnlyStep = Annotated[int | None, Query(ge=0, description="only the verdict on this step; the sums are those of all")]
 Forced = Annotated[
     Force | None, Query(description="remove it although it is the newest verified or the newest healthy checkpoint")
 ]
@@ -69,9 +70,9 @@ def put_policy(
 @router.get(
     "/runs/{run}/retention", dependencies=READS_RUN, summary="What the retention policy keeps and removes, with reasons"
 )
-def get_retention(services: Wired, run: str) -> Preview:
+def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
     """All checkpoints of the run in one document, because their verdicts depend on each other."""
-    return services.rotation.preview(run)
+    return services.rotation.preview(run, step=step)
 
 
 @router.put(

@@ -19,6 +19,10 @@ from holdfast_service.control.catalog.listing import Within
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 Prefix = Annotated[str, Query(max_length=128, description="only runs whose names start with this")]
 Label = Annotated[str | None, Query(max_length=128, description="only checkpoints with this label")]
+Sort = Annotated[
+    str,
+    Query(pattern=r"^-?(step|created|bytes|tensors)$", description="sort by this column; with a minus, largest first"),
+]
 State = Annotated[
     bodies.CheckpointState | None, Query(description="only checkpoints in this state, which is the worst known finding")
 ]
@@ -73,12 +77,13 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     step_min: StepMin = None,
     step_max: StepMax = None,
     since: Since = None,
+    sort: Sort = "-step",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[bodies.CheckpointInfo]:
     """All given filters apply together. An unknown label gives an empty list."""
     marks = Marks(services.tier, run)
-    within = Within(step_min, step_max, since, None if label is None else marks.labelled(label))
+    within = Within(step_min, step_max, since, None if label is None else marks.labelled(label), sort)
     page = services.catalog.checkpoints(run, cursor, limit, state, within)
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 

@@ -20,10 +20,12 @@ from holdfast_formats.errors import (
     NoSuchResource,
 )
 from holdfast_formats.rest import bodies
-from holdfast_service.control.catalog import lines, listing, statistics
+from holdfast_formats.rest.search import SearchHit
+from holdfast_service.control.catalog import lines, listing, search, statistics
 from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
+from holdfast_service.control.catalog.search import Labels, SearchQuery
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, NodeRow, RoundRow, RunRow
 
@@ -301,6 +303,11 @@ class Catalog:
         """A page of all runs, or of those whose names begin with `prefix`, by name."""
         with self._read() as session:
             return listing.runs(session, cursor, limit, prefix)
+
+    def search(self, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
+        """Runs and checkpoints that have this text, the best first."""
+        with self._read() as session:
+            return search.search(session, asked, limit, labels_of)
 
     def run(self, name: str) -> bodies.Run:
         with self._read() as session:

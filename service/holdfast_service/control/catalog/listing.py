@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from holdfast_formats import moments, naming
-from holdfast_formats.errors import InvalidRequest, NoSuchRun
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchRun
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
@@ -34,13 +34,24 @@ _STATES: dict[str, ColumnElement[bool]] = {
 }
 
 
+SORTED_BY: dict[str, InstrumentedAttribute[Any]] = {
+    "step": CheckpointRow.step,
+    "created": CheckpointRow.created,
+    "bytes": CheckpointRow.bytes,
+    "tensors": CheckpointRow.tensors,
+}
+
+
 class Within(NamedTuple):
-    """Which part of a list is wanted. `since` is a time in RFC 3339; `steps` names the only steps that are."""
+    """Which part of a list is wanted, and in which order. `since` is a time in RFC 3339; `steps` names the only steps that
+    are; `sort` is a column of `SORTED_BY`, with a minus for the largest first.
+    """
 
     step_min: int | None = None
     step_max: int | None = None
     since: str | None = None
     steps: Collection[int] | None = None
+    sort: str = "-step"
 
 
 EVERYTHING = Within()
@@ -95,15 +106,12 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
 def checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
 ) -> bodies.Page[bodies.CheckpointInfo]:
-    """A page of a run's checkpoints, newest step first; `NoSuchRun`."""
+    """A page of a run's checkpoints, newest step first if nothing else is asked for; `NoSuchRun`."""
+    if within.sort != "-step":
+        return _sorted_checkpoints(session, run, cursor, limit, _in_state(_of_run(run, within), state), within)
     before = decode_cursor("step", cursor)
     within = within if before is None else _below(within, integer(before))
-    wanted = _bounded_to(select(CheckpointRow).where(CheckpointRow.run == run), CheckpointRow, within)
-    if state is not None:
-        if state not in _STATES:
-            raise InvalidRequest(f"{state!r} is not a checkpoint state", hint=f"one of {', '.join(_STATES)}")
-        wanted = wanted.where(_STATES[state])
-    wanted = wanted.order_by(CheckpointRow.step.desc())
+    wanted = _in_state(_of_run(run, within), state).order_by(CheckpointRow.step.desc())
     more = bounded(limit) + 1
     check_known(session, run)
     found: list[bodies.CheckpointInfo] = []
@@ -113,6 +121,45 @@ def checkpoints(
         if len(found) == more:
             break
     return page("step", found, limit, lambda made: made.step)
+
+
+def _sorted_checkpoints(
+    session: Session, run: str, cursor: str | None, limit: int, wanted: Select[Any], within: Within
+) -> bodies.Page[bodies.CheckpointInfo]:
+    """The same in another order. A cursor names the last item by its value and its step, so inserts move nothing."""
+    name, descends = within.sort.removeprefix("-"), within.sort.startswith("-")
+    column = SORTED_BY.get(name)
+    if column is None:
+        raise InvalidRequest(f"checkpoints cannot be sorted by {name!r}", hint=f"one of {', '.join(SORTED_BY)}")
+    if within.steps is not None:
+        if len(within.steps) > STEPS_AT_ONCE:
+            raise LimitExceeded(
+                f"more than {STEPS_AT_ONCE} checkpoints have the label", hint="list them by step, or narrow the steps"
+            )
+        wanted = wanted.where(CheckpointRow.step.in_(within.steps))
+    behind = decode_cursor(within.sort, cursor)
+    if behind is not None:
+        text, _, step = behind.rpartition("@")
+        value: str | int = text if name == "created" else integer(text)
+        after = column < value if descends else column > value
+        tied = CheckpointRow.step < integer(step) if descends else CheckpointRow.step > integer(step)
+        wanted = wanted.where(or_(after, and_(column == value, tied)))
+    order = (column.desc(), CheckpointRow.step.desc()) if descends else (column, CheckpointRow.step)
+    check_known(session, run)
+    found = [checkpoint(row) for row in session.scalars(wanted.order_by(*order).limit(bounded(limit) + 1))]
+    return page(within.sort, found, limit, lambda made: f"{getattr(made, name)}@{made.step}")
+
+
+def _of_run(run: str, within: Within) -> Select[Any]:
+    return _bounded_to(select(CheckpointRow).where(CheckpointRow.run == run), CheckpointRow, within)
+
+
+def _in_state(wanted: Select[Any], state: str | None) -> Select[Any]:
+    if state is None:
+        return wanted
+    if state not in _STATES:
+        raise InvalidRequest(f"{state!r} is not a checkpoint state", hint=f"one of {', '.join(_STATES)}")
+    return wanted.where(_STATES[state])
 
 
 def rounds(

@@ -168,23 +168,28 @@ class Rotation:
             return step
         return None
 
-    def preview(self, run: str, policy: RetentionPolicy | None = None) -> Preview:
-        """What the policy in force, or this one, would do now; nothing is changed. Raises `NoSuchRun`."""
-        listed = {c.step: c for c in self._listed(run)}
-        file, candidates = self.looked_at(run)
+    def preview(self, run: str, policy: RetentionPolicy | None = None, step: int | None = None) -> Preview:
+        """What the policy in force, or this one, would do now; nothing is changed. With `step`, the verdict on that one
+        alone is in it; all are judged, because verdicts depend on each other. Raises `NoSuchRun`.
+        """
+        listed: dict[int, bodies.CheckpointInfo] = {}
+        file, candidates = self.looked_at(run, listed)
         chosen = policy or file.in_force
-        decisions = decide([c for c in candidates if c.step in listed], chosen, self._clock())
-        thinning = decide_thinning([c for c in candidates if c.step in listed], decisions, chosen)
-        verdicts = [_verdict(decision, listed[decision.step], file, thinning[decision.step]) for decision in decisions]
-        kept = sum(verdict.bytes for verdict in verdicts if verdict.keep)
-        removed = sum(verdict.bytes for verdict in verdicts if not verdict.keep)
+        decisions = decide(candidates, chosen, self._clock())
+        thinning = decide_thinning(candidates, decisions, chosen)
+        kept = sum(listed[decision.step].bytes for decision in decisions if decision.keep)
+        freed = {at: listed[at].bytes - (_bytes_after(listed[at], decision) or 0) for at, decision in thinning.items()}
         return Preview(
             policy=chosen,
-            verdicts=verdicts,
+            verdicts=[
+                _verdict(decision, listed[decision.step], file, thinning[decision.step])
+                for decision in decisions
+                if step in (None, decision.step)
+            ],
             bytes_kept=kept,
-            bytes_removed=removed,
-            bytes_thinned=sum(v.bytes - (v.bytes_after or 0) for v in verdicts if v.thin),
-            bytes_compacted=sum(v.bytes - (v.bytes_after or 0) for v in verdicts if v.compact),
+            bytes_removed=sum(made.bytes for made in listed.values()) - kept,
+            bytes_thinned=sum(freed[at] for at, decision in thinning.items() if decision.thin),
+            bytes_compacted=sum(freed[at] for at, decision in thinning.items() if decision.small is not None),
             could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)]),
             bytes_saved=sum(before.bytes - c.bytes for c in listed.values() if (before := c.thinned or c.compacted)),
         )
@@ -332,7 +337,8 @@ class Rotation:
             hint = "newer checkpoints have new NaN or infinities; to remove it anyway, pass --force newest-healthy"
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
-    def looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
+    def looked_at(self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None) -> tuple[RunFile, list[Candidate]]:
+        """The run's file, and its checkpoints as the rules see them; what the catalog says of them goes into `listed`."""
         file, read = self.files.read(run), self.readers.held(run)
         with self._freshness:  # before the catalog is asked
             fresh = {step: _FRESH for of, step in self._fresh if of == run}
@@ -340,7 +346,10 @@ class Rotation:
         linked = links.standing(file, run)
         for path in linked.unseen:
             log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
-        return file, [_candidate(c, file, busy.get(c.step), linked.holds(c.step)) for c in self._listed(run)]
+        found = self._listed(run)
+        if listed is not None:
+            listed |= {c.step: c for c in found}
+        return file, [_candidate(c, file, busy.get(c.step), linked.holds(c.step)) for c in found]
 
     def _listed(self, run: str) -> list[bodies.CheckpointInfo]:
         return roots.all_checkpoints(self._catalog, run)

@@ -51,8 +51,8 @@ def compare(
 ) -> Iterator[Difference]:
     """Compute how much the tensors differ; tensors with equal digests are not read.
 
-    `on_bytes` is called with the number of bytes read, after each tensor. Raises `CorruptExtent` and
-    `StorageFailed`.
+    `on_bytes` is called with the number of bytes read, after each block, and may stop it by raising. Raises
+    `CorruptExtent` and `StorageFailed`.
     """
     decoded = [_Decoded(tier, side) for side in sides]
     for pair in pairs:
@@ -66,8 +66,8 @@ def compare(
         )
         for a, b in comparing.blocks(left, right):
             distance.add(a, b)
-        if on_bytes is not None:
-            on_bytes(2 * pair.a.nbytes)
+            if on_bytes is not None:
+                on_bytes(a.nbytes + b.nbytes)
         yield comparing.difference(pair, distance)
 
 

@@ -18,7 +18,7 @@ from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import contents
 from holdfast_service.dashboard.ancestry import Ancestry, ancestry_of
-from holdfast_service.dashboard.asking import Asked, Shown, ViewerApi, at, shown
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown
 from holdfast_service.dashboard.contents import Stripe, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -27,6 +27,7 @@ router = page_router()
 
 FILES_SHOWN = 200
 JOBS_LOOKED_AT = 200
+VERDICTS_UP_TO = 2000  # checkpoints of a run; of more, the verdict comes after the page
 TENSORS_DRAWN = 400
 EXTENTS_LISTED = 200
 
@@ -39,12 +40,12 @@ class Drawn(NamedTuple):
 
 
 @router.get("/runs/{run}/checkpoints/{step}")
-async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
+async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why: bool = False) -> Response:
     """Facts, checks, copies and actions."""
     found = await api.get(bodies.CheckpointInfo, at(run, step))
     replicas, verdict, jobs, beside, ancestry, instead = await asyncio.gather(
         shown(api.page(Replica, at(run, found.step, "replicas"))),
-        shown(_verdict(api, run, found.step)),
+        shown(_verdict(api, run, found.step, why)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
         _before(api, found),
         shown(_ancestry(api, found)),
@@ -159,9 +160,14 @@ async def show_extents(
     )
 
 
-async def _verdict(api: ViewerApi, run: str, step: int) -> Verdict | None:
-    preview = await api.get(Preview, at(run) + "/retention")
-    return next((verdict for verdict in preview.verdicts if verdict.step == step), None)
+async def _verdict(api: ViewerApi, run: str, step: int, why: bool) -> Verdict | None:
+    """The verdict on this step. To judge it all of the run are judged, which takes a second where they are many: it is not
+    waited for then, and `why` asks for it.
+    """
+    if not why and (await api.get(bodies.Run, at(run))).checkpoints > VERDICTS_UP_TO:
+        return None
+    preview = await api.get(Preview, at(run) + "/retention", step=step)
+    return next(iter(preview.verdicts), None)
 
 
 async def _ancestry(api: ViewerApi, made: bodies.CheckpointInfo) -> Ancestry | None:
@@ -178,11 +184,11 @@ async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
 
 async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
     """The step of the checkpoint before this one, to compare with."""
-    listed: Shown[tuple[list[bodies.CheckpointInfo], bool]] = await shown(
-        api.walk(bodies.CheckpointInfo, at(made.run) + "/checkpoints", 1000)
-    )
-    older = [other.step for other in listed.value[0] if other.step < made.step] if listed.value else []
-    return max(older, default=None)
+    if made.step == 0:
+        return None
+    path = at(made.run) + "/checkpoints"
+    older = await shown(api.page(bodies.CheckpointInfo, path, step_max=made.step - 1, limit=1))
+    return older.value.items[0].step if older.value and older.value.items else None
 
 
 def _moved(entry: TensorEntry, begin: int) -> TensorEntry:

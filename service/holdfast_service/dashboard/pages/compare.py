@@ -14,17 +14,19 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference, DifferenceState
+from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown, to
 from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor
-from holdfast_service.dashboard.rendering import page
-from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Posted, page_router
 
 router = page_router()
 
 SHOWN = 100
 COMPARED_MAX = 1  # each holds both manifests
 STEPS_OFFERED = 200
+JOBS_LOOKED_AT = 200
 STATES: tuple[str, ...] = get_args(DifferenceState)
 SORTS = ("bytes", "norm_b", "relative")
 Text = Annotated[str, Query(max_length=200)]
@@ -46,9 +48,9 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     shown.
     """
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
-    show = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
+    render = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
     if not (asked["a"] and asked["b"]):
-        return show(compared=None)
+        return render(compared=None)
     checkpoints = [await api.get(bodies.CheckpointInfo, at(run, asked[side])) for side in ("a", "b")]
     one, other = [await contents.held(api, run, found.step) for found in checkpoints]
     known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
@@ -56,21 +58,47 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     values = Values(one.manifest.step, known[0], known[1])
     found = await asyncio.to_thread(matching, compared, values, asked)
     begin = min(max(first, 0), max(len(found) - 1, 0) // SHOWN * SHOWN)
-    part = [values.difference(pair) for pair in found[begin : begin + SHOWN]]
+    job = await _job(api, run, one.manifest.step, other.manifest.step)
+    part = _by_the_job([values.difference(pair) for pair in found[begin : begin + SHOWN]], job)
     too_much: CheckpointError | None = None
     if asked["exact"]:
         part, too_much = await _measured(api, run, asked, part)
-    return show(
+    return render(
         compared=checkpoints,
         counts=compared.counts,
         bytes_changed=compared.bytes_changed,
         measured=bool(known[0] and known[1]),
         too_much=too_much,
+        job=job,
         found=len(found),
         shown=part,
         first=begin,
         shown_at_once=SHOWN,
     )
+
+
+@router.post("/runs/{run}/compare")
+async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
+    """Have every changed byte compared by a job, which says how far it is, can be cancelled, and keeps its result."""
+    a, b = [(await api.get(bodies.CheckpointInfo, at(run, form.text(side) or "latest"))).step for side in ("a", "b")]
+    wanted = JobRequest(kind="compare", run=run, step=a, arguments={"with": str(b)})
+    await api.ask("POST", "/v1/jobs", body=wanted)
+    return see(f"{to(run)}/compare", "comparing", a=str(a), b=str(b))
+
+
+async def _job(api: ViewerApi, run: str, a: int, b: int) -> Job | None:
+    """The newest job that compares these two, the going one before those that failed."""
+    found = await shown(api.page(Job, "/v1/jobs", kind="compare", run=run, limit=JOBS_LOOKED_AT))
+    listed = found.value.items if found.value else []
+    return next((job for job in listed if job.step == a and str(job.arguments.get("with")) in (str(b), f"{run}@{b}")), None)
+
+
+def _by_the_job(part: list[Difference], job: Job | None) -> list[Difference]:
+    """The same tensors, with the distances that the job has computed for those that changed most."""
+    if job is None or job.state != "done" or not job.result:
+        return part
+    known = {(one["group"], one["name"]): Difference.model_validate(one) for one in job.result.get("most", ())}
+    return [known.get((one.group, one.name), one) for one in part]
 
 
 class Compared(NamedTuple):

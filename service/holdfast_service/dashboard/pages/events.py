@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
-from fastapi import Query, Request
+from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
@@ -19,22 +19,54 @@ EVENTS_SHOWN = 100
 Text = Annotated[str, Query(max_length=200)]
 
 
+Order = Literal["save", "time"]
+_WORST = ("error", "warning", "info")
+
+
+class EventGroup(NamedTuple):
+    """What happened to one save, or to one run apart from its saves; newest first."""
+
+    run: str | None
+    step: int | None
+    level: str
+    events: list[Event]
+
+
+def grouped(events: list[Event]) -> list[EventGroup]:
+    """The events of each save together: first what has errors, then warnings, and the newest first among equals."""
+    found: dict[tuple[str | None, int | None], list[Event]] = {}
+    for event in events:
+        found.setdefault((event.run, event.step), []).append(event)
+    made = [EventGroup(*key, min((e.level for e in these), key=_WORST.index), these) for key, these in found.items()]
+    return sorted(made, key=lambda group: (_WORST.index(group.level), -group.events[0].id))
+
+
+def _asked(run: Text = "", kind: Text = "", level: Text = "", order: Order = "save") -> dict[str, str]:
+    return {"run": run, "kind": kind, "level": level, "order": order}
+
+
+Wanted = Annotated[dict[str, str], Depends(_asked)]
+
+
 @router.get("/events")
-async def show_events(
-    request: Request, api: Asked, run: Text = "", kind: Text = "", level: Text = "", cursor: str | None = None
-) -> Response:
-    """Show events. The API filters by `run` and `kind`; `level` hides the less severe ones of a page."""
+async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str | None = None) -> Response:
+    """Show events, grouped by save or as they happened. The API filters by `run` and `kind`; `level` hides others of a
+    page.
+    """
+    run, kind, level = asked["run"], asked["kind"], asked["level"]
     found = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
     listed = found.value or bodies.Page[Event](items=[])
+    listed_events = [event for event in listed.items if level in ("", event.level)]
     return page(
         request,
         "events.html",
         found=found,
-        events=[event for event in listed.items if level in ("", event.level)],
+        events=listed_events,
+        groups=grouped(listed_events) if asked["order"] == "save" else None,
         newest=listed.items[0].id if listed.items else 0,
         next=listed.next,
         first=cursor is None,
-        asked={"run": run, "kind": kind, "level": level},
+        asked=asked,
         kinds=EVENTS,
         stream=link("/v1/events", run=run, kind=kind),
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job
+from holdfast_formats.rest.operations import Job, JobKind
 from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
@@ -16,15 +16,17 @@ from holdfast_service.dashboard.routing import Posted, page_router
 router = page_router()
 
 JOBS_SHOWN = 50
+Text = Annotated[str, Query(max_length=128)]
 STATES = ("queued", "running", "done", "failed", "cancelled")
 GOING_ON = ("queued", "running")
 
 
 @router.get("/jobs")
 async def show_jobs(
-    request: Request, api: Asked, state: Annotated[str, Query(max_length=20)] = "", cursor: str | None = None
+    request: Request, api: Asked, state: Text = "", kind: Text = "", run: Text = "", cursor: str | None = None
 ) -> Response:
-    jobs = await shown(api.page(Job, "/v1/jobs", state=state, cursor=cursor, limit=JOBS_SHOWN))
+    """A page of jobs, the newest first."""
+    jobs = await shown(api.page(Job, "/v1/jobs", state=state, kind=kind, run=run, cursor=cursor, limit=JOBS_SHOWN))
     listed = jobs.value or bodies.Page[Job](items=[])
     return page(
         request,
@@ -34,6 +36,8 @@ async def show_jobs(
         next=listed.next,
         first=cursor is None,
         state=state,
+        asked={"state": state, "kind": kind, "run": run},
+        kinds=get_args(JobKind),
         states=STATES,
         going_on=GOING_ON,
     )

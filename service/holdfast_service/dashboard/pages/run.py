@@ -26,8 +26,10 @@ STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 Text = Annotated[str, Query(max_length=200)]
 
 
-def _filters(state: Text = "", label: Text = "", step_min: Text = "", step_max: Text = "") -> dict[str, str]:
-    return {"state": state, "label": label, "step_min": step_min, "step_max": step_max}
+def _filters(
+    state: Text = "", label: Text = "", step_min: Text = "", step_max: Text = "", sort: Text = ""
+) -> dict[str, str]:
+    return {"state": state, "label": label, "step_min": step_min, "step_max": step_max, "sort": sort}
 
 
 Filters = Annotated[dict[str, str], Depends(_filters)]

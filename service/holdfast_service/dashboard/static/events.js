@@ -22,6 +22,12 @@
     return made;
   }
 
+  function plain(value) {
+    if (Array.isArray(value)) return value.map(plain).join("; ") || "none";
+    if (value === null || typeof value !== "object") return String(value);
+    return Object.entries(value).map(([name, inner]) => `${name.replaceAll("_", " ")} ${plain(inner)}`).join(", ") || "none";
+  }
+
   function line(event) {
     const item = element("li", undefined, `${event.level} fresh`);
     item.dataset.id = event.id;
@@ -36,7 +42,9 @@
     }
     if (Object.keys(event.detail).length) {
       const more = element("details");
-      more.append(element("summary", "more"), element("pre", JSON.stringify(event.detail, null, 2)));
+      const facts = element("dl", undefined, "facts");
+      for (const [name, value] of Object.entries(event.detail)) facts.append(element("dt", name.replaceAll("_", " ")), element("dd", plain(value)));
+      more.append(element("summary", "more"), facts);
       item.append(more);
     }
     return item;

@@ -1,0 +1,38 @@
+"""Routes: the search for runs and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from holdfast_formats.errors import Damaged
+from holdfast_formats.rest.search import SearchResult
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import READS
+from holdfast_service.api.services import Wired
+from holdfast_service.control.catalog.search import SearchQuery
+from holdfast_service.control.checkpoints.run_files import read_run_file
+
+HITS_MAX = 100
+
+router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
+Sought = Annotated[str, Query(max_length=256, description="parts of a run's name, RUN@STEP, a step's digits, or a label")]
+Most = Annotated[int, Query(ge=1, le=HITS_MAX, description="maximum number of hits")]
+
+
+@router.get("/search", dependencies=READS, summary="Search runs, steps and labels for text")
+def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
+    """Capitals do not matter. Words are parts of a run's name, the last one perhaps of a label or a step. Labels of the
+    first 500 runs are searched.
+    """
+
+    def labels_of(run: str) -> Mapping[str, Sequence[int]]:
+        try:
+            return read_run_file(services.tier, run).labels
+        except Damaged:  # its own page says so
+            return {}
+
+    found = services.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)
+    return SearchResult(items=found[:limit], more=len(found) > limit)

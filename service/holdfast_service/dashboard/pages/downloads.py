@@ -1,0 +1,60 @@
+"""Every table as a CSV file, with the filters and the order of the page that links to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_service.dashboard import downloads
+from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, ViewerApi, at
+from holdfast_service.dashboard.downloads import DownloadTable
+from holdfast_service.dashboard.rendering import HEADERS
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+
+@router.get("/csv/{table}")
+async def of_all(request: Request, api: Asked, table: str) -> Response:
+    found = _named(downloads.OF_ALL, table)
+    return await _file(request, api, found, found.more, table)
+
+
+@router.get("/runs/{run}/csv/{table}")
+async def of_run(request: Request, api: Asked, run: str, table: str) -> Response:
+    found = _named(downloads.OF_RUN, table)
+    return await _file(request, api, found, f"{at(run)}/{found.more}", f"{run}-{table}")
+
+
+@router.get("/runs/{run}/checkpoints/{step}/csv/{table}")
+async def of_checkpoint(request: Request, api: Asked, run: str, step: str, table: str) -> Response:
+    found = _named(downloads.OF_CHECKPOINT, table)
+    return await _file(request, api, found, at(run, step, found.more), f"{run}-{step}-{table}")
+
+
+def _named(tables: Mapping[str, DownloadTable], name: str) -> DownloadTable:
+    if name not in tables:
+        raise NoSuchResource(f"there is no table {name!r}", hint=f"one of {', '.join(tables)}")
+    return tables[name]
+
+
+async def _file(request: Request, api: ViewerApi, table: DownloadTable, path: str, name: str) -> Response:
+    """The first rows of the list, as many as a spreadsheet opens with ease; the file's name says where there are more."""
+    asked: dict[str, Any] = {key: request.query_params.get(key) for key in table.filters}
+    rows: list[dict[str, Any]] = []
+    cursor: str | None = None
+    while len(rows) < downloads.ROWS_MAX:
+        answer = (await api.ask("GET", path, **asked, cursor=cursor, limit=LIMIT_MAX)).json()
+        rows += map(table.more_of, answer["items"])
+        cursor = answer.get("next")
+        if cursor is None:
+            break
+    text = downloads.csv_text(table.columns, rows[: downloads.ROWS_MAX])
+    plain = "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "-" for one in name)
+    file = f"{plain}{f'-first-{downloads.ROWS_MAX}' if cursor is not None else ''}.csv"
+    about = {**HEADERS, "Content-Disposition": f'attachment; filename="{file}"'}
+    return Response(text.encode(), headers=about, media_type="text/csv; charset=utf-8")

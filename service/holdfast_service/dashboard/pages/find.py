@@ -1,0 +1,27 @@
+"""Finding: the page behind the search form that every page has. With scripts, the palette asks the API itself."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.rest.search import SearchResult
+from holdfast_service.dashboard.asking import Asked, to
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+HITS_SHOWN = 100
+
+
+@router.get("/find")
+async def find(request: Request, api: Asked, q: Annotated[str, Query(max_length=256)] = "") -> Response:
+    """What was found; the one hit, where there is one only."""
+    found = await api.get(SearchResult, "/v1/search", q=q, limit=HITS_SHOWN) if q.strip() else None
+    if found is not None and len(found.items) == 1:
+        hit = found.items[0]
+        return see(to(hit.run, hit.step))
+    return page(request, "find.html", q=q, found=found)
