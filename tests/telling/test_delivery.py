@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast_formats.rest.telling import Alert, Notice
+from holdfast_formats.rest.telling import Notice, NoticedAlert
 from holdfast_service.telling import words
 from holdfast_service.telling.delivery import NotDelivered, deliver, signature
 from holdfast_service.telling.targets import HttpTarget, MailTarget
@@ -25,12 +25,12 @@ KEY = "0123456789abcdef-the-key"
 HIDDEN = "services/T0/B0/verysecret"
 
 
-def alert(**more: Any) -> Alert:
+def alert(**more: Any) -> NoticedAlert:
     about = {"id": "1" * 32, "status": "firing", "level": "error", "code": "run-lost", "run": "llama", "since": "then"}
-    return Alert.model_validate({**about, "text": "ranks <!channel> disappeared", "hint": "look & see", **more})
+    return NoticedAlert.model_validate({**about, "text": "ranks <!channel> disappeared", "hint": "look & see", **more})
 
 
-def notice(*alerts: Alert, **more: Any) -> Notice:
+def notice(*alerts: NoticedAlert, **more: Any) -> Notice:
     about = {"kind": "alerts", "id": "f" * 32, "at": "2026-01-02T03:04:05.000Z", "target": "ops", "node": "node-1"}
     return Notice.model_validate({**about, "alerts": list(alerts), **more})
 

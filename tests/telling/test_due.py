@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.rest.observed import Attention
-from holdfast_service.telling.due import ALERTS_MAX, SETTLED_S, AlertKey, Told, alert_id, as_alert, current, notice_id, plan
+from holdfast_formats.rest.observed import Acknowledgement, Attention
+from holdfast_service.telling.due import ALERTS_MAX, SETTLED_S, NoticeKey, Told, alert_id, as_alert, current, notice_id, plan
 from holdfast_service.telling.targets import HttpTarget
 
 T0 = 1_800_000_000.0
@@ -27,11 +27,11 @@ class World:
     """A target, and what it has been told: as notifier and catalog keep it."""
 
     def __init__(self, told: HttpTarget) -> None:
-        self.target, self.known = told, dict[AlertKey, Told]()
-        self.gone: dict[AlertKey, float] = {}
+        self.target, self.known = told, dict[NoticeKey, Told]()
+        self.gone: dict[NoticeKey, float] = {}
         self.dropped = 0
 
-    def look(self, now: float, alerts: Mapping[AlertKey, Attention], accepted: bool = True) -> list[tuple[str, str]]:
+    def look(self, now: float, alerts: Mapping[NoticeKey, Attention], accepted: bool = True) -> list[tuple[str, str]]:
         """What is told at this time of these alerts."""
         self.gone = {key: self.gone.get(key, now) for key in self.known if key not in alerts}
         made = plan(self.target, alerts, self.known, self.gone, now)
@@ -47,7 +47,7 @@ class World:
         return [("firing", told.key.run) for told in made.firing] + [("over", told.key.run) for told in made.recovered]
 
 
-LOST = {AlertKey("llama", "run-lost"): alert()}
+LOST = {NoticeKey("llama", "run-lost"): alert()}
 
 
 def test_an_alert_is_told_once_repeated_and_over() -> None:
@@ -60,6 +60,17 @@ def test_an_alert_is_told_once_repeated_and_over() -> None:
     assert world.look(T0 + 4000, {}) == []
     assert world.look(T0 + 4000 + SETTLED_S, {}) == [("over", "llama")]
     assert world.look(T0 + 9000, {}) == [] and world.known == {} and world.dropped == 0
+
+
+def test_what_somebody_has_acknowledged_is_not_told() -> None:
+    """Neither at first nor again; that it is over is, if it was told before."""
+    seen = Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")
+    acknowledged = {key: item.model_copy(update={"acknowledged": seen}) for key, item in LOST.items()}
+    world = World(target(repeat_s=60))
+    assert world.look(T0, acknowledged) == []
+    assert world.look(T0 + 1, LOST) == [("firing", "llama")]
+    assert world.look(T0 + 100, acknowledged) == []
+    assert world.look(T0 + 200, {}) == [] and world.look(T0 + 200 + SETTLED_S, {}) == [("over", "llama")]
 
 
 def test_what_flutters_is_told_once() -> None:
@@ -82,7 +93,7 @@ def test_what_is_over_before_it_was_told_is_counted() -> None:
 
 def test_a_warning_that_becomes_an_error_is_told_at_once() -> None:
     world = World(target(after_s=0))
-    key = AlertKey("llama", "disk-nearly-full")
+    key = NoticeKey("llama", "disk-nearly-full")
     assert world.look(T0, {key: alert(level="warning")}) == [("firing", "llama")]
     assert world.look(T0 + 1, {key: alert(level="error")}) == [("firing", "llama")]
     assert world.look(T0 + 2, {key: alert(level="warning")}) == []
@@ -99,10 +110,10 @@ def test_never_again_and_no_recovery() -> None:
 def test_patterns_and_levels() -> None:
     """Alerts about no run are for targets of all runs."""
     alerts = {
-        AlertKey("llama-1", "a"): alert("a"),
-        AlertKey("llama-2", "b"): alert("b", "warning"),
-        AlertKey("gpt", "a"): alert("a"),
-        AlertKey("", "node-lost"): alert("node-lost", "warning"),
+        NoticeKey("llama-1", "a"): alert("a"),
+        NoticeKey("llama-2", "b"): alert("b", "warning"),
+        NoticeKey("gpt", "a"): alert("a"),
+        NoticeKey("", "node-lost"): alert("node-lost", "warning"),
     }
     for more, runs in (
         ({}, {"llama-1", "llama-2", "gpt", ""}),
@@ -116,7 +127,7 @@ def test_patterns_and_levels() -> None:
 def test_a_message_has_a_length_and_the_next_one_has_the_rest() -> None:
     """Errors first; nothing is lost."""
     world = World(target(after_s=0))
-    alerts = {AlertKey(f"run-{n}", "a"): alert(level="error" if n % 2 else "warning") for n in range(120)}
+    alerts = {NoticeKey(f"run-{n}", "a"): alert(level="error" if n % 2 else "warning") for n in range(120)}
     turns = [world.look(T0 + n, alerts) for n in range(4)]
     assert [len(turn) for turn in turns] == [ALERTS_MAX, ALERTS_MAX, 20, 0]
     assert all(int(run[4:]) % 2 for _, run in turns[0])
@@ -132,7 +143,7 @@ def test_alerts_of_one_code_are_one() -> None:
 
 
 def test_ids_are_the_same_after_a_restart_and_new_for_a_new_alert() -> None:
-    told = Told(AlertKey("llama", "run-lost"), "error", "text", "hint", 5, T0)
+    told = Told(NoticeKey("llama", "run-lost"), "error", "text", "hint", 5, T0)
     again = told._replace(text="another text", times=3, last=T0 + 9)
     assert alert_id("ops", told) == alert_id("ops", again)
     assert len({alert_id("ops", told), alert_id("other", told), alert_id("ops", told._replace(since=T0 + 0.001))}) == 3
@@ -154,7 +165,7 @@ def test_whatever_happens_nobody_is_told_twice(
     fires: dict[str, float] = {}
     for passed, runs, accepted in looks:
         now += passed
-        told = world.look(now, {AlertKey(run, "c"): alert("c") for run in runs}, accepted)
+        told = world.look(now, {NoticeKey(run, "c"): alert("c") for run in runs}, accepted)
         if not accepted:
             continue
         for status, run in told:

@@ -16,7 +16,7 @@ from holdfast_formats.rest.observed import Attention
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.telling import due, notifier
-from holdfast_service.telling.due import AlertKey
+from holdfast_service.telling.due import NoticeKey
 from holdfast_service.telling.notices import Notices
 from holdfast_service.telling.notifier import DUTY, Notifier, Telling
 from tests.control.cluster.nodes import Nodes, nodes
@@ -51,14 +51,14 @@ class Daemon:
     """A daemon's notifier, and what it says needs attention."""
 
     def __init__(self, database: Database, path: Path, on_duty: Callable[[], bool] = lambda: True) -> None:
-        self.alerts: dict[AlertKey, Attention] = {}
+        self.alerts: dict[NoticeKey, Attention] = {}
         self.away = False
         self.looks = 0
         self.events = Events(database, "node-1", lambda: "2026-01-01T00:00:00Z")
         self.notices = Notices(database, "node-1")
         self.notifier = Notifier(path, Telling(self.notices, self._now, self.events, on_duty, "node-1"), look_s=0.05)
 
-    def _now(self) -> dict[AlertKey, Attention]:
+    def _now(self) -> dict[NoticeKey, Attention]:
         self.looks += 1
         if self.away:
             raise CatalogUnavailable("the catalog is away")
@@ -66,7 +66,7 @@ class Daemon:
 
     def fire(self, *runs: str, level: Any = "error") -> None:
         self.alerts |= {
-            AlertKey(r, "run-lost"): Attention(level=level, code="run-lost", text="lost", hint="h") for r in runs
+            NoticeKey(r, "run-lost"): Attention(level=level, code="run-lost", text="lost", hint="h") for r in runs
         }
 
     def look_twice(self) -> None:
@@ -155,7 +155,7 @@ def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -
         one.fire("llama", "short")
         wait_until(lambda: one.notifier.targets()[0].failed >= 3)
         assert "status 500" in (one.notifier.targets()[0].problem or "")
-        del one.alerts[AlertKey("short", "run-lost")]
+        del one.alerts[NoticeKey("short", "run-lost")]
         wait_until(lambda: one.notifier.targets()[0].dropped == 1)
         web.status = 200
         wait_until(lambda: one.notifier.targets()[0].sent == 1)

@@ -16,6 +16,15 @@ Via = Literal["http", "client", "dashboard", "offline"]
 # of refused requests alone, the second also of changes that this version has no name for.
 AUDITED: dict[str, str] = {
     "policy-set": "the retention policy of a run was set",
+    "run-changed": "owner, notes, archive or an acknowledgement of a run were changed",
+    "run-deleted": "a run was moved to the trash",
+    "run-undeleted": "a run was brought back from the trash",
+    "run-renamed": "a run got another name; `run` is the old one",
+    "run-purged": "a deleted run was removed for good",
+    "alert-acknowledged": "an alert was acknowledged or snoozed; `target` is its code, or the node or replica",
+    "alert-taken-back": "the acknowledgement of an alert was taken back",
+    "replica-retried": "what could not be copied to a replica was tried again; `target` is its name",
+    "notification-tested": "a test message was sent; `target` is the target's name",
     "pin-set": "a checkpoint was pinned",
     "pin-removed": "a checkpoint was unpinned",
     "label-set": "a checkpoint got a label",

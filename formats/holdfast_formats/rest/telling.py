@@ -13,7 +13,7 @@ TargetKind = Literal["webhook", "slack", "mail"]
 AlertLevel = Literal["warning", "error"]
 
 
-class Alert(Body):
+class NoticedAlert(Body):
     """Something that needs attention, as a message tells it. Codes, texts and hints are those of a run's summary."""
 
     id: str = Field(description="the same in every message about this alert, repeats and recovery included")
@@ -38,7 +38,7 @@ class Notice(Body):
     at: str
     target: str
     node: str
-    alerts: list[Alert]
+    alerts: list[NoticedAlert]
     waiting: int = Field(default=0, description="alerts that did not fit; the next message has them")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from holdfast_formats.rest.observed import Attention
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.telling.due import NO_RUN, AlertKey, current
+from holdfast_service.telling.due import NO_RUN, NoticeKey, current
 
 PAGE_RUNS = 200
 NAMED_MAX = 20
@@ -20,7 +20,7 @@ class AlertSources:
     def __init__(self, summaries: Summaries, *others: Alerting) -> None:
         self._summaries, self._others = summaries, others
 
-    def now(self) -> dict[AlertKey, Attention]:
+    def now(self) -> dict[NoticeKey, Attention]:
         """All alerts; `CatalogUnavailable`, because what is not known is not over."""
         return current([*self._of_runs(), *(one for source in self._others for one in source())])
 

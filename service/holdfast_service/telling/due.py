@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast_formats.moments import write
 from holdfast_formats.rest.observed import Attention
-from holdfast_formats.rest.telling import Alert, AlertLevel
+from holdfast_formats.rest.telling import AlertLevel, NoticedAlert
 from holdfast_service.control.database.visible import ALL, matches
 from holdfast_service.telling.targets import HttpTarget, MailTarget
 
@@ -19,7 +19,7 @@ TEXT_MAX = 2000  # characters of a text or a hint
 NO_RUN = ""
 
 
-class AlertKey(NamedTuple):
+class NoticeKey(NamedTuple):
     """What tells one alert from another; `run` is empty for one about no run."""
 
     run: str
@@ -29,7 +29,7 @@ class AlertKey(NamedTuple):
 class Told(NamedTuple):
     """What one target has been told of one alert, or is going to be. Times are seconds since the epoch."""
 
-    key: AlertKey
+    key: NoticeKey
     level: AlertLevel
     text: str
     hint: str
@@ -43,32 +43,34 @@ class Plan(NamedTuple):
     """What changes: alerts that are new, alerts that were over before they were told, and what the next message says."""
 
     added: tuple[Told, ...]
-    forgotten: tuple[AlertKey, ...]  # over, and there is nothing to tell
+    forgotten: tuple[NoticeKey, ...]  # over, and there is nothing to tell
     dropped: int  # of these, alerts that were never told
     firing: tuple[Told, ...]
     recovered: tuple[Told, ...]
     waiting: int
 
 
-def current(found: Iterable[tuple[str, Attention]]) -> dict[AlertKey, Attention]:
+def current(found: Iterable[tuple[str, Attention]]) -> dict[NoticeKey, Attention]:
     """Alerts by run and code; several of one code become one, of the highest level."""
-    made: dict[AlertKey, Attention] = {}
+    made: dict[NoticeKey, Attention] = {}
     for run, item in found:
-        key = AlertKey(run, item.code)
+        key = NoticeKey(run, item.code)
         before = made.get(key)
         if before is None:
             made[key] = item
         elif len(before.text) + len(item.text) < TEXT_MAX:
             level: AlertLevel = "error" if "error" in (before.level, item.level) else "warning"
-            made[key] = before.model_copy(update={"level": level, "text": f"{before.text}; {item.text}"})
+            seen = before.acknowledged and item.acknowledged
+            update = {"level": level, "text": f"{before.text}; {item.text}", "acknowledged": seen}
+            made[key] = before.model_copy(update=update)
     return made
 
 
 def plan(
     target: HttpTarget | MailTarget,
-    alerts: Mapping[AlertKey, Attention],
-    known: Mapping[AlertKey, Told],
-    gone: Mapping[AlertKey, float],
+    alerts: Mapping[NoticeKey, Attention],
+    known: Mapping[NoticeKey, Told],
+    gone: Mapping[NoticeKey, float],
     now: float,
 ) -> Plan:
     """What `target` is told now. `known` is what it was told before, `gone` since when alerts of these are absent."""
@@ -95,10 +97,10 @@ def plan(
     )
 
 
-def as_alert(target: str, told: Told, recovered: bool, dashboard: str | None) -> Alert:
+def as_alert(target: str, told: Told, recovered: bool, dashboard: str | None) -> NoticedAlert:
     """An alert as a message has it."""
     run = told.key.run or None
-    return Alert(
+    return NoticedAlert(
         id=alert_id(target, told),
         status="recovered" if recovered else "firing",
         level=told.level,
@@ -118,7 +120,7 @@ def alert_id(target: str, told: Told) -> str:
     return _digest(target, *told.key, repr(told.since))
 
 
-def notice_id(target: str, messages: Iterable[Alert]) -> str:
+def notice_id(target: str, messages: Iterable[NoticedAlert]) -> str:
     """The same for the same alerts at the same turn."""
     return _digest(target, *(f"{one.id} {one.status} {one.told}" for one in messages))
 
@@ -127,18 +129,20 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def concerns(target: HttpTarget | MailTarget, key: AlertKey, item: Attention) -> bool:
+def concerns(target: HttpTarget | MailTarget, key: NoticeKey, item: Attention) -> bool:
     """Whether a target is told of such an alert; of what is about no run, only a target for all runs."""
     if target.level == "error" and item.level != "error":
         return False
     return matches(target.runs, key.run) if key.run else target.runs == ALL
 
 
-def _told(key: AlertKey, item: Attention, now: float) -> Told:
+def _told(key: NoticeKey, item: Attention, now: float) -> Told:
     return Told(key, item.level, item.text[:TEXT_MAX], item.hint[:TEXT_MAX], item.step, now)
 
 
 def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now: float) -> bool:
+    if item.acknowledged is not None:  # somebody has seen it; that it is over is still told, if it was told before
+        return False
     if before.times == 0 or before.last is None:
         return now - before.since >= target.after_s
     if before.level == "warning" and item.level == "error":

@@ -12,7 +12,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.telling import AlertLevel
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeliveryRow, NoticeRow
-from holdfast_service.telling.due import AlertKey, Plan, Told
+from holdfast_service.telling.due import NoticeKey, Plan, Told
 
 PROBLEM_MAX = 500  # characters
 
@@ -36,7 +36,7 @@ class Notices:
     def __init__(self, database: Database, node: str) -> None:
         self._database, self._node = database, node
 
-    def known(self, target: str) -> dict[AlertKey, Told]:
+    def known(self, target: str) -> dict[NoticeKey, Told]:
         """What a target was told of, and is going to be."""
         with self._database.read() as session:
             rows = session.scalars(select(NoticeRow).where(NoticeRow.target == target))
@@ -105,7 +105,7 @@ class Notices:
         return row
 
 
-def _forget(session: Session, target: str, keys: Iterable[AlertKey]) -> None:
+def _forget(session: Session, target: str, keys: Iterable[NoticeKey]) -> None:
     for key in keys:
         alike = (NoticeRow.target == target, NoticeRow.run == key.run, NoticeRow.code == key.code)
         session.execute(delete(NoticeRow).where(*alike))
@@ -128,7 +128,7 @@ def _row(target: str, told: Told) -> NoticeRow:
 
 def _told(row: NoticeRow) -> Told:
     level = cast(AlertLevel, row.level)
-    return Told(AlertKey(row.run, row.code), level, row.text, row.hint, row.step, row.since, row.told, row.last)
+    return Told(NoticeKey(row.run, row.code), level, row.text, row.hint, row.step, row.since, row.told, row.last)
 
 
 def _delivered(row: DeliveryRow | None, firing: int) -> Delivered:

@@ -21,7 +21,7 @@ from holdfast_formats.rest.observed import Attention
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.telling import Notice, NotificationTarget, TestDelivery
 from holdfast_service.telling.delivery import NotDelivered, deliver
-from holdfast_service.telling.due import AlertKey, Told, as_alert, concerns, notice_id, plan
+from holdfast_service.telling.due import NoticeKey, Told, as_alert, concerns, notice_id, plan
 from holdfast_service.telling.notices import Notices
 from holdfast_service.telling.targets import HttpTarget, MailTarget, NotifyFile, read_targets
 
@@ -48,7 +48,7 @@ class Telling(NamedTuple):
     """What a notifier works with. `on_duty` says whether telling is this node's."""
 
     notices: Notices
-    alerts: Callable[[], Mapping[AlertKey, Attention]]
+    alerts: Callable[[], Mapping[NoticeKey, Attention]]
     news: News
     on_duty: Callable[[], bool]
     node: str
@@ -57,7 +57,7 @@ class Telling(NamedTuple):
 class AlertsNow(NamedTuple):
     """What needed attention at one moment, of which the target's thread has not told yet."""
 
-    alerts: Mapping[AlertKey, Attention]
+    alerts: Mapping[NoticeKey, Attention]
     at: float
 
 
@@ -145,11 +145,11 @@ class Notifier:
             self._notices.tested(name)
         return TestDelivery(target=name, delivered=True)
 
-    def known(self, target: AnyTarget) -> dict[AlertKey, Told]:
+    def known(self, target: AnyTarget) -> dict[NoticeKey, Told]:
         """What a target was told of and is going to be; `CatalogUnavailable`."""
         return self._notices.known(target.name)
 
-    def tell(self, target: AnyTarget, look: AlertsNow, gone: Mapping[AlertKey, float]) -> bool:
+    def tell(self, target: AnyTarget, look: AlertsNow, gone: Mapping[NoticeKey, float]) -> bool:
         """Tell a target what is due; whether there is more. Raises `NotDelivered`, and `CatalogUnavailable`."""
         made = plan(target, look.alerts, self._notices.known(target.name), gone, look.at)
         self._notices.prepare(target.name, made)
@@ -244,7 +244,7 @@ class _Sender:
         self._notifier = notifier
         self._changed = threading.Condition()
         self._look: AlertsNow | None = None
-        self._gone: dict[AlertKey, float] = {}
+        self._gone: dict[NoticeKey, float] = {}
         self._sure: float | None = None  # from when on what is absent is over
         self._stopped = False
         self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
@@ -297,7 +297,7 @@ class _Sender:
             look, self._look = self._look, None
             return None if self._stopped else look
 
-    def _absent(self, look: AlertsNow) -> dict[AlertKey, float]:
+    def _absent(self, look: AlertsNow) -> dict[NoticeKey, float]:
         """Since when alerts are absent, as far as this process has seen it: what a daemon does not know at its start is not
         over.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast_formats.rest.telling import Alert, Notice
+from holdfast_formats.rest.telling import Notice, NoticedAlert
 
 SUBJECT_MAX = 150  # characters
 SLACK_MAX = 30_000  # characters; Slack cuts longer texts off at 40 000
@@ -37,7 +37,7 @@ def slack(notice: Notice) -> str:
     return text if len(text) <= SLACK_MAX else text[:SLACK_MAX] + " …"
 
 
-def _paragraph(one: Alert) -> Iterator[str]:
+def _paragraph(one: NoticedAlert) -> Iterator[str]:
     yield f"{_state(one)}: {_what(one)}"
     if one.status == "recovered":
         yield f"It was seen first at {one.since}."
@@ -56,11 +56,11 @@ def _ending(notice: Notice) -> Iterator[str]:
         yield f"{notice.waiting} more follow in the next message."
 
 
-def _state(one: Alert) -> str:
+def _state(one: NoticedAlert) -> str:
     return "over" if one.status == "recovered" else one.level
 
 
-def _what(one: Alert) -> str:
+def _what(one: NoticedAlert) -> str:
     text = " ".join(one.text.split())
     return f"{one.run}: {text}" if one.run else text
 

@@ -14,6 +14,17 @@ from holdfast_service.api.door import scopes
 
 _TABLE = """
 PUT    /v1/runs/{run}/policy                                policy-set
+PATCH  /v1/runs/{run}                                       run-changed
+DELETE /v1/runs/{run}                                       run-deleted
+POST   /v1/runs/{run}/undelete                              run-undeleted
+POST   /v1/runs/{run}/rename                                run-renamed
+DELETE /v1/runs/{run}/trash                                 run-purged
+PUT    /v1/runs/{run}/alerts/{target}/acknowledgement       alert-acknowledged
+DELETE /v1/runs/{run}/alerts/{target}/acknowledgement       alert-taken-back
+PUT    /v1/alerts/{code}/{target}/acknowledgement           alert-acknowledged
+DELETE /v1/alerts/{code}/{target}/acknowledgement           alert-taken-back
+POST   /v1/replicas/{target}/retry                          replica-retried
+POST   /v1/notifications/{target}/test                      notification-tested
 PUT    /v1/runs/{run}/checkpoints/{step}/pin                pin-set
 DELETE /v1/runs/{run}/checkpoints/{step}/pin                pin-removed
 PUT    /v1/runs/{run}/checkpoints/{step}/labels/{target}    label-set

@@ -17,8 +17,6 @@ from . import (
     health,
     importing,
     jobs,
-    life,
-    marks,
     merging,
     nodes,
     notifications,
@@ -31,8 +29,8 @@ from . import (
     sign_in,
     tensors,
     tokens,
-    trash,
 )
+from .run_care import life, marks, trash
 
 router = APIRouter(include_in_schema=False)
 for _page in (

@@ -1,0 +1,1 @@
+"""Pages on which runs and their checkpoints are cared for: rename, delete, bring back, mark many."""
