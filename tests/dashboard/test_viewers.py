@@ -21,6 +21,9 @@ PAGES = (
     "/",
     "/runs/team-a",
     "/runs/team-a/policy",
+    "/runs/team-a/about",
+    "/runs/team-a/rename",
+    "/runs/team-a/delete",  # which says why not now: a job is about it
     "/runs/team-a/health",
     "/runs/team-a/compare",
     CHECKPOINT,
@@ -31,14 +34,18 @@ PAGES = (
     "/nodes",
     "/jobs",
     "/import",
+    "/merge",
+    "/trash",
+    "/compare",
     "/events",
     "/audit",
     "/tokens",
     "/api",
 )
 WRITES = {"/runs/team-a/checkpoints/3/pin", f"{CHECKPOINT}/pin", f"{CHECKPOINT}/labels", f"{CHECKPOINT}/jobs"}
-CHANGES_RUN = {"/runs/team-a/policy/preview", REMOVAL}
-CHANGES_ALL = {"/import", "/tokens", "/tokens/NAME/revoke", "/tokens/NAME/rotate"}
+WRITES |= {f"/runs/team-a/{what}" for what in ("marks", "life", "about")}
+CHANGES_RUN = {f"/runs/team-a/{what}" for what in ("policy/preview", "rename")} | {REMOVAL}
+CHANGES_ALL = {"/import", "/merge", "/tokens", "/tokens/NAME/revoke", "/tokens/NAME/rotate"}
 LINKS = {"/tokens": "all", "/audit": "some", "/import": "all", f"{CHECKPOINT}/remove": "run"}
 
 
@@ -71,7 +78,7 @@ def offered(door: Guarded, token: str) -> tuple[set[str], set[str], dict[str, st
         for form in page.all("form"):
             if form.attributes.get("method") == "post":
                 buttons = [e for e in page.all("button") if "form" in e.inside]
-                if path == "/runs/team-a/policy" and not buttons:
+                if path == "/runs/team-a/policy" and "takes the scope admin" in page.text:
                     continue  # it shows what is in force
                 assert buttons, path
                 forms.add(re.sub(r"(?<=/tokens/)[^/]+", "NAME", form.attributes.get("action", path)))

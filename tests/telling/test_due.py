@@ -66,7 +66,7 @@ def test_what_somebody_has_acknowledged_is_not_told() -> None:
     """Neither at first nor again; that it is over is, if it was told before."""
     seen = Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")
     acknowledged = {key: item.model_copy(update={"acknowledged": seen}) for key, item in LOST.items()}
-    world = World(target(repeat_s=60))
+    world = World(target(after_s=0, repeat_s=60))
     assert world.look(T0, acknowledged) == []
     assert world.look(T0 + 1, LOST) == [("firing", "llama")]
     assert world.look(T0 + 100, acknowledged) == []

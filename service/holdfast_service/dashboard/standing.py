@@ -91,6 +91,8 @@ def verdict(summary: RunSummary) -> Clause:
     since = f" {ago_text(summary.life_since)}" if summary.life_since and standing(summary.life).lasts else ""
     if worst is not None:
         return Clause(f"{_upper(word)}{since}, but {worst.text}. {safe}", "warning")
+    if summary.life in ("idle", "archived"):
+        return Clause(f"{summary.verdict} {safe}", "fine")
     crash = cost_of_a_crash(summary)
     return Clause(f"{_upper(word)}{since}. {safe}" + (f" A crash now would cost {crash}." if crash else ""), "fine")
 

@@ -98,7 +98,7 @@ def test_a_token_ends_at_once(closed: Guarded) -> None:
         ("PUT", "/v1/runs/team-a/policy", "admin"),
         ("DELETE", "/v1/runs/team-a/checkpoints/4", "admin"),
         ("POST", "/v1/what-nobody-has-thought-of", "admin"),
-        ("PATCH", "/v1/runs/team-a", "admin"),
+        ("PATCH", "/v1/runs/team-a", "write"),
         ("POST", "/runs/team-a/pin", "read"),  # a page, which asks the API as its viewer
     ],
 )

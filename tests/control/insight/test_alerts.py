@@ -59,7 +59,7 @@ def test_figures_over_all_runs() -> None:
         summary("over", life="ended"),
     ]
     found = alerts.overview(board, list(alerts.of_nodes([node(replicas={"far": "gone"})])))
-    assert found.states == {"running": 2, "lost": 2, "ended": 1}
+    assert found.states == {"training": 2, "died": 2, "finished": 1}
     assert (found.errors, found.warnings, found.acknowledged, found.runs) == (3, 0, 0, 5)
     assert (found.newest_lost, found.newest_lost_since) == ("dead-too", "2030-03-17T17:30:00Z")
     assert (found.exposed_run, found.exposed_s) == ("busy", 145.0)

@@ -127,10 +127,10 @@ _CODES = (("warning", "saves-dropped"), ("error", "run-lost"), ("error", "run-lo
 
 
 def test_sentences() -> None:
-    """What the strip and the verdict say, for states of today and those that are not known yet."""
+    """What the strip and the verdict say, and for a state that is not known yet."""
     none = Overview(runs=0, states={}, errors=0, warnings=0, acknowledged=0, checkpoints=0, bytes=0, free_bytes=None)
     assert [clause.text for clause in standing.strip(none)] == ["No runs training"]
-    busy = none.model_copy(update={"states": {"running": 2, "training": 1, "died": 2}, "exposed_s": 360.0, "cost": 0.009})
+    busy = none.model_copy(update={"states": {"training": 3, "died": 2}, "exposed_s": 360.0, "cost": 0.009})
     assert [clause.text for clause in standing.strip(busy)] == [
         "3 runs training",
         "2 died",
