@@ -18,7 +18,7 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 7
+PROTOCOL = 8
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
