@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
@@ -12,11 +16,25 @@ from holdfast_formats.errors import InvalidRequest
 
 CAUSES_MAX = 10
 
+Made = TypeVar("Made")
+
+
+def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
+    """Do a piece of network work in this thread, in so much time as a whole; `TimeoutError`. Limits for each step alone do
+    not end it: whoever answers may send a byte at a time.
+    """
+    try:
+        return asyncio.run(asyncio.wait_for(work, seconds))
+    except asyncio.TimeoutError as late:  # the same as the one that is raised here, but for Python 3.10
+        raise TimeoutError("it took too long") from late
+
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
     """Trusts the certificates of the system and those that httpx brings, or those in `ca_file` alone; `InvalidRequest`."""
     try:
         if ca_file is not None:
+            if not ca_file.is_file():  # a pipe would be waited for
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             return ssl.create_default_context(cafile=ca_file)
         made = httpx.create_ssl_context(trust_env=False)
         made.load_default_certs()
@@ -34,7 +52,8 @@ def cause(error: BaseException) -> str:
         if isinstance(one, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {one.verify_message}"
         if isinstance(one, OSError) and one.strerror:
-            return one.strerror
+            known = one.errno in errno.errorcode and not isinstance(one, ssl.SSLError)
+            return os.strerror(one.errno) if known else one.strerror  # asyncio's own words have the address
     return type(error).__name__
 
 
@@ -43,4 +62,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         if error is None:
             return
         yield error
-        error = error.__cause__ or error.__context__
+        each: Sequence[BaseException] = getattr(error, "exceptions", ())  # of a group: one for each address of a host
+        error = each[-1] if each else error.__cause__ or error.__context__
