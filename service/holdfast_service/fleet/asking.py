@@ -5,27 +5,31 @@ and a time, and what no daemon says is refused as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+import msgspec
+from msgspec import Meta
+from pydantic import ValidationError
 
 from holdfast_formats import moments
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import is_run_name
-from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Attention, RunSummary
 
 TIMEOUT_S = 5.0  # for each step of an answer
-ANSWER_BYTES_MAX = 8 * 1024 * 1024  # reading a longer one would hold up the other threads of this daemon
+ANSWER_BYTES_MAX = 4 * 1024 * 1024  # reading a longer one would hold up the other threads of this daemon
 RUNS_MAX = 5000  # of one daemon
-PAGE_RUNS = 500
+PAGE_RUNS = 200
+SUMMARY_BYTES_MAX = 256 * 1024
+NODES_MAX, RANKS_MAX = 10_000, 1_000_000
+CURSOR_MAX = 4096  # characters
 ATTENTION_MAX = 50  # of a run, errors first
 TEXT_MAX = 2000  # characters
 SHORT_MAX = 64  # characters of a version, a time, a code
 NUMBER_MAX = 2**63
 
-Model = TypeVar("Model", bound=BaseModel)
+Kind = TypeVar("Kind")
 _NONE = "its answer is none of a Holdfast daemon of this version"
 
 
@@ -42,30 +46,46 @@ class Said(NamedTuple):
     asked: str | None = None
 
 
+class _Health(msgspec.Struct):
+    version: Annotated[str, Meta(max_length=SHORT_MAX)] | None = None
+
+
+class _Node(msgspec.Struct):
+    ranks: Annotated[int, Meta(ge=0, le=RANKS_MAX)]
+
+
+class _Nodes(msgspec.Struct):
+    items: Annotated[list[_Node], Meta(max_length=NODES_MAX)]
+
+
+class _Page(msgspec.Struct):
+    """Summaries that are not read yet. Reading all at once would list every mistake in 4 MiB of nonsense: gigabytes."""
+
+    items: Annotated[list[msgspec.Raw], Meta(max_length=PAGE_RUNS)]
+    next: Annotated[str, Meta(max_length=CURSOR_MAX)] | None = None
+
+
 async def ask(client: httpx.AsyncClient, url: str) -> Said:
     """What a daemon says; `NotReached`, and what httpx raises."""
-    health = await _get(client, f"{url}/healthz", bodies.Health)
-    nodes = await _get(client, f"{url}/v1/nodes", bodies.Page[bodies.Node])
+    health = await _get(client, f"{url}/healthz", _Health)
+    nodes = await _get(client, f"{url}/v1/nodes", _Nodes)
     summaries = await _summaries(client, url)
-    ranks = sum(node.ranks for node in nodes.items)
-    if len(health.version or "") > SHORT_MAX or not 0 <= ranks < NUMBER_MAX:
-        raise NotReached(_NONE)
-    return Said(health.version, summaries, ranks, utc_now())
+    return Said(health.version, summaries, sum(node.ranks for node in nodes.items), utc_now())
 
 
 async def _summaries(client: httpx.AsyncClient, url: str) -> tuple[RunSummary, ...]:
     found: list[RunSummary] = []
     query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
     while len(found) < RUNS_MAX:
-        page = await _get(client, f"{url}/v1/summaries", bodies.Page[RunSummary], query)
-        found += (_checked(one) for one in page.items[:PAGE_RUNS])
+        page = await _get(client, f"{url}/v1/summaries", _Page, query)
+        found += (_read(one) for one in page.items)
         if page.next is None or not page.items:
             break
         query["cursor"] = page.next
     return tuple(found[:RUNS_MAX])
 
 
-async def _get(client: httpx.AsyncClient, url: str, model: type[Model], query: Mapping[str, Any] | None = None) -> Model:
+async def _get(client: httpx.AsyncClient, url: str, kind: type[Kind], query: Mapping[str, Any] | None = None) -> Kind:
     """One answer of a bounded length."""
     body = bytearray()
     async with client.stream("GET", url, params=query) as answer:
@@ -80,7 +100,18 @@ async def _get(client: httpx.AsyncClient, url: str, model: type[Model], query: M
             if len(body) > ANSWER_BYTES_MAX:
                 raise NotReached("its answer is too long")
     try:
-        return model.model_validate_json(bytes(body))
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise NotReached(_NONE) from None
+
+
+def _read(given: msgspec.Raw) -> RunSummary:
+    """A summary; `NotReached`."""
+    text = bytes(given)
+    if len(text) > SUMMARY_BYTES_MAX:
+        raise NotReached(_NONE)
+    try:
+        return _checked(RunSummary.model_validate_json(text))
     except ValidationError:
         raise NotReached(_NONE) from None
 

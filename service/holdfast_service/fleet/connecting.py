@@ -52,8 +52,8 @@ def cause(error: BaseException) -> str:
         if isinstance(one, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {one.verify_message}"
         if isinstance(one, OSError) and one.strerror:
-            known = one.errno in errno.errorcode and not isinstance(one, ssl.SSLError)
-            return os.strerror(one.errno) if known else one.strerror  # asyncio's own words have the address
+            known = one.errno is not None and one.errno in errno.errorcode and not isinstance(one, ssl.SSLError)
+            return os.strerror(one.errno or 0) if known else one.strerror  # asyncio's own words have the address
     return type(error).__name__
 
 
