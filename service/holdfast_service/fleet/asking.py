@@ -24,7 +24,7 @@ PAGE_RUNS = 200
 SUMMARY_BYTES_MAX = 256 * 1024
 NODES_MAX, RANKS_MAX = 10_000, 1_000_000
 CURSOR_MAX = 4096  # characters
-ATTENTION_MAX = 50  # of a run, errors first
+ATTENTION_MAX, ATTENTION_GIVEN_MAX = 50, 1000  # of a run, errors first
 TEXT_MAX = 2000  # characters
 SHORT_MAX = 64  # characters of a version, a time, a code
 NUMBER_MAX = 2**63
@@ -59,10 +59,16 @@ class _Nodes(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """Summaries that are not read yet. Reading all at once would list every mistake in 4 MiB of nonsense: gigabytes."""
+    """Summaries that are not read yet: what reads them lists every mistake, which for 4 MiB of nonsense are gigabytes."""
 
     items: Annotated[list[msgspec.Raw], Meta(max_length=PAGE_RUNS)]
     next: Annotated[str, Meta(max_length=CURSOR_MAX)] | None = None
+
+
+class _Outline(msgspec.Struct):
+    """What of a summary there may be many of."""
+
+    attention: Annotated[list[msgspec.Raw], Meta(max_length=ATTENTION_GIVEN_MAX)]
 
 
 async def ask(client: httpx.AsyncClient, url: str) -> Said:
@@ -111,8 +117,9 @@ def _read(given: msgspec.Raw) -> RunSummary:
     if len(text) > SUMMARY_BYTES_MAX:
         raise NotReached(_NONE)
     try:
+        msgspec.json.decode(text, type=_Outline)
         return _checked(RunSummary.model_validate_json(text))
-    except ValidationError:
+    except (msgspec.DecodeError, ValidationError):
         raise NotReached(_NONE) from None
 
 
