@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import ssl
-from collections.abc import Coroutine, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +22,38 @@ CAUSES_MAX = 10
 Made = TypeVar("Made")
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks names up in threads that nobody waits for: a name server may take minutes, and the daemon may have to end."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **how: Any) -> Any:
+        found: asyncio.Future[Any] = self.create_future()
+
+        def answer(tell: Callable[[Any], None], what: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self.call_soon_threadsafe(lambda: None if found.done() else tell(what))
+
+        def look_up() -> None:
+            try:
+                answer(found.set_result, socket.getaddrinfo(host, port, **how))
+            except Exception as error:
+                answer(found.set_exception, error)
+
+        threading.Thread(target=look_up, name="holdfast-name", daemon=True).start()
+        return await found
+
+
 def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
     """Do a piece of network work in this thread, in so much time as a whole; `TimeoutError`. Limits for each step alone do
     not end it: whoever answers may send a byte at a time.
     """
+    loop = _Loop()
     try:
-        return asyncio.run(asyncio.wait_for(work, seconds))
+        return loop.run_until_complete(asyncio.wait_for(work, seconds))
     except asyncio.TimeoutError as late:  # the same as the one that is raised here, but for Python 3.10
         raise TimeoutError("it took too long") from late
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
