@@ -7,7 +7,7 @@ import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from email import message_from_bytes
 from email.message import Message
 from email.policy import default
@@ -69,6 +69,7 @@ class Mail(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Conversation)
         self.got: list[Message] = []
         self.envelopes: list[tuple[str, list[str]]] = []
+        self.goodbye = "221 goodbye"
         self.place, self.tls = f"127.0.0.1:{self.server_address[1]}", tls
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -106,7 +107,9 @@ class _Conversation(socketserver.StreamRequestHandler):
                 self._say("354 go on")
                 self._take(sender, to)
             else:
-                self._say("221 goodbye" if word == "QUIT" else "250 fine")
+                if word == "QUIT" and not self.server.goodbye:
+                    return
+                self._say(self.server.goodbye if word == "QUIT" else "250 fine")
 
     def _take(self, sender: str, to: list[str]) -> None:
         lines = []
@@ -145,9 +148,41 @@ def serving(server: Any) -> Iterator[Any]:
     try:
         yield server
     finally:
+        if isinstance(server, Endless):
+            server.stop.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class Endless(socketserver.ThreadingTCPServer):
+    """Says something without end, a piece at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, begin: bytes, piece: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), _Endless)
+        self.begin, self.piece, self.stop = begin, piece, threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Endless(socketserver.BaseRequestHandler):
+    server: Endless
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.request.settimeout(0.2)
+            with suppress(TimeoutError):
+                self.request.recv(65_536)
+            self.request.settimeout(None)
+            self.request.sendall(self.server.begin)
+            while not self.server.stop.wait(0.02):
+                self.request.sendall(self.server.piece)
+
+
+def endless(begin: bytes, piece: bytes) -> AbstractContextManager[Endless]:
+    """A server that says `begin`, and then `piece` for ever."""
+    return serving(Endless(begin, piece))
 
 
 def secret(directory: Path, text: str, name: str = "secret") -> Path:

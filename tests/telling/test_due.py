@@ -34,7 +34,7 @@ class World:
     def look(self, now: float, alerts: Mapping[NoticeKey, Attention], accepted: bool = True) -> list[tuple[str, str]]:
         """What is told at this time of these alerts."""
         self.gone = {key: self.gone.get(key, now) for key in self.known if key not in alerts}
-        made = plan(self.target, alerts, self.known, self.gone, now)
+        made = plan(self.target, alerts, self.known, {key: now - since for key, since in self.gone.items()}, now)
         self.known |= {told.key: told for told in made.added}
         self.dropped += made.dropped
         for key in made.forgotten:
@@ -97,6 +97,24 @@ def test_a_warning_that_becomes_an_error_is_told_at_once() -> None:
     assert world.look(T0, {key: alert(level="warning")}) == [("firing", "llama")]
     assert world.look(T0 + 1, {key: alert(level="error")}) == [("firing", "llama")]
     assert world.look(T0 + 2, {key: alert(level="warning")}) == []
+
+
+def test_a_clock_that_is_set_back_holds_nothing_up() -> None:
+    """What was seen or told in a future that never came is told now; a little less than a minute is another node's clock."""
+    world = World(target(after_s=30, repeat_s=3600))
+    assert world.look(T0 + 86_400, LOST) == []
+    assert world.look(T0, LOST) == [("firing", "llama")]
+    assert world.look(T0 - 50, LOST) == []
+    assert world.look(T0 - 86_400, LOST) == [("firing", "llama")]
+    assert world.look(T0 - 86_300, LOST) == []
+
+
+def test_texts_are_cut_and_can_be_sent_whatever_they_are() -> None:
+    """Each time that they are told, and not at the first time alone."""
+    world = World(target(after_s=0))
+    made = plan(world.target, {NoticeKey("a", "b"): alert(text="\ud800" * 9000)}, {}, {}, T0)
+    for told in (*made.added, *made.firing):
+        assert len(told.text) <= 6 * 2000 and as_alert("ops", told, False, None).model_dump_json()
 
 
 def test_never_again_and_no_recovery() -> None:

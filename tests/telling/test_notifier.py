@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace, NoSuchResource
 from holdfast_formats.rest.observed import Attention
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.telling import due, notifier
 from holdfast_service.telling.due import NoticeKey
+from holdfast_service.telling.ledger import Ledger
 from holdfast_service.telling.notices import Notices
 from holdfast_service.telling.notifier import DUTY, Notifier, Telling
 from tests.control.cluster.nodes import Nodes, nodes
@@ -176,7 +179,7 @@ def test_a_daemon_that_dies_before_it_notes_that_it_has_told(
         def dies(*_: Any) -> None:
             raise CatalogUnavailable("it has died")
 
-        dying.setattr(Notices, "sent", dies)
+        dying.setattr(Ledger, "sent", dies)
         with daemon(database, path) as one:
             one.fire("llama")
             wait_until(lambda: len(web.got) > 0)
@@ -187,6 +190,53 @@ def test_a_daemon_that_dies_before_it_notes_that_it_has_told(
         two.look_twice()
     assert len(web.got) == before + 1
     assert len({got.headers["webhook-id"] for got in web.got}) == 1 and len({alert for _, _, alert in told(web)}) == 1
+
+
+def test_a_catalog_that_takes_nothing(database: Database, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: people are told, of what is new too, once and not at every look; it is noted when it can be."""
+    with daemon(database, targets(tmp_path, web)) as one:
+        one.fire("before")
+        wait_until(lambda: one.notifier.targets()[0].sent == 1)
+        with monkeypatch.context() as full:
+
+            def refuse(*_: Any) -> None:
+                raise NoSpace("the catalog: database or disk is full")
+
+            for name in ("note", "tested", "failed"):
+                full.setattr(Notices, name, refuse)
+            one.fire("llama")
+            wait_until(lambda: len(web.got) == 2)
+            one.look_twice()
+            one.alerts.pop(NoticeKey("before", "run-lost"))
+            wait_until(lambda: len(web.got) == 3)
+            one.look_twice()
+            assert one.notifier.test("ops").delivered
+            one.look_twice()
+            assert len(web.got) == 4
+        wait_until(lambda: (one.notifier.targets()[0].sent, one.notifier.targets()[0].firing) == (3, 1))
+        one.look_twice()
+    assert runs(web) == [("firing", "before"), ("firing", "llama"), ("recovered", "before")]
+
+
+def test_whatever_fails_the_thread_of_a_target_goes_on(
+    database: Database, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure that cannot be recorded, and a test message that is accepted: the rest is sent at once."""
+    monkeypatch.setattr(notifier, "RETRY_S", 600.0)
+    web.status = 500
+    with daemon(database, targets(tmp_path, web)) as one:
+        with monkeypatch.context() as broken:
+
+            def break_(*_: Any) -> None:
+                raise RuntimeError("nobody expected this")
+
+            broken.setattr(Notices, "failed", break_)
+            one.fire("llama")
+            wait_until(lambda: one.notifier.counts["failed"] == 1)
+        web.status = 200
+        one.look_twice()
+        assert one.notifier.test("ops").delivered
+        wait_until(lambda: ("firing", "llama") in runs(web)[1:])
 
 
 def test_what_is_not_known_is_not_over(database: Database, web: Web, tmp_path: Path) -> None:
@@ -242,6 +292,30 @@ def test_a_file_that_changes(database: Database, web: Web, tmp_path: Path) -> No
     with pytest.raises(InvalidRequest):
         targets(tmp_path, web, colour="red")
         Daemon(database, path)
+
+
+def test_a_file_that_is_being_written(database: Database, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor empties it first, and then all would be told again. A pipe in its place is no file, and holds up nobody."""
+    path = targets(tmp_path, web)
+    with daemon(database, path) as one:
+        one.fire("llama")
+        wait_until(lambda: one.notifier.targets()[0].sent == 1)
+        with monkeypatch.context() as writing:
+            writes = itertools.count()
+            writing.setattr(notifier, "_stamp", lambda _: (next(writes), 0, 0))
+            one.look_twice()
+            whole = path.read_text()
+            path.write_text("")
+            one.look_twice()
+            one.look_twice()
+            path.write_text(whole)
+        one.look_twice()
+        path.unlink()
+        os.mkfifo(path)
+        wait_until(lambda: any("no file" in event.text for event in one.events.after(0, 9)))
+        one.look_twice()
+        assert [target.name for target in one.notifier.targets()] == ["ops"]
+    assert runs(web) == [("firing", "llama")]
 
 
 def test_a_test_message(database: Database, web: Web, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
         ('url = "file:///etc/passwd"', "http"),
         ('url = "http://user:verysecret@example.com/"', "user"),
         ('url = "http://example.com/\\r\\nX: y"', "http"),
+        ('url = "https://example.com:verysecret/"', "port"),
+        ('url = "https://[verysecret/"', "host"),
         ('url_file = "/x"', "one of url and url_file"),
         ('runs = "a*b"', "runs"),
         ('level = "info"', "level"),

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
 import ssl
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
@@ -12,11 +19,49 @@ from holdfast_formats.errors import InvalidRequest
 
 CAUSES_MAX = 10
 
+Made = TypeVar("Made")
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks names up in threads that nobody waits for: a name server may take minutes, and the daemon may have to end."""
+
+    async def getaddrinfo(self, host: Any, port: Any, **how: Any) -> Any:
+        found: asyncio.Future[Any] = self.create_future()
+
+        def answer(tell: Callable[[Any], None], what: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                self.call_soon_threadsafe(lambda: None if found.done() else tell(what))
+
+        def look_up() -> None:
+            try:
+                answer(found.set_result, socket.getaddrinfo(host, port, **how))
+            except Exception as error:
+                answer(found.set_exception, error)
+
+        threading.Thread(target=look_up, name="holdfast-name", daemon=True).start()
+        return await found
+
+
+def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
+    """Do a piece of network work in this thread, in so much time as a whole; `TimeoutError`. Limits for each step alone do
+    not end it: whoever answers may send a byte at a time.
+    """
+    loop = _Loop()
+    try:
+        return loop.run_until_complete(asyncio.wait_for(work, seconds))
+    except asyncio.TimeoutError as late:  # the same as the one that is raised here, but for Python 3.10
+        raise TimeoutError("it took too long") from late
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
     """Trusts the certificates of the system and those that httpx brings, or those in `ca_file` alone; `InvalidRequest`."""
     try:
         if ca_file is not None:
+            if not ca_file.is_file():  # a pipe would be waited for
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             return ssl.create_default_context(cafile=ca_file)
         made = httpx.create_ssl_context(trust_env=False)
         made.load_default_certs()
@@ -34,7 +79,8 @@ def cause(error: BaseException) -> str:
         if isinstance(one, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {one.verify_message}"
         if isinstance(one, OSError) and one.strerror:
-            return one.strerror
+            known = one.errno is not None and one.errno in errno.errorcode and not isinstance(one, ssl.SSLError)
+            return os.strerror(one.errno or 0) if known else one.strerror  # asyncio's own words have the address
     return type(error).__name__
 
 
@@ -43,4 +89,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         if error is None:
             return
         yield error
-        error = error.__cause__ or error.__context__
+        each: Sequence[BaseException] = getattr(error, "exceptions", ())  # of a group: one for each address of a host
+        error = each[-1] if each else error.__cause__ or error.__context__

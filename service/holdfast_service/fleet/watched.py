@@ -6,61 +6,52 @@ and a token is sent to its own address alone; no redirect is followed.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import random
 import stat
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.moments import utc_now
-from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Attention, RunSummary
 from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
-from holdfast_service.fleet.connecting import cause, trusting
+from holdfast_service.fleet.asking import RUNS_MAX, TIMEOUT_S, NotReached, Said, ask
+from holdfast_service.fleet.connecting import cause, trusting, within
 
 log = logging.getLogger(__name__)
 
 ASK_S = 5.0  # how often each daemon is asked
-TIMEOUT_S = 5.0  # for each step of an answer,
-ANSWER_S = 30.0  # and for a whole one
-ANSWER_BYTES_MAX = 32 * 1024 * 1024
-RUNS_MAX = 5000  # of one daemon
-PAGE_RUNS = 500
+ANSWER_S = 30.0  # for all its answers
 DAEMONS_MAX = 256
+ALL_RUNS_MAX = DAEMONS_MAX * RUNS_MAX
 UNREACHABLE_S = 30.0  # an alert tells of it after so long
 CLOSE_S = 3.0
 TOKENS_BYTES_MAX = 256 * 1024
 
-Model = TypeVar("Model", bound=BaseModel)
 
+class _Run(NamedTuple):
+    """What a daemon said of a run, and where that is in a list of all runs."""
 
-class _NotReached(Exception):
-    """Why a daemon could not be asked, in words without secrets."""
-
-
-class _Said(NamedTuple):
-    """What a daemon said last."""
-
-    version: str | None = None
-    summaries: tuple[RunSummary, ...] = ()
-    ranks: int = 0
-    asked: str | None = None
+    urgency: tuple[bool, int, int, bool, str, str]
+    summary: RunSummary
 
 
 class _State(NamedTuple):
-    said: _Said = _Said()
+    said: Said = Said()
     problem: str | None = "it has not been asked yet"
     since: str | None = None  # unreachable
     since_s: float | None = None  # the same by the monotonic clock
+    runs: tuple[_Run, ...] = ()  # the most urgent one first
 
 
 class Watch:
@@ -93,32 +84,43 @@ class Watch:
         for thread in self._threads:
             thread.join(max(limit - time.monotonic(), 0.0))
 
-    def daemons(self, sees: Iterable[str] | None = None) -> list[WatchedDaemon]:
+    def daemons(self, sees: Callable[[str], bool] | None = None) -> list[WatchedDaemon]:
         """All watched daemons, those that need a person first. `sees`: for somebody who may see these runs only, and is told
         of those daemons alone that have one of them.
         """
-        seen = None if sees is None else frozenset(sees)
         with self._lock:
             states = dict(self._states)
         found = []
         for url, state in states.items():
-            summaries = [one for one in state.said.summaries if seen is None or one.run in seen]
-            if seen is None or summaries:
-                found.append(_daemon(url, state, summaries, whole=seen is None))
+            runs = [one for one in state.runs if sees is None or sees(one.summary.run)]
+            if sees is None or runs:
+                found.append(_daemon(url, state, runs, whole=sees is None))
         return sorted(found, key=lambda one: (one.reachable, -one.errors, -one.warnings, one.name))
 
-    def runs(self) -> list[WatchedRun]:
-        """The runs of all watched daemons, those that need attention first."""
+    def runs(
+        self,
+        sees: Callable[[str], bool] = lambda run: True,
+        first: int = 0,
+        count: int | None = None,
+    ) -> list[WatchedRun]:
+        """So many of the runs of all watched daemons that somebody may see, from the `first` on; those that need attention
+        come first. Only these are made: there may be a million.
+        """
         with self._lock:
             states = dict(self._states)
-        found = [
+        first = min(first, ALL_RUNS_MAX)
+        listed = (zip(state.runs, repeat(url), repeat(state.problem is None)) for url, state in states.items())
+        merged = heapq.merge(*listed, key=lambda one: one[0].urgency)
+        wanted = (one for one in merged if sees(one[0].summary.run))
+        return [
             WatchedRun(
-                daemon=_name(url), url=f"{url}/runs/{quote(one.run, safe='')}", reachable=state.problem is None, summary=one
+                daemon=_name(url),
+                url=f"{url}/runs/{quote(run.summary.run, safe='')}",
+                reachable=reachable,
+                summary=run.summary,
             )
-            for url, state in states.items()
-            for one in state.said.summaries
+            for run, url, reachable in islice(wanted, first, None if count is None else first + count)
         ]
-        return sorted(found, key=_urgency)
 
     def alerts(self, after_s: float = UNREACHABLE_S) -> list[tuple[str, Attention]]:
         """An alert for each daemon that has been unreachable for so long."""
@@ -144,16 +146,17 @@ class Watch:
         while not self._closing.is_set():
             try:
                 self._reached(url, self._ask(url))
-            except _NotReached as error:
+            except NotReached as error:
                 self._not_reached(url, str(error))
             except Exception:
                 log.exception("cannot watch %s", _name(url))
                 self._not_reached(url, "its answer cannot be read")
             self._closing.wait(self._ask_s * random.uniform(0.8, 1.2))
 
-    def _reached(self, url: str, said: _Said) -> None:
+    def _reached(self, url: str, said: Said) -> None:
+        runs = sorted((_Run(_urgency(one, _name(url)), one) for one in said.summaries), key=lambda one: one.urgency)
         with self._lock:
-            before, self._states[url] = self._states[url], _State(said, None)
+            before, self._states[url] = self._states[url], _State(said, None, runs=tuple(runs))
         if before.since is not None:
             log.info("the daemon at %s answers again; it did not since %s", url, before.since)
 
@@ -161,51 +164,39 @@ class Watch:
         with self._lock:
             before = self._states[url]
             since, since_s = (before.since or utc_now(), before.since_s or time.monotonic())
-            self._states[url] = _State(before.said, why, since, since_s)
+            self._states[url] = before._replace(problem=why, since=since, since_s=since_s)
         if before.since is None:
             log.warning("the daemon at %s cannot be reached: %s", url, why)
 
-    def _ask(self, url: str) -> _Said:
+    def _ask(self, url: str) -> Said:
         token = self._tokens.get(url)
-        headers = {"Accept": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
-        limit = time.monotonic() + ANSWER_S
-        try:
-            with httpx.Client(
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+
+        async def asked() -> Said:
+            async with httpx.AsyncClient(
                 verify=self._trust, headers=headers, timeout=TIMEOUT_S, trust_env=False, follow_redirects=False
             ) as client:
-                health = _get(client, f"{url}/healthz", bodies.Health, limit)
-                nodes = _get(client, f"{url}/v1/nodes", bodies.Page[bodies.Node], limit)
-                return _Said(
-                    version=health.version,
-                    summaries=tuple(self._summaries(client, url, limit)),
-                    ranks=sum(node.ranks for node in nodes.items),
-                    asked=utc_now(),
-                )
-        except httpx.TimeoutException:
-            raise _NotReached("no answer in time") from None
-        except (httpx.HTTPError, OSError) as error:
-            raise _NotReached(cause(error)) from None
+                return await ask(client, url)
 
-    def _summaries(self, client: httpx.Client, url: str, limit: float) -> list[RunSummary]:
-        found: list[RunSummary] = []
-        query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
-        while len(found) < RUNS_MAX:
-            page = _get(client, f"{url}/v1/summaries", bodies.Page[RunSummary], limit, query)
-            found += page.items
-            if page.next is None:
-                break
-            query["cursor"] = page.next
-        return found[:RUNS_MAX]
+        try:
+            return within(ANSWER_S, asked())
+        except (httpx.TimeoutException, TimeoutError):
+            raise NotReached("no answer in time") from None
+        except (httpx.HTTPError, OSError) as error:
+            raise NotReached(cause(error)) from None
 
 
 def check_address(url: str) -> str:
     """The address of a daemon, without a slash at its end; `InvalidRequest`."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError:
         fine = False
-    if not fine or parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc or not url.isascii():
+    plain = url.isascii() and url.isprintable() and not set(" ?#@\\") & set(url)
+    if not fine or not plain or parts.path.strip("/"):
         raise InvalidRequest(
             "--watch: this is not http://HOST:PORT or https://HOST:PORT", hint="see `holdfast serve --help`"
         )
@@ -219,11 +210,13 @@ def read_tokens(path: Path) -> dict[str, str]:
         with open(path, "rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:
                 raise InvalidRequest(f"--watch-tokens: everybody can read {path}", hint=f"chmod 600 {path}")
-            text = file.read(TOKENS_BYTES_MAX).decode("ascii")
+            text = file.read(TOKENS_BYTES_MAX + 1).decode("ascii")
     except OSError as error:
         raise InvalidRequest(f"--watch-tokens: cannot read {path}: {error.strerror}", hint=hint) from error
     except UnicodeDecodeError:
         raise InvalidRequest(f"--watch-tokens: {path} is not ASCII text", hint=hint) from None
+    if len(text) > TOKENS_BYTES_MAX:
+        raise InvalidRequest(f"--watch-tokens: {path} has more than {TOKENS_BYTES_MAX} bytes", hint=hint)
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -237,26 +230,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     return found
 
 
-def _get(client: httpx.Client, url: str, model: type[Model], limit: float, query: Mapping[str, Any] | None = None) -> Model:
-    """One answer of a bounded length, in bounded time; `_NotReached`."""
-    body = bytearray()
-    with client.stream("GET", url, params=query) as answer:
-        if answer.status_code in (401, 403):
-            raise _NotReached("it requires another token: see --watch-tokens")
-        if answer.status_code != 200:
-            raise _NotReached(f"it answered with status {answer.status_code}")
-        for part in answer.iter_bytes():
-            body += part
-            if len(body) > ANSWER_BYTES_MAX or time.monotonic() > limit:
-                raise _NotReached("its answer is too long, or too slow")
-    try:
-        return model.model_validate_json(bytes(body))
-    except ValidationError:
-        raise _NotReached("its answer is none of a Holdfast daemon of this version") from None
-
-
-def _daemon(url: str, state: _State, summaries: Sequence[RunSummary], whole: bool) -> WatchedDaemon:
-    attention = [item.level for one in summaries for item in one.attention]
+def _daemon(url: str, state: _State, runs: Sequence[_Run], whole: bool) -> WatchedDaemon:
     return WatchedDaemon(
         name=_name(url),
         url=url,
@@ -265,17 +239,17 @@ def _daemon(url: str, state: _State, summaries: Sequence[RunSummary], whole: boo
         asked=state.said.asked,
         problem=state.problem if whole else None,
         version=state.said.version,
-        runs=len(summaries),
-        errors=attention.count("error"),
-        warnings=attention.count("warning"),
+        runs=len(runs),
+        errors=-sum(one.urgency[1] for one in runs),
+        warnings=-sum(one.urgency[2] for one in runs),
         ranks=state.said.ranks if whole else 0,
     )
 
 
-def _urgency(one: WatchedRun) -> tuple[bool, int, int, bool, str, str]:
-    levels = [item.level for item in one.summary.attention]
+def _urgency(summary: RunSummary, daemon: str) -> tuple[bool, int, int, bool, str, str]:
+    levels = [item.level for item in summary.attention]
     errors, warnings = levels.count("error"), levels.count("warning")
-    return (not levels, -errors, -warnings, one.summary.state != "running", one.summary.run, one.daemon)
+    return (not levels, -errors, -warnings, summary.state != "running", summary.run, daemon)
 
 
 def _name(url: str) -> str:

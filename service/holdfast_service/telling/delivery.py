@@ -12,7 +12,6 @@ import hmac
 import json
 import logging
 import smtplib
-import socket
 import time
 from email.message import EmailMessage
 from email.utils import format_datetime
@@ -22,13 +21,15 @@ import httpx
 from holdfast_formats import moments
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.telling import Notice
-from holdfast_service.fleet.connecting import cause, trusting
+from holdfast_service.fleet.connecting import cause, trusting, within
 from holdfast_service.telling import words
+from holdfast_service.telling.smtp import conversation
 from holdfast_service.telling.targets import HttpTarget, MailTarget, read_secret
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 10.0  # for each step: connecting, sending, the answer's head
+TIMEOUT_S = 10.0  # for each step: connecting, sending, the answer's head;
+WHOLE_S = 30.0  # and for all of them
 RETRY_AFTER_MAX_S = 600.0
 STANDARD_PREFIX = b"whsec_"  # a secret of the Standard Webhooks is base64 behind this
 
@@ -76,20 +77,21 @@ def _post(target: HttpTarget, notice: Notice) -> None:
         headers |= {"webhook-id": notice.id, "webhook-timestamp": str(now)}
         if target.secret_file is not None:
             headers["webhook-signature"] = signature(read_secret(target.secret_file), notice.id, now, body)
-    try:
-        with (
-            httpx.Client(
-                verify=trusting(target.ca_file),
-                proxy=target.proxy,
-                timeout=TIMEOUT_S,
-                trust_env=False,
-                follow_redirects=False,
+    address, trust = target.address(), trusting(target.ca_file)
+
+    async def posted() -> tuple[int, str]:
+        async with (
+            httpx.AsyncClient(
+                verify=trust, proxy=target.proxy, timeout=TIMEOUT_S, trust_env=False, follow_redirects=False
             ) as client,
-            client.stream("POST", target.address(), content=body, headers=headers) as answer,
+            client.stream("POST", address, content=body, headers=headers) as answer,
         ):
-            status, again = answer.status_code, answer.headers.get("retry-after", "")
-    except httpx.TimeoutException:
-        raise NotDelivered(f"no answer within {TIMEOUT_S:g} s", "check that it can be reached from this machine") from None
+            return answer.status_code, answer.headers.get("retry-after", "")
+
+    try:
+        status, again = within(WHOLE_S, posted())
+    except (httpx.TimeoutException, TimeoutError):
+        raise NotDelivered("no answer in time", "check that it can be reached from this machine") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise NotDelivered(
             f"no connection: {cause(error)}", "check address, network and certificates from this machine"
@@ -100,15 +102,11 @@ def _post(target: HttpTarget, notice: Notice) -> None:
 
 def _mail(target: MailTarget, notice: Notice) -> None:
     host, port = target.place
-    name = socket.gethostname()  # smtplib would ask a name server, for as long as that takes
+    trust = trusting(target.ca_file)
     try:
-        if target.tls == "tls":
-            server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, name, timeout=TIMEOUT_S, context=trusting(target.ca_file))
-        else:
-            server = smtplib.SMTP(host, port, name, timeout=TIMEOUT_S)
-        with server:
+        with conversation(host, port, trust if target.tls == "tls" else None) as server:
             if target.tls == "starttls":
-                server.starttls(context=trusting(target.ca_file))
+                server.starttls(context=trust)
             if target.user is not None and target.password_file is not None:
                 password = read_secret(target.password_file, 1)
                 server.login(target.user, password.decode())

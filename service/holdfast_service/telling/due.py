@@ -15,6 +15,7 @@ from holdfast_service.telling.targets import HttpTarget, MailTarget
 
 ALERTS_MAX = 50  # of a message; the next one has the others
 SETTLED_S = 30.0  # an alert is over when it has been absent for so long
+CLOCK_S = 60.0  # a time that is later than now by more was written by a clock that was wrong
 TEXT_MAX = 2000  # characters of a text or a hint
 NO_RUN = ""
 
@@ -70,18 +71,18 @@ def plan(
     target: HttpTarget | MailTarget,
     alerts: Mapping[NoticeKey, Attention],
     known: Mapping[NoticeKey, Told],
-    gone: Mapping[NoticeKey, float],
+    absent: Mapping[NoticeKey, float],
     now: float,
 ) -> Plan:
-    """What `target` is told now. `known` is what it was told before, `gone` since when alerts of these are absent."""
+    """What `target` is told now. `known` is what it was told before, `absent` for how many seconds alerts of these are."""
     wanted = {key: item for key, item in alerts.items() if concerns(target, key, item)}
-    added = {key: _told(key, item, now) for key, item in wanted.items() if key not in known}
+    added = {key: _said(Told(key, item.level, "", "", None, now), item) for key, item in wanted.items() if key not in known}
     firing = []
     for key, item in wanted.items():
         before = known.get(key) or added[key]
         if _is_due(target, before, item, now):
-            firing.append(before._replace(level=item.level, text=item.text, hint=item.hint, step=item.step))
-    over = [told for key, told in known.items() if key not in wanted and now - gone.get(key, now) >= SETTLED_S]
+            firing.append(_said(before, item))
+    over = [told for key, told in known.items() if key not in wanted and absent.get(key, 0.0) >= SETTLED_S]
     recovered = [told for told in over if told.times and target.recovery]
     forgotten = [told for told in over if not (told.times and target.recovery)]
     firing.sort(key=lambda told: (told.level != "error", told.since, told.key))
@@ -136,15 +137,25 @@ def concerns(target: HttpTarget | MailTarget, key: NoticeKey, item: Attention) -
     return matches(target.runs, key.run) if key.run else target.runs == ALL
 
 
-def _told(key: NoticeKey, item: Attention, now: float) -> Told:
-    return Told(key, item.level, item.text[:TEXT_MAX], item.hint[:TEXT_MAX], item.step, now)
+def _said(told: Told, item: Attention) -> Told:
+    """An alert as its source puts it now, in a length and in characters that every receiver takes."""
+    return told._replace(level=item.level, text=_text(item.text), hint=_text(item.hint), step=item.step)
+
+
+def _text(text: str) -> str:
+    return text[:TEXT_MAX].encode(errors="backslashreplace").decode()
 
 
 def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now: float) -> bool:
     if item.acknowledged is not None:  # somebody has seen it; that it is over is still told, if it was told before
         return False
     if before.times == 0 or before.last is None:
-        return now - before.since >= target.after_s
+        return _passed(before.since, now, target.after_s)
     if before.level == "warning" and item.level == "error":
         return True
-    return target.repeat_s > 0 and now - before.last >= target.repeat_s
+    return target.repeat_s > 0 and _passed(before.last, now, target.repeat_s)
+
+
+def _passed(since: float, now: float, seconds: float) -> bool:
+    """Whether so much time has passed, as far as the clock can be believed: one that was set back holds nothing up."""
+    return now - since >= seconds or since - now > CLOCK_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from sqlalchemy import delete, func, select
@@ -12,7 +13,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.telling import AlertLevel
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeliveryRow, NoticeRow
-from holdfast_service.telling.due import NoticeKey, Plan, Told
+from holdfast_service.telling.due import NoticeKey, Told
 
 PROBLEM_MAX = 500  # characters
 
@@ -30,6 +31,18 @@ class Delivered(NamedTuple):
     firing: int = 0
 
 
+@dataclass
+class Changes:
+    """What is to be noted of one target: alerts as they are told now, and those that are over; messages that were accepted,
+    and alerts that were never told.
+    """
+
+    put: dict[NoticeKey, Told] = field(default_factory=dict)
+    gone: set[NoticeKey] = field(default_factory=set)
+    dropped: int = 0
+    sent: int = 0
+
+
 class Notices:
     """The catalog's tables about notifications. Thread-safe. Raises `CatalogUnavailable`."""
 
@@ -42,29 +55,21 @@ class Notices:
             rows = session.scalars(select(NoticeRow).where(NoticeRow.target == target))
             return {(told := _told(row)).key: told for row in rows}
 
-    def prepare(self, target: str, made: Plan) -> None:
-        """Note alerts that are new, before anything is sent, so that they keep their ids; forget those that are over."""
-        if not made.added and not made.forgotten:
-            return
+    def note(self, target: str, changes: Changes) -> None:
+        """Write down what a target was told, in one transaction."""
         with self._database.write() as session:
-            for told in made.added:
+            for told in changes.put.values():
                 session.merge(_row(target, told))
-            _forget(session, target, made.forgotten)
-            if made.dropped:
-                self._fares(session, target).dropped += made.dropped
-
-    def sent(self, target: str, made: Plan, now: float) -> None:
-        """A message was accepted."""
-        with self._database.write() as session:
-            for told in made.firing:
-                session.merge(_row(target, told._replace(times=told.times + 1, last=now)))
-            _forget(session, target, [told.key for told in made.recovered])
-            self._accepted(session, target)
+            _forget(session, target, changes.gone)
+            if changes.dropped:
+                self._fares(session, target).dropped += changes.dropped
+            if changes.sent:
+                self._accepted(session, target, changes.sent)
 
     def tested(self, target: str) -> None:
         """A test message was accepted."""
         with self._database.write() as session:
-            self._accepted(session, target)
+            self._accepted(session, target, 1)
 
     def failed(self, target: str, problem: str) -> bool:
         """A message was not accepted; whether the one before it was, or there was none."""
@@ -91,9 +96,9 @@ class Notices:
             for table in (NoticeRow, DeliveryRow):
                 session.execute(delete(table).where(table.target.not_in(targets)))
 
-    def _accepted(self, session: Session, target: str) -> None:
+    def _accepted(self, session: Session, target: str, messages: int) -> None:
         row = self._fares(session, target)
-        row.sent += 1
+        row.sent += messages
         row.last_sent, row.problem, row.problem_since = utc_now(), None, None
 
     def _fares(self, session: Session, target: str) -> DeliveryRow:

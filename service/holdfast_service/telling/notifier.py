@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CheckpointError, InUse, InvalidRequest, NoSuchResource
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.observed import Attention
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.telling import Notice, NotificationTarget, TestDelivery
 from holdfast_service.telling.delivery import NotDelivered, deliver
-from holdfast_service.telling.due import NoticeKey, Told, as_alert, concerns, notice_id, plan
+from holdfast_service.telling.due import NoticeKey, as_alert, concerns, notice_id, plan
+from holdfast_service.telling.ledger import Ledger
 from holdfast_service.telling.notices import Notices
 from holdfast_service.telling.targets import HttpTarget, MailTarget, NotifyFile, read_targets
 
@@ -55,10 +56,13 @@ class Telling(NamedTuple):
 
 
 class AlertsNow(NamedTuple):
-    """What needed attention at one moment, of which the target's thread has not told yet."""
+    """What needed attention at one moment, of which the target's thread has not told yet. `at` is that of people, which
+    may be set; `seen` is the monotonic clock's.
+    """
 
     alerts: Mapping[NoticeKey, Attention]
     at: float
+    seen: float
 
 
 class Notifier:
@@ -69,7 +73,7 @@ class Notifier:
         self._path, self._look_s = path, look_s
         self._notices, self._alerts, self._news, self._on_duty, self._node = of
         self.counts = {outcome: 0 for outcome in OUTCOMES}  # of this process
-        self._stamp = _stamp(path)
+        self._stamp = self._stamp_seen = _stamp(path)
         self.file = read_targets(path)
         self._lock = threading.Lock()
         self._senders: dict[str, _Sender] = {}
@@ -134,25 +138,28 @@ class Notifier:
             )
             deliver(target, message)
         except NotDelivered as error:
-            with suppress(CatalogUnavailable):
+            with suppress(CheckpointError):
                 self.not_sent(target, error)
             return TestDelivery(target=name, delivered=False, problem=error.problem, hint=error.hint)
         finally:
             with self._lock:
                 self._testing.discard(name)
         self.counts["sent"] += 1
-        with suppress(CatalogUnavailable):
+        with suppress(CheckpointError):
             self._notices.tested(name)
+        with self._lock:
+            sender = self._senders.get(name)
+        if sender is not None:
+            sender.hurry()
         return TestDelivery(target=name, delivered=True)
 
-    def known(self, target: AnyTarget) -> dict[NoticeKey, Told]:
-        """What a target was told of and is going to be; `CatalogUnavailable`."""
-        return self._notices.known(target.name)
+    def ledger(self, target: AnyTarget) -> Ledger:
+        return Ledger(self._notices, target.name)
 
-    def tell(self, target: AnyTarget, look: AlertsNow, gone: Mapping[NoticeKey, float]) -> bool:
+    def tell(self, target: AnyTarget, ledger: Ledger, look: AlertsNow, absent: Mapping[NoticeKey, float]) -> bool:
         """Tell a target what is due; whether there is more. Raises `NotDelivered`, and `CatalogUnavailable`."""
-        made = plan(target, look.alerts, self._notices.known(target.name), gone, look.at)
-        self._notices.prepare(target.name, made)
+        made = plan(target, look.alerts, ledger.known(), absent, look.at)
+        ledger.prepare(made)
         self.counts["dropped"] += made.dropped
         if not (made.firing or made.recovered) or self._closing.is_set() or not self._on_duty():
             return False
@@ -169,7 +176,7 @@ class Notifier:
             waiting=made.waiting,
         )
         deliver(target, message)
-        self._notices.sent(target.name, made, look.at)
+        ledger.sent(made, look.at)
         self.counts["sent"] += 1
         text = f"{target.name} was told of {_alerts(len(made.firing))}, and that {_alerts(len(made.recovered))} ended"
         log.info("%s", text)
@@ -199,7 +206,7 @@ class Notifier:
                 if self._renamed:
                     self._notices.keep_only([sender.target.name for sender in senders])
                     self._renamed = False
-                look = AlertsNow(self._alerts(), time.time())
+                look = AlertsNow(self._alerts(), time.time(), time.monotonic())
                 for sender in senders:
                     sender.hear(look)
             except CheckpointError as away:  # nothing is known, so that nothing is over
@@ -209,17 +216,23 @@ class Notifier:
             took_s = time.thread_time() - began
 
     def _reread(self) -> None:
-        """Take over a file that was changed; one that is wrong changes nothing."""
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        """Take over a file that was changed; one that is wrong changes nothing, and one that still changes may be half
+        written: it waits for the next look.
+        """
+        stamp, seen = _stamp(self._path), self._stamp_seen
+        self._stamp_seen = stamp
+        if stamp == self._stamp or stamp != seen:
             return
-        self._stamp = stamp
         try:
             found = read_targets(self._path)
         except InvalidRequest as error:
+            self._stamp = stamp
             log.error("%s; the targets stay as they were", error.detail)
             self._news.add("notification-failed", f"{error.detail}; the targets stay as they were", level="error")
             return
+        if _stamp(self._path) != stamp:
+            return
+        self._stamp = stamp
         log.info("%s has %d targets now", self._path, len(found.target))
         self._take_over(found)
 
@@ -245,8 +258,9 @@ class _Sender:
         self._changed = threading.Condition()
         self._look: AlertsNow | None = None
         self._gone: dict[NoticeKey, float] = {}
-        self._sure: float | None = None  # from when on what is absent is over
-        self._stopped = False
+        self._sure: float | None = None  # from when on what is absent is over, by the monotonic clock
+        self._ledger = notifier.ledger(target)
+        self._stopped = self._hurried = self._off_duty = False
         self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
         self.thread.start()
 
@@ -254,8 +268,13 @@ class _Sender:
         """This needs attention now; None: telling it is another node's duty."""
         with self._changed:
             self._look = look
-            if look is None:
-                self._gone, self._sure = {}, None
+            self._off_duty |= look is None
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Try again at once: the target has just accepted something."""
+        with self._changed:
+            self._hurried = True
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -266,47 +285,52 @@ class _Sender:
     def _run(self) -> None:
         tries = 0
         while (look := self._next()) is not None:
-            wait_s = 0.0
             try:
-                while self._notifier.tell(self.target, look, self._absent(look)) and not self._stopped:
+                while self._notifier.tell(self.target, self._ledger, look, self._absent(look)) and not self._stopped:
                     pass
                 tries = 0
             except NotDelivered as error:
                 tries += 1
-                wait_s = max(min(RETRY_S * 2 ** min(tries - 1, 20), RETRY_MAX_S), error.again_s) * random.uniform(0.8, 1.2)
-                self._note(error)
+                self._wait(error, max(min(RETRY_S * 2 ** min(tries - 1, 20), RETRY_MAX_S), error.again_s))
             except CheckpointError as away:
                 log.info("%s cannot be told: %s", self.target.name, away.detail)
-            except Exception:
+            except Exception as error:
                 log.exception("%s cannot be told", self.target.name)
-                wait_s = RETRY_MAX_S
-            if wait_s:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopped, wait_s)
+                self._wait(NotDelivered(f"a fault of the daemon: {type(error).__name__}", "see its log"), RETRY_MAX_S)
 
-    def _note(self, error: NotDelivered) -> None:
+    def _wait(self, error: NotDelivered, seconds: float) -> None:
+        """Record a failure, and wait before the next try."""
+        with self._changed:
+            self._hurried = False
         try:
             self._notifier.not_sent(self.target, error)
         except CheckpointError as away:
             log.info("it is not recorded that %s was not told: %s", self.target.name, away.detail)
+        except Exception:  # whatever it is, this thread goes on
+            log.exception("it is not recorded that %s was not told", self.target.name)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._hurried, seconds * random.uniform(0.8, 1.2))
 
     def _next(self) -> AlertsNow | None:
         """The newest look, once there is one that was not seen; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._look is not None)
+            if self._off_duty:
+                self._gone, self._sure, self._off_duty = {}, None, False
+                self._ledger.hand_over()
             look, self._look = self._look, None
             return None if self._stopped else look
 
     def _absent(self, look: AlertsNow) -> dict[NoticeKey, float]:
-        """Since when alerts are absent, as far as this process has seen it: what a daemon does not know at its start is not
-        over.
+        """For how many seconds alerts are absent, as far as this process has seen it: what a daemon does not know at its
+        start is not over.
         """
         if self._sure is None:
-            self._sure = look.at + UNSURE_S
-        since = max(look.at, self._sure)
+            self._sure = look.seen + UNSURE_S
+        since = max(look.seen, self._sure)
         there = {key for key, item in look.alerts.items() if concerns(self.target, key, item)}
-        self._gone = {key: self._gone.get(key, since) for key in self._notifier.known(self.target) if key not in there}
-        return self._gone
+        self._gone = {key: self._gone.get(key, since) for key in self._ledger.known() if key not in there}
+        return {key: look.seen - since for key, since in self._gone.items()}
 
 
 def _alerts(count: int) -> str:

@@ -24,7 +24,7 @@ SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 4096
 REPEAT_S = 4 * 3600.0
 AFTER_S = 30.0
 DAY_S = 86_400.0
-_HINT = "docs/operating.md describes the file"
+_HINT = "docs/telling.md describes the file"
 _ADDRESS = r"^[^\s@<>,;:\"\\]+@[^\s@<>,;:\"\\]+$"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -153,19 +153,26 @@ class NotifyFile(BaseModel):
 
 def check_url(url: str) -> str:
     """An http or https address without user, password and fragment; `ValueError`, which does not show it."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+    if not url.isascii() or not url.isprintable():
         raise ValueError("it is no http:// or https:// address")
-    if " " in url or parts.fragment or parts.username is not None or parts.password is not None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # no cause: it would show what may be secret
+        raise ValueError("its host or port is none") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it is no http:// or https:// address")
+    if " " in url or "#" in url or "@" in parts.netloc:
         raise ValueError("an address with a space, a user or a fragment is not taken")
-    _ = parts.port  # ValueError
     return url
 
 
 def read_targets(path: Path) -> NotifyFile:
     """The targets in a file; `InvalidRequest` says what is wrong with it, without what may be secret."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InvalidRequest(f"--notify: {path} is no file", hint=_HINT)
             text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"--notify: cannot read {path}: {error.strerror}", hint=_HINT) from error
@@ -181,6 +188,11 @@ def read_targets(path: Path) -> NotifyFile:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InvalidRequest(f"--notify: {path}: {where}: {first['msg']}", hint=_HINT) from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a pipe without waiting for whoever writes into it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_secret(path: Path, bytes_min: int = SECRET_BYTES_MIN) -> bytes:

@@ -8,6 +8,7 @@ from holdfast_formats.rest.telling import Notice, NoticedAlert
 
 SUBJECT_MAX = 150  # characters
 SLACK_MAX = 30_000  # characters; Slack cuts longer texts off at 40 000
+_NOTHING = "\u200b"  # a space of no width
 _MARKS = {"error": ":red_circle:", "warning": ":large_yellow_circle:", "recovered": ":large_green_circle:"}
 
 
@@ -42,7 +43,7 @@ def _paragraph(one: NoticedAlert) -> Iterator[str]:
     if one.status == "recovered":
         yield f"It was seen first at {one.since}."
     else:
-        yield one.hint
+        yield _line(one.hint)
         if one.told:
             yield f"It goes on since {one.since}; told {one.told} {'time' if one.told == 1 else 'times'} before."
     if one.url is not None:
@@ -61,9 +62,14 @@ def _state(one: NoticedAlert) -> str:
 
 
 def _what(one: NoticedAlert) -> str:
-    text = " ".join(one.text.split())
-    return f"{one.run}: {text}" if one.run else text
+    return f"{one.run}: {_line(one.text)}" if one.run else _line(one.text)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _escaped(text: str) -> str:
+    """Slack knows only its own markup; others that take its messages know Markdown, and mentions such as `@all`."""
+    text = text.replace("@", f"@{_NOTHING}").replace("](", f"]{_NOTHING}(")
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

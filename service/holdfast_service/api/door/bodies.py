@@ -19,6 +19,7 @@ from holdfast_formats.errors import DeadlineExceeded, InvalidRequest, LimitExcee
 BODY_BYTES_MAX = 2**20
 BODY_WAIT_MAX_S = 30.0
 DEPTH_MAX = 32
+MEMBERS_MAX = 50_000  # what reads a body lists every mistake in it: a kilobyte for each member
 INTEGER_MAX = 2**63 - 1
 Kind = Literal["json", "form", "octets"]
 JSON: Kind = "json"
@@ -30,7 +31,7 @@ MEDIA_TYPES: dict[str, Kind] = {
     "application/octet-stream": OCTETS,
 }
 _MEDIA_TYPE = re.compile(r'([a-z0-9/.+-]+)(?:[ \t]*;[ \t]*charset=(?:utf-8|"utf-8"))?', re.IGNORECASE)
-_STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+_STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]},]', re.DOTALL)
 
 
 class Gone(Exception):
@@ -108,7 +109,7 @@ def parse(body: bytes) -> Any:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: {error}") from error
-    _check_depth(text)
+    _check_structure(text)
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_int=_integer, parse_float=_real)
         json.dumps(value, ensure_ascii=False).encode()
@@ -119,8 +120,8 @@ def parse(body: bytes) -> Any:
     return value
 
 
-def _check_depth(text: str) -> None:
-    depth = 0
+def _check_structure(text: str) -> None:
+    depth = members = 0
     for found in _STRUCTURE.finditer(text):
         if found[0] in "[{":
             depth += 1
@@ -128,6 +129,10 @@ def _check_depth(text: str) -> None:
                 raise LimitExceeded(f"the body is nested deeper than {DEPTH_MAX}")
         elif found[0] in "]}":
             depth -= 1
+        elif found[0] == ",":
+            members += 1
+            if members > MEMBERS_MAX:
+                raise LimitExceeded(f"the body has more than {MEMBERS_MAX} members")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

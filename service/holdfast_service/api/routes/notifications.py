@@ -31,6 +31,6 @@ def test_notification(services: Wired, name: Annotated[str, Path(max_length=63)]
 
 def _notifier(services: Services) -> Notifier:
     if services.notifier is None:
-        hint = "start it with `holdfast serve --notify FILE`; docs/operating.md describes the file"
+        hint = "start it with `holdfast serve --notify FILE`; docs/telling.md describes the file"
         raise NoSuchResource("this daemon notifies nobody", hint=hint)
     return services.notifier

@@ -24,7 +24,7 @@ def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[Watched
     watch = _watch(services)
     if viewer.sees_all:
         return bodies.Page(items=watch.daemons())
-    return bodies.Page(items=watch.daemons({one.summary.run for one in watch.runs() if viewer.sees(one.summary.run)}))
+    return bodies.Page(items=watch.daemons(viewer.sees))
 
 
 @router.get("/runs", dependencies=READS, summary="Runs of all watched daemons, those that need attention first")
@@ -38,8 +38,8 @@ def list_watched_runs(
     """As each daemon said it last. What changes between two requests may be missed, or come twice."""
     after = decode_cursor("watched", cursor)
     first = 0 if after is None else integer(after) + 1
-    found = [one for one in _watch(services).runs() if viewer.sees(one.summary.run) and one.summary.run.startswith(prefix)]
-    numbered = list(enumerate(found))[first : first + limit + 1]
+    found = _watch(services).runs(lambda run: run.startswith(prefix) and viewer.sees(run), first, limit + 1)
+    numbered = list(enumerate(found, first))
     cut = page("watched", numbered, limit, lambda one: one[0])
     return bodies.Page(items=[run for _, run in cut.items], next=cut.next)
 

@@ -1,0 +1,68 @@
+"""What one target was told: the rows of the catalog, and above them what could not be written there yet.
+
+A catalog that answers but takes nothing, as on a full disk, is when people have to be told. They are, and once: what was
+told stays here until it is noted, so that a message which was accepted is not sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.telling.due import NoticeKey, Plan, Told
+from holdfast_service.telling.notices import Changes, Notices
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """For the thread of one target alone."""
+
+    def __init__(self, notices: Notices, target: str) -> None:
+        self._notices, self._target = notices, target
+        self._changes = Changes()
+
+    def known(self) -> dict[NoticeKey, Told]:
+        """What the target was told of, and is going to be; `CatalogUnavailable`."""
+        known = {**self._notices.known(self._target), **self._changes.put}
+        return {key: told for key, told in known.items() if key not in self._changes.gone}
+
+    def prepare(self, made: Plan) -> None:
+        """Note alerts that are new, before anything is sent, so that they keep their ids; forget those that are over."""
+        for told in made.added:
+            self._put(told)
+        for key in made.forgotten:
+            self._remove(key)
+        self._changes.dropped += made.dropped
+        self._note()
+
+    def sent(self, made: Plan, now: float) -> None:
+        """A message was accepted."""
+        for told in made.firing:
+            self._put(told._replace(times=told.times + 1, last=now))
+        for told in made.recovered:
+            self._remove(told.key)
+        self._changes.sent += 1
+        self._note()
+
+    def hand_over(self) -> None:
+        """Another node tells now, and what it noted counts."""
+        self._changes = Changes()
+
+    def _put(self, told: Told) -> None:
+        self._changes.put[told.key] = told
+        self._changes.gone.discard(told.key)
+
+    def _remove(self, key: NoticeKey) -> None:
+        self._changes.put.pop(key, None)
+        self._changes.gone.add(key)
+
+    def _note(self) -> None:
+        if self._changes == Changes():
+            return
+        try:
+            self._notices.note(self._target, self._changes)
+        except CheckpointError as away:
+            log.info("what %s was told cannot be noted yet: %s", self._target, away.detail)
+        else:
+            self._changes = Changes()
