@@ -73,10 +73,10 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(info.get(name, ""), str | None):
             raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
     try:
-        said: dict[str, Any] = json.loads(json.dumps(dict(info), allow_nan=False, default=_plain))
-    except (TypeError, ValueError, RecursionError) as error:
+        said: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
+    except Exception as error:  # whatever a config of somebody's own raises where it is read
         raise InvalidRequest(
-            f"info cannot be remembered: {error}",
+            f"info cannot be remembered: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
         ) from error
     said = masked(said)
@@ -100,6 +100,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is no JSON")
 
 
+def _well_formed(said: str) -> Any:
+    """What this JSON says; half characters, as in a file's name that is no UTF-8, are `?`, for they cannot be sent."""
+    return json.loads(said.encode("utf-8", "replace"))
+
+
 def _found() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {
@@ -112,7 +117,7 @@ def _found() -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    words = masked_command(sys.orig_argv)
+    words: list[str] = masked_command(_well_formed(json.dumps(sys.orig_argv, ensure_ascii=False)))
     kept: list[str] = []
     for word in words:
         if sum(map(len, kept)) + len(word) > COMMAND_CHARACTERS_MAX:
