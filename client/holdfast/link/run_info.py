@@ -24,6 +24,7 @@ from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
 COMMAND_CHARACTERS_MAX = 4096
 WAIT_S = 1.0  # for git, at the first contact with the daemon
+INTEGER_MAX = 2**63 - 1
 _TEXTS = ("owner", "notes")  # of these names, what is given is text
 
 
@@ -79,6 +80,8 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
             f"info cannot be remembered: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
         ) from error
+    if (large := _large(said)) is not None:
+        raise InvalidRequest(f"info cannot be remembered: {str(large)[:24]} is beyond 64 bits", hint="give it as text")
     said = masked(said)
     size = len(json.dumps(said))
     if size > INFO_BYTES_MAX:
@@ -103,6 +106,14 @@ def _plain(value: Any) -> Any:
 def _well_formed(said: str) -> Any:
     """What this JSON says; half characters, as in a file's name that is no UTF-8, are `?`, for they cannot be sent."""
     return json.loads(said.encode("utf-8", "replace"))
+
+
+def _large(value: Any) -> int | None:
+    """A whole number that the daemon would not take."""
+    if isinstance(value, int):
+        return value if abs(value) > INTEGER_MAX else None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for one in inner if (found := _large(one)) is not None), None)
 
 
 def _found() -> dict[str, Any]:

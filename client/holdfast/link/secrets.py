@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-DEPTH_MAX = 32
+DEPTH_MAX = 24  # a daemon takes no message that is nested deeper than 32
 _SECRET = frozenset(
     [
         "password",
