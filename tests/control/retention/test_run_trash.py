@@ -41,6 +41,7 @@ class MortalTier:
 
     def __init__(self, tier: PosixTier) -> None:
         self._tier, self.kill_at, self._seen = tier, 0, 0
+        self.changed: list[str] = []  # where it was changed since `mortal`
 
     def __getattr__(self, name: str) -> Any:
         act = getattr(self._tier, name)
@@ -49,6 +50,7 @@ class MortalTier:
 
         def change(*arguments: Any) -> Any:
             self._seen += 1
+            self.changed.append(str(arguments[0]))
             if self.kill_at == 2 * self._seen - 1:
                 raise Killed
             found = act(*arguments)
@@ -59,7 +61,7 @@ class MortalTier:
         return change
 
     def mortal(self, at: int) -> None:
-        self.kill_at, self._seen = at, 0
+        self.kill_at, self._seen, self.changed = at, 0, []
 
 
 class Root(NamedTuple):
