@@ -44,8 +44,10 @@ class RunInfo:
         """All of it, as JSON values; of git what is known within `wait_s`. At most 64 KiB of JSON: what was given goes
         first.
         """
-        if self._asking is not None:
-            self._asking.join(wait_s)
+        asking = self._asking
+        if asking is not None:
+            asking.join(wait_s)
+            self._asking = None  # waited for once: what comes later is told at the next contact
         said = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
         if len(json.dumps(said)) > INFO_BYTES_MAX:
             said.pop("command", None)

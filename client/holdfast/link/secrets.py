@@ -70,8 +70,8 @@ _IN_ONE_WORD = ("hftoken", "authtoken", "accesstoken", "apitoken", "bearertoken"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _OPTION = re.compile(r"(?P<name>[+~]*-{0,2}[A-Za-z_][\w.@/-]*)=(?P<value>.*)", re.DOTALL)
 _FORMS = re.compile(
-    r"(?:sk|pk|rk)-[\w-]{16,}|hf_\w{16,}|gh[opsur]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|hft_\w{16,}"
+    r"(?:sk|pk|rk)-[\w-]{16,}|hf_[\w-]{16,}|gh[opsur]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"
 )
 _IN_URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{0,31}://)(?P<user>[^/\s?#]+)@")

@@ -34,6 +34,7 @@ def test_other_options_are_shown(name: str) -> None:
     "text",
     [
         "hf_abcdefghijklmnopqrstuv",
+        "hf_ZAxr-Lyo3FDS5c6LHr788F4wpct01-IQpkogoa_Op-uBp3",  # one of a daemon's own
         "sk-proj-abcdefghijklmnopqrst",
         "ghp_abcdefghijklmnopqrstuv123",
         "AKIAABCDEFGHIJKLMNOP",

@@ -25,6 +25,7 @@ from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.run_deletion import delete_run, undelete_run
 from holdfast_service.storage import PosixStore, PosixTier
+from tests.control.published import mark_verified
 from tests.control.retention.conftest import STEPS
 from tests.daemon.saver_world import RUN, saver_world
 from tests.databases import sqlite_url
@@ -293,13 +294,14 @@ def test_a_full_disk_does_not_keep_a_run_from_being_deleted(root: Root, monkeypa
 def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:
     """With its run the copies in replicas go: where nothing else is sound of a checkpoint, that has to be said."""
     database = root.decisions.rotation._catalog.database
+    mark_verified(root.decisions.rotation._catalog, RUN, 1)
     with database.write() as session:
         session.add(ReplicaRow(run=RUN, step=1, tier="other", state="present", bytes=1, since=""))
     assert root.trash.delete(RUN, dry_run=True)
     with database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step == 1).values(damage={"code": "corrupt"}))
         session.add(ReplicaRow(run=RUN, step=9, tier="other", state="present", bytes=1, since=""))
-    with pytest.raises(Pinned, match=r"only copies in replicas are sound of 2 checkpoints.*: 1, 9"):
+    with pytest.raises(Pinned, match=r"only copies in replicas are known to be sound of 2 checkpoints.*: 1, 9"):
         root.trash.delete(RUN)
     with pytest.raises(Pinned, match="only copies"):
         root.decisions.renaming.rename(RUN, "another-name")

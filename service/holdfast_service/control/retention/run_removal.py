@@ -54,17 +54,19 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
 
 
 def refuse_lone_copies(catalog: Catalog, run: str) -> None:
-    """`Pinned` where a copy in a replica is all that is sound of a checkpoint: with its run the copies go, and the trash
-    would keep only what is damaged, or nothing.
+    """`Pinned` where a copy in a replica is all that is known to be sound of a checkpoint: with its run the copies go, and
+    the trash would keep only what is damaged, or nothing.
     """
-    sound = select(CheckpointRow.step).where(CheckpointRow.run == run, CheckpointRow.damage.is_(None))
+    stands = (CheckpointRow.run == run, CheckpointRow.verified, CheckpointRow.damage.is_(None))
+    sound = select(CheckpointRow.step).where(*stands)
     copied = select(ReplicaRow.step).where(ReplicaRow.run == run, ReplicaRow.state == "present")
     with catalog.database.read() as session:
         alone = set(session.scalars(copied.where(ReplicaRow.step.not_in(sound))))
     if alone:
         raise Pinned(
-            f"only copies in replicas are sound of {len(alone)} checkpoints of {run}: {_some(alone)}",
-            hint="repair them first (`holdfast repair`), or delete the copies too: --pinned (marked=true)",
+            f"only copies in replicas are known to be sound of {len(alone)} checkpoints of {run}: {_some(alone)}",
+            hint="verify or repair them first (`holdfast verify`, `holdfast repair`), or delete the copies too: --pinned "
+            "(marked=true)",
         )
 
 
