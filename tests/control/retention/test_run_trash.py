@@ -366,7 +366,8 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         made = delete_run(trash, world.saver, world.arena, RUN)
         assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.lives() == {}
         assert world.committed() == [] and [one.entry for one in trash.entries()] == [made.entry]
-        (again,) = world.launch(1)  # by the same name of its launch: nothing but the ranks tells it from the deleted one
+        world._launches = 0
+        (again,) = world.launch(1)  # with the launch ID of before: nothing but its ranks tells this run from the deleted one
         with pytest.raises(InUse, match="connected"):
             undelete_run(trash, world.saver, world.arena, RUN)
         assert world.committed() == [] and len(trash.entries()) == 1
