@@ -367,7 +367,7 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.lives() == {}
         assert world.committed() == [] and [one.entry for one in trash.entries()] == [made.entry]
         world._launches = 0
-        (again,) = world.launch(1)  # with the launch ID of before: nothing but its ranks tells this run from the deleted one
+        (again,) = world.launch(1)  # with the launch ID of before
         with pytest.raises(InUse, match="connected"):
             undelete_run(trash, world.saver, world.arena, RUN)
         assert world.committed() == [] and len(trash.entries()) == 1
