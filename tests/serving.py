@@ -61,6 +61,7 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
             runner=runner,
             trash=decisions.trash,
             delete_run=decisions.trash.delete,
+            undelete_run=decisions.trash.undelete,
             rename_run=decisions.renaming.rename,
         )
     finally:

@@ -24,6 +24,7 @@ ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
 CLAIMS = ".holdfast.claims"  # the attempts that the daemons of several nodes have given out
 ROOT_FILE = ".holdfast.root"  # the root's id
 RUN_TRASH = ".holdfast.trash"  # deleted runs, which can be brought back
+RUN_TRASH_AGES = ".holdfast.trash.json"  # for how long they have been there
 RENAMING = ".holdfast.renaming"  # runs under new names, until they are complete
 RENAMED_FILE = "renamed.json"  # in a run with a new name, until the old one is gone
 DELETED_FILE = "deleted.json"  # in a run that is there, or is about to be

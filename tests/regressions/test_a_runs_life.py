@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 from holdfast import Checkpointer
 from holdfast.cli import app
+from holdfast.link import run_info
 from holdfast.rest import runs, summaries
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InUse, InvalidRequest
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_formats.rest.runs import RunAbout, RunChange
+from holdfast_service.api.door import bodies
 from tests.daemons import RunningDaemon, freeze, running, wait_until
 from tests.forked import Forked
 
@@ -173,6 +175,15 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
     shown = holdfast("show", "told", "--url", daemon.url)
     assert "owner       ben" in shown and "told@2" in shown and "mine" not in shown
     assert json.loads(holdfast("show", "told", "--json", "--url", daemon.url))["about"]["owner"] == "ben"
+
+
+def test_what_is_taken_is_taken_over_http_too() -> None:
+    """The door has limits of its own: of depth, of numbers, of text."""
+    deep: Any = {"x": -(2**63) + 1}
+    for _ in range(200):
+        deep = {"x": deep, "y": [2**63 - 1]}
+    info = run_info.check({"deep": deep, "\ud800": "\udfff"})
+    assert bodies.parse(json.dumps({"info": info}).encode()) == {"info": info}
 
 
 def test_what_people_set_counts(daemon: RunningDaemon) -> None:

@@ -6,8 +6,10 @@ The commit is read from git's own files. Whether something differs, git says by 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +22,9 @@ REFERENCES_MAX = 5  # from one to the next
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _QUIETLY = ("--no-optional-locks", "--no-pager")
 _SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never", "submodule.recurse=false")
+# A repository may allow protocols by name, and a missing object is fetched: `ext::` would run what it says. This wins.
+_ABOUT = ("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1")
+_OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")  # where a hook trains
 _FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
 _QUESTIONS = (("diff-index", "--cached", "--name-only", "HEAD"), ("diff-files", "--name-only"))
 
@@ -40,10 +45,11 @@ def commit_of(directory: Path) -> dict[str, Any] | None:
 
 def is_dirty(directory: Path, wait_s: float = WAIT_S) -> bool | None:
     """Whether tracked files differ from the commit; None where git is not there, or does not say so soon enough."""
-    git = shutil.which("git")
-    if git is None:
+    git, env = shutil.which("git"), shutil.which("env")
+    if git is None or env is None:
         return None
-    asking = [git, "-C", str(directory), *_QUIETLY, *_given(_SETTINGS)]
+    unset = [word for name in _OF_ANOTHER for word in ("-u", name)]
+    asking = [env, *unset, *_ABOUT, git, "-C", str(directory), *_QUIETLY, *_given(_SETTINGS)]
     filters = _answer([*asking, *_FILTERS], wait_s, nothing=1)
     if filters is None:
         return None
@@ -108,5 +114,8 @@ def _reference(at: Path, common: Path, name: str) -> str:
 
 
 def _text(path: Path, most: int = SMALL_BYTES_MAX) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
+    """The beginning of a plain file; `OSError` for what is none: a pipe would be waited for, for ever."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8", errors="replace") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no plain file")
         return file.read(most)

@@ -24,6 +24,7 @@ from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
 COMMAND_CHARACTERS_MAX = 4096
 WAIT_S = 1.0  # for git, at the first contact with the daemon
+INTEGER_MAX = 2**63 - 1
 _TEXTS = ("owner", "notes")  # of these names, what is given is text
 
 
@@ -43,8 +44,10 @@ class RunInfo:
         """All of it, as JSON values; of git what is known within `wait_s`. At most 64 KiB of JSON: what was given goes
         first.
         """
-        if self._asking is not None:
-            self._asking.join(wait_s)
+        asking = self._asking
+        if asking is not None:
+            asking.join(wait_s)
+            self._asking = None  # waited for once: what comes later is told at the next contact
         said = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
         if len(json.dumps(said)) > INFO_BYTES_MAX:
             said.pop("command", None)
@@ -73,12 +76,14 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(info.get(name, ""), str | None):
             raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
     try:
-        said: dict[str, Any] = json.loads(json.dumps(dict(info), allow_nan=False, default=_plain))
-    except (TypeError, ValueError, RecursionError) as error:
+        said: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
+    except Exception as error:  # whatever a config of somebody's own raises where it is read
         raise InvalidRequest(
-            f"info cannot be remembered: {error}",
+            f"info cannot be remembered: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
         ) from error
+    if (large := _large(said)) is not None:
+        raise InvalidRequest(f"info cannot be remembered: {str(large)[:24]} is beyond 64 bits", hint="give it as text")
     said = masked(said)
     size = len(json.dumps(said))
     if size > INFO_BYTES_MAX:
@@ -100,6 +105,19 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is no JSON")
 
 
+def _well_formed(said: str) -> Any:
+    """What this JSON says; half characters, as in a file's name that is no UTF-8, are `?`, for they cannot be sent."""
+    return json.loads(said.encode("utf-8", "replace"))
+
+
+def _large(value: Any) -> int | None:
+    """A whole number that the daemon would not take."""
+    if isinstance(value, int):
+        return value if abs(value) > INTEGER_MAX else None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for one in inner if (found := _large(one)) is not None), None)
+
+
 def _found() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {
@@ -112,7 +130,7 @@ def _found() -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    words = masked_command(sys.orig_argv)
+    words: list[str] = masked_command(_well_formed(json.dumps(sys.orig_argv, ensure_ascii=False)))
     kept: list[str] = []
     for word in words:
         if sum(map(len, kept)) + len(word) > COMMAND_CHARACTERS_MAX:

@@ -67,6 +67,7 @@ class Services:
     lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
     trash: RunTrash | None = None  # of a service with a daemon
     delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join
+    undelete_run: Callable[..., TrashedRun] | None = None
     rename_run: Callable[..., bodies.Run] | None = None
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))

@@ -48,7 +48,7 @@ from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
-from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run
+from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run, undelete_run
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
@@ -270,6 +270,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         lives=lambda: control.decisions.lives(saver.lives()),
         trash=control.decisions.trash,
         delete_run=partial(delete_run, control.decisions.trash, saver, node.arena),
+        undelete_run=partial(undelete_run, control.decisions.trash, saver, node.arena),
         rename_run=partial(rename_run, control.decisions.renaming, saver, node.arena),
         door=door,
         audit_days=config.audit_days,

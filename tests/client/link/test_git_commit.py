@@ -77,6 +77,28 @@ def test_nothing_of_the_repository_is_run(repository: Path, tmp_path: Path) -> N
     assert not ran.exists()
 
 
+def test_an_object_that_is_missing_is_not_fetched(repository: Path, tmp_path: Path) -> None:
+    """A partial clone fetches what it has not, by protocols that the repository allows by name: `ext::` is a program."""
+    ran = tmp_path / "ran"
+    for setting, value in (
+        ("core.repositoryformatversion", "1"),
+        ("extensions.partialClone", "origin"),
+        ("remote.origin.promisor", "true"),
+        ("remote.origin.url", f"ext::touch {ran}"),
+        ("protocol.ext.allow", "always"),
+    ):
+        git(repository, "config", setting, value)
+    tree = git(repository, "rev-parse", "HEAD")
+    (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    assert is_dirty(repository) is None and not ran.exists()
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(repository: Path) -> None:
+    (repository / ".git" / "HEAD").unlink()
+    os.mkfifo(repository / ".git" / "HEAD")
+    assert commit_of(repository) is None
+
+
 def test_what_is_no_repository_says_nothing(tmp_path: Path) -> None:
     """Nor does one that is broken, or leads elsewhere."""
     broken = tmp_path / "broken"

@@ -13,6 +13,7 @@ from holdfast import Checkpointer
 from holdfast.link import run_info
 from holdfast.link.run_info import RunInfo
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.staging import wire
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
 
@@ -38,6 +39,31 @@ def test_a_long_command_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(command) < 2000 and command[-1].endswith("more")
 
 
+def test_half_characters_do_not_keep_a_trainer_from_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's name that is no UTF-8, in the command or a config: it is shown with `?`, and can be sent."""
+    monkeypatch.setattr("sys.orig_argv", ["python", "caf\udce9.py"])
+    told = RunInfo(run_info.check({"git": None, "x": {"\ud800": "\udfff"}})).told()
+    assert told["command"] == ["python", "caf?.py"] and told["x"] == {"?": "?"}
+    wire.encode_frame(
+        wire.Hello(id=1, run="r", rank=0, world=1, launch="l", process="p", session="s", keep_last=None, info=told)
+    )
+
+
+class Broken(dict[str, int]):
+    """As a lazy config whose values are found out when they are read."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("unresolved")
+
+    def items(self) -> Any:
+        raise RuntimeError("unresolved")
+
+
+class NoPath:
+    def __fspath__(self) -> str:
+        raise RuntimeError("unresolved")
+
+
 @pytest.mark.parametrize(
     ("info", "why"),
     [
@@ -47,6 +73,9 @@ def test_a_long_command_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         ("text", "mapping"),
         ({"owner": 5}, "owner"),
         ({"x": {1, 2}}, "set"),
+        ({"x": [{"y": 2**63}]}, "64 bits"),
+        ({"x": NoPath()}, "unresolved"),
+        ({"x": Broken(a=1)}, "unresolved"),
     ],
 )
 def test_what_is_no_json_is_refused(info: Any, why: str) -> None:

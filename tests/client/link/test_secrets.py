@@ -34,6 +34,7 @@ def test_other_options_are_shown(name: str) -> None:
     "text",
     [
         "hf_abcdefghijklmnopqrstuv",
+        "hf_ZAxr-Lyo3FDS5c6LHr788F4wpct01-IQpkogoa_Op-uBp3",  # one of a daemon's own
         "sk-proj-abcdefghijklmnopqrst",
         "ghp_abcdefghijklmnopqrstuv123",
         "AKIAABCDEFGHIJKLMNOP",
@@ -52,6 +53,61 @@ def test_passwords_in_addresses_and_headers() -> None:
     assert masked_text("https://host/x?token=1&a=2") == f"https://host/x?token={MASK}&a=2"
     assert TOKEN not in str(masked_command(["-H", f"Authorization: Bearer {TOKEN}"]))
     assert masked_command(["s3://bucket/key", "a:b"]) == ["s3://bucket/key", "a:b"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", f'{{"a": {{"api_key": "{TOKEN}"}}}}'],
+        [f'--config={{"token":"{TOKEN}"}}'],
+        ["--kw", f"{{api_key: {TOKEN}, x: 1}}"],
+        ["--kw", f"dict(api_key='{TOKEN}')"],
+        ["bash", "-c", f"HF_TOKEN={TOKEN} python train.py"],
+        ["-c", f"os.environ['HF_TOKEN'] = '{TOKEN}'"],
+        ["--env", f"WANDB_API_KEY={TOKEN}"],
+        [f"-eWANDB_API_KEY={TOKEN}"],
+        ["--dsn", f"host=db password={TOKEN} user=x"],
+        ["--connection", f"Server=x;Password={TOKEN};"],
+        ["--db", f"postgres://me:p@{TOKEN}@host/db"],
+        ["--url", f"https://host/x?a=1&X-Amz-Signature={TOKEN}"],
+        ["--hook", f"https://hooks.slack.com/services/T000/B000/{TOKEN}"],
+        ["--db-pass", TOKEN],
+        [f"--pass={TOKEN}"],
+        ["--hftoken", TOKEN],
+        ["--jwt", TOKEN],
+    ],
+)
+def test_a_secret_within_a_word_is_masked(words: list[str]) -> None:
+    """JSON, YAML, Python, shell, connection strings, signed addresses; in the text of a config too."""
+    assert TOKEN not in str(masked_command(["train.py", *words]))
+    assert TOKEN not in str(masked({"said": " ".join(words)})) or words[0] in ("--db-pass", "--hftoken", "--jwt")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tokens", "8B"],
+        ["--data", "/x:/y"],
+        ["dp=2,tp=4"],
+        ["s3://a/b@v1"],
+        ["tokens: 8B, keys: 3"],
+        ["--forward-pass", "2"],
+    ],
+)
+def test_what_is_no_secret_is_shown(words: list[str]) -> None:
+    assert masked_command(words) == words
+
+
+@pytest.mark.parametrize("text", ["x", "eyJ", "bearer ", "?", "a=", '"a":"', "a='", "://", "sk-", "A", "password="])
+def test_a_long_text_takes_no_longer_than_its_length_says(text: str) -> None:
+    """A quarter of a megabyte, which is no more than a weight matrix in a config: minutes, where it is looked at anew from
+    each of its characters.
+    """
+    masked_text(text * (2**18 // len(text)))
+
+
+def test_lists_of_variables() -> None:
+    assert masked([{"name": "HF_TOKEN", "value": TOKEN}]) == [{"name": "HF_TOKEN", "value": MASK}]
 
 
 def test_an_option_after_a_secret_is_no_value() -> None:

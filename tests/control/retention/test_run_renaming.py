@@ -61,32 +61,45 @@ def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
 
 def test_killed_at_every_step(at: Path) -> None:
     """The next start finds the run under the old name or the new one, whole, and never under both."""
-    names: set[str] = set()
-    for kill_at in count(1):
-        trial = at / f"trial-{kill_at}"
-        shutil.copytree(at / "root", trial / "root", symlinks=True)
-        with opened(trial) as root:
-            root.tier.mortal(kill_at)
-            survived = False
-            with suppress(Killed):
-                root.decisions.renaming.rename(RUN, NEW)
-                survived = True
-        with opened(trial) as root:
-            assert root.decisions.recorded(30)
-            there = [name for name in (RUN, NEW) if root.stands(name)]
-            assert len(there) == 1, there
-            listed = root.decisions.rotation._catalog.known_runs()
-            assert set(listed) == set(there) and listed[there[0]].attempt == 1
-            assert root.decisions.attempts.newest(there[0]) == 1
-            assert sorted(root.decisions.rotation._catalog.stamps(there[0])) == STEPS
-            assert not root.tier.list(naming.RENAMING) and naming.RENAMED_FILE not in root.tier.list(there[0])
-            assert [one.run for one in root.trash.entries()] == ([RUN] if there == [NEW] else [])
-            names.add(there[0])
-        shutil.rmtree(trial)
-        if survived:
-            break
-        assert kill_at < 80, "it takes more steps than this test looks at"
+    names = {_killed(at, kill_at) for kill_at in _moments(at)}
     assert names == {RUN, NEW}
+
+
+def _moments(at: Path) -> list[int]:
+    """When to kill it: before and after each change, but of what is done in `.holdfast.renaming`, where all is alike, before
+    the first, in the midst, and after the last.
+    """
+    trial = at / "whole"
+    shutil.copytree(at / "root", trial / "root", symlinks=True)
+    with opened(trial) as root:
+        root.tier.mortal(0)
+        root.decisions.renaming.rename(RUN, NEW)
+        changed = root.tier.changed
+    built = sum(path.startswith(naming.RENAMING) for path in changed)
+    assert all(path.startswith(naming.RENAMING) for path in changed[:built]) and built > 10
+    return [1, built, *range(2 * built - 3, 2 * len(changed) + 1)]
+
+
+def _killed(at: Path, kill_at: int) -> str:
+    """The name that is there after the next start."""
+    trial = at / f"trial-{kill_at}"
+    shutil.copytree(at / "root", trial / "root", symlinks=True)
+    with opened(trial) as root:
+        root.tier.mortal(kill_at)
+        with pytest.raises(Killed):
+            root.decisions.renaming.rename(RUN, NEW)
+    with opened(trial) as root:
+        assert root.decisions.recorded(30)
+        there = [name for name in (RUN, NEW) if root.stands(name)]
+        assert len(there) == 1, there
+        listed = root.decisions.rotation._catalog.known_runs()
+        assert set(listed) == set(there) and listed[there[0]].attempt == 1
+        assert root.decisions.attempts.newest(there[0]) == 1
+        assert sorted(root.decisions.rotation._catalog.stamps(there[0])) == STEPS
+        assert not root.tier.list(naming.RENAMING) and naming.RENAMED_FILE not in root.tier.list(there[0])
+        assert [one.run for one in root.trash.entries()] == ([RUN] if there == [NEW] else [])
+    shutil.rmtree(trial)
+    return there[0]
 
 
 def test_what_changes_meanwhile_is_not_lost(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

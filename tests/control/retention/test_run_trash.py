@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sqlalchemy import update
 
-from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, InUse, NoSuchResource, NoSuchRun, Pinned
+from holdfast_formats import moments, naming
+from holdfast_formats.errors import CheckpointError, InUse, NoSpace, NoSuchResource, NoSuchRun, Pinned
 from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.checkpoints import roots, run_files
+from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.saving.run_deletion import delete_run
-from holdfast_service.storage import PosixTier
+from holdfast_service.daemon.saving.run_deletion import delete_run, undelete_run
+from holdfast_service.storage import PosixStore, PosixTier
+from tests.control.published import mark_verified
 from tests.control.retention.conftest import STEPS
 from tests.daemon.saver_world import RUN, saver_world
 from tests.databases import sqlite_url
@@ -37,6 +42,7 @@ class MortalTier:
 
     def __init__(self, tier: PosixTier) -> None:
         self._tier, self.kill_at, self._seen = tier, 0, 0
+        self.changed: list[str] = []  # where it was changed since `mortal`
 
     def __getattr__(self, name: str) -> Any:
         act = getattr(self._tier, name)
@@ -45,6 +51,7 @@ class MortalTier:
 
         def change(*arguments: Any) -> Any:
             self._seen += 1
+            self.changed.append(str(arguments[0]))
             if self.kill_at == 2 * self._seen - 1:
                 raise Killed
             found = act(*arguments)
@@ -55,7 +62,7 @@ class MortalTier:
         return change
 
     def mortal(self, at: int) -> None:
-        self.kill_at, self._seen = at, 0
+        self.kill_at, self._seen, self.changed = at, 0, []
 
 
 class Root(NamedTuple):
@@ -216,18 +223,89 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
 
 def test_the_trash_is_emptied_in_time_and_for_room(root: Root) -> None:
     """After so many days; the oldest first where the disk is full; and never, where that was said."""
+    now = float(int(root.trash._clock()))
+    root.trash._clock = lambda: now
     made = root.trash.delete(RUN)
     assert root.trash.expire() == []
     root.trash.days = None
     assert root.trash.seen().items[0].expires is None and root.trash.expire() == []
     root.trash.days = 3
-    now = root.trash._clock()
+    passed = later(root, now, 71)
+    assert passed == [] and root.trash.seen().items[0].expires == moments.later(_at(now), 3 * DAY_S)
     root.trash._clock = lambda: now + 3 * DAY_S + 60
     assert root.trash.expire() == [made.entry] and root.tier.list(naming.RUN_TRASH) == []
     with pytest.raises(NoSuchResource):
         root.trash.empty(RUN)
     events = root.decisions.events.after(0, 100, RUN, "run-purged")
     assert ["3 days ago" in event.text for event in events] == [True]
+
+
+def _at(seconds: float) -> str:
+    return moments.write(datetime.fromtimestamp(seconds, timezone.utc))
+
+
+def later(root: Root, now: float, hours: int) -> list[str]:
+    """A daemon that looks every hour, by this clock; what it has removed."""
+    gone: list[str] = []
+    for hour in range(hours + 1):
+        root.trash._clock = lambda: now + hour * 3600.0  # noqa: B023 - it is asked at once
+        gone += root.trash.expire()
+    return gone
+
+
+def test_a_clock_that_jumps_empties_no_trash(at: Path) -> None:
+    """By years, ahead, back and again, with and without restarts of the daemon; nor is it kept for ever then."""
+    with opened(at) as root:
+        made = root.trash.delete(RUN)
+        now = root.trash._clock()
+        for wrong in (now, now + 365 * DAY_S, 0.0, now, 3e11, -5.0, now + 3600.0):
+            root.trash._clock = lambda: wrong  # noqa: B023 - it is asked at once
+            assert root.trash.expire() == [], wrong
+            assert root.trash.entries()[0].expires is not None
+    for _ in range(3):
+        with opened(at) as root:
+            root.trash._clock = lambda: now + 10 * 365 * DAY_S
+            assert root.trash.expire() == [] and root.trash.entries()
+    (at / "root" / naming.RUN_TRASH_AGES).write_text("{")
+    with opened(at) as root:
+        assert root.trash.expire() == [] and later(root, now, 100) == []
+        assert later(root, now + 100 * 3600.0, 80) == [made.entry]
+
+
+def test_a_full_disk_does_not_keep_a_run_from_being_deleted(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trash makes room for the note of what is deleted."""
+    first = root.trash.delete(RUN)
+    shutil.copytree(Path(root.tier._tier.root) / naming.RUN_TRASH / first.entry, Path(root.tier._tier.root) / RUN)
+    root.trash.recover()
+    roots.list_run(PosixStore(root.tier._tier), root.decisions.rotation._catalog, RUN)
+    replace = root.tier._tier.replace
+
+    def on_full_disk(path: str, data: bytes) -> None:
+        if path.endswith(naming.DELETED_FILE) and root.trash.entries():
+            raise NoSpace("the disk is full")
+        replace(path, data)
+
+    monkeypatch.setattr(root.tier._tier, "replace", on_full_disk)
+    monkeypatch.setattr(root.tier._tier, "free_bytes", lambda: 0 if root.trash.entries() else 10**9)
+    second = root.trash.delete(RUN)
+    assert [one.entry for one in root.trash.entries()] == [second.entry] != [first.entry]
+
+
+def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:
+    """With its run the copies in replicas go: where nothing else is sound of a checkpoint, that has to be said."""
+    database = root.decisions.rotation._catalog.database
+    mark_verified(root.decisions.rotation._catalog, RUN, 1)
+    with database.write() as session:
+        session.add(ReplicaRow(run=RUN, step=1, tier="other", state="present", bytes=1, since=""))
+    assert root.trash.delete(RUN, dry_run=True)
+    with database.write() as session:
+        session.execute(update(CheckpointRow).where(CheckpointRow.step == 1).values(damage={"code": "corrupt"}))
+        session.add(ReplicaRow(run=RUN, step=9, tier="other", state="present", bytes=1, since=""))
+    with pytest.raises(Pinned, match=r"only copies in replicas are known to be sound of 2 checkpoints.*: 1, 9"):
+        root.trash.delete(RUN)
+    with pytest.raises(Pinned, match="only copies"):
+        root.decisions.renaming.rename(RUN, "another-name")
+    assert root.stands() and root.trash.delete(RUN, marked=True).checkpoints == 2
 
 
 def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +339,14 @@ def test_what_is_not_ours_in_the_trash_is_left_alone(root: Root, at: Path) -> No
     for name in ("mine", f"{RUN}@12", "other@5", f"{RUN}@x"):
         (there / name).mkdir(parents=True)
     (there / "other@5" / naming.DELETED_FILE).write_text("{")
+    (there / "no-time@5").mkdir()
+    note = {"run": "no-time", "deleted": "soon", "checkpoints": 1, "newest": 1, "bytes": 1, "attempt": 1, "launch": None}
+    (there / "no-time@5" / naming.DELETED_FILE).write_text(json.dumps(note))
     made = root.trash.delete(RUN)
-    root.trash._clock = lambda: 10**11
     assert [one.entry for one in root.trash.entries()] == [made.entry]
+    root.trash.days = 0
     assert root.trash.expire() == [made.entry]
-    assert sorted(path.name for path in there.iterdir()) == ["mine", "other@5", f"{RUN}@12", f"{RUN}@x"]
+    assert sorted(path.name for path in there.iterdir()) == ["mine", "no-time@5", "other@5", f"{RUN}@12", f"{RUN}@x"]
 
 
 def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
@@ -285,6 +366,12 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         made = delete_run(trash, world.saver, world.arena, RUN)
         assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.lives() == {}
         assert world.committed() == [] and [one.entry for one in trash.entries()] == [made.entry]
+        world._launches = 0
+        (again,) = world.launch(1)  # with the launch ID of before
+        with pytest.raises(InUse, match="connected"):
+            undelete_run(trash, world.saver, world.arena, RUN)
+        assert world.committed() == [] and len(trash.entries()) == 1
+        again.leave()
 
 
 def test_names_in_the_trash() -> None:

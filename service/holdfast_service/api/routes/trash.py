@@ -58,8 +58,10 @@ def get_trash(services: Wired) -> Trash:
     "/runs/{run}/undelete", dependencies=ADMINS_RUN, summary="Bring a deleted run back; it is read back and verified again"
 )
 def undelete_run(services: Wired, run: str, entry: Entry = None) -> TrashedRun:
-    """409 if there is a run of this name."""
-    return _trash(services).undelete(run, entry)
+    """409 if there is a run of this name, or ranks of one are connected."""
+    if services.undelete_run is None:
+        raise _without_daemon()
+    return services.undelete_run(run, entry=entry)
 
 
 @router.delete("/runs/{run}/trash", dependencies=ADMINS_RUN, summary="Remove a deleted run for good")

@@ -48,8 +48,32 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
     read = [step for step in rotation.readers.held(run, opened=False) if not rotation.readers.only_checked(run, step)]
     if read:
         raise InUse(f"checkpoints of {run} are being read: {_some(read)}", hint="try again when the readers have finished")
-    if going_on := list(_going_on(catalog, run)):
-        raise InUse(f"{run} is in use: {', '.join(going_on)}", hint="try again when that has ended, or stop it")
+    if not marked:
+        refuse_lone_copies(catalog, run)
+    going_on(catalog, run)
+
+
+def refuse_lone_copies(catalog: Catalog, run: str) -> None:
+    """`Pinned` where a copy in a replica is all that is known to be sound of a checkpoint: with its run the copies go, and
+    the trash would keep only what is damaged, or nothing.
+    """
+    stands = (CheckpointRow.run == run, CheckpointRow.verified, CheckpointRow.damage.is_(None))
+    sound = select(CheckpointRow.step).where(*stands)
+    copied = select(ReplicaRow.step).where(ReplicaRow.run == run, ReplicaRow.state == "present")
+    with catalog.database.read() as session:
+        alone = set(session.scalars(copied.where(ReplicaRow.step.not_in(sound))))
+    if alone:
+        raise Pinned(
+            f"only copies in replicas are known to be sound of {len(alone)} checkpoints of {run}: {_some(alone)}",
+            hint="verify or repair them first (`holdfast verify`, `holdfast repair`), or delete the copies too: --pinned "
+            "(marked=true)",
+        )
+
+
+def going_on(catalog: Catalog, run: str) -> None:
+    """`InUse` while something of the run is at work, on any node."""
+    if found := list(_going_on(catalog, run)):
+        raise InUse(f"{run} is in use: {', '.join(found)}", hint="try again when that has ended, or stop it")
 
 
 def refuse_foreign(tier: Tier, run: str) -> None:

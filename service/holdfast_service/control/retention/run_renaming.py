@@ -90,6 +90,7 @@ class RunRenaming:
 
     def _refuse(self, run: str, name: str) -> None:
         run_removal.refuse(self._catalog, self._rotation, run, marked=True)
+        run_removal.refuse_lone_copies(self._catalog, run)
         if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
             raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
 

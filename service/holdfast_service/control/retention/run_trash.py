@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from datetime import datetime, timezone
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, NoSuchResource
+from holdfast_formats import moments, naming
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, NoSpace, NoSuchResource
 from holdfast_formats.moments import later, seconds_of, utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
@@ -27,6 +28,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.visible import visible
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.trash_ages import Ages, TrashAges
 from holdfast_service.storage import Store, Tier, vouched
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,11 @@ NOTE_BYTES_MAX = 65_536
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
+def _time(text: str) -> str:
+    moments.read(text)
+    return text
+
+
 class _Note(BaseModel):
     """deleted.json: what was deleted. It is written before the run's rename and goes with it."""
 
@@ -44,7 +51,7 @@ class _Note(BaseModel):
 
     format: Literal[1] = 1
     run: str
-    deleted: str
+    deleted: Annotated[str, AfterValidator(_time)]
     checkpoints: _Count
     newest: _Count | None
     bytes: _Count
@@ -67,13 +74,15 @@ class RunTrash:
     ) -> None:
         self._tier, self._store, self._catalog = tier, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
+        self._ages = TrashAges(tier)
         self.days: float | None = KEPT_DAYS
         self.forgotten: Callable[[str], None] = lambda run: None  # the run is another one from now on, or none
         self.restored: Callable[[Collection[CheckpointId]], None] = lambda places: None  # these are to be read back
 
     def entries(self) -> list[TrashedRun]:
         """All that can be brought back, the newest first."""
-        found = [entry for name in self._tier.list(naming.RUN_TRASH) if (entry := self._entry(name)) is not None]
+        ages = self._ages.read() if self.days is not None else None
+        found = [entry for name in self._tier.list(naming.RUN_TRASH) if (entry := self._entry(name, ages)) is not None]
         return sorted(found, key=lambda entry: entry.entry.rpartition("@")[2].zfill(15), reverse=True)
 
     def seen(self) -> Trash:
@@ -105,7 +114,13 @@ class RunTrash:
     def put_away(self, run: str, known: bodies.Run) -> TrashedRun:
         """The half of a deletion on the disk, while it is decided about the run; `known` says what is in it."""
         note = self._noted(run, known)
-        self._tier.replace(f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n")
+        path, said = f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n"
+        try:
+            self._tier.replace(path, said)
+        except NoSpace:  # a full disk is why somebody deletes
+            if not self.make_room(NOTE_BYTES_MAX, f"the deletion of {run}"):
+                raise
+            self._tier.replace(path, said)
         self._rotation.still_deciding()
         return self._told(self._moved(run), note)
 
@@ -118,6 +133,7 @@ class RunTrash:
         with self._rotation.deciding(run):
             note = self._note(f"{naming.RUN_TRASH}/{found.entry}")
             is_another = self._attempts.newest(run) > 0 and not (note is not None and self._has_attempts_of(note))
+            run_removal.going_on(self._catalog, run)
             if self._tier.list(run) or is_another or self._is_listed(run):
                 raise InUse(
                     f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
@@ -141,12 +157,16 @@ class RunTrash:
         return [one for one in found if self._purge(one, "on request")]
 
     def expire(self) -> list[str]:
-        """Remove for good what has been in the trash for long enough, and finish such removals; returns the entries."""
+        """Remove for good what has been in the trash for long enough, however clocks jump, and finish such removals; returns
+        the entries.
+        """
         self._finish()
         days = self.days
         if days is None:
             return []
-        due = [one for one in self.entries() if self._clock() - seconds_of(one.deleted) >= days * DAY_S]
+        entries = self.entries()
+        ages = self._ages.look(self._clock(), {one.entry: seconds_of(one.deleted) for one in entries})
+        due = [one for one in entries if ages[one.entry] >= days * DAY_S]
         return [one.entry for one in due if self._purge(one, f"it was deleted {days:g} days ago")]
 
     def make_room(self, free_bytes: int, whom: str) -> bool:
@@ -250,16 +270,19 @@ class RunTrash:
         except CheckpointError as error:
             log.warning("could not delete all of %s; trying again later: %s", name, error.detail)
 
-    def _entry(self, name: str) -> TrashedRun | None:
+    def _entry(self, name: str, ages: Ages | None) -> TrashedRun | None:
         if (found := naming.parse_trash_entry(name)) is None:
             return None
         note = self._note(f"{naming.RUN_TRASH}/{name}")
         if note is None or note.run != found[0]:  # somebody else's
             return None
-        return self._told(name, note)
+        return self._told(name, note, ages)
 
-    def _told(self, name: str, note: _Note) -> TrashedRun:
-        expires = None if self.days is None else later(note.deleted, self.days * DAY_S)
+    def _told(self, name: str, note: _Note, ages: Ages | None = None) -> TrashedRun:
+        since, age = note.deleted, 0.0
+        if ages is not None and name in ages.seconds:
+            since, age = moments.write(datetime.fromtimestamp(ages.at, timezone.utc)), ages.seconds[name]  # to be counted on
+        expires = None if self.days is None else later(since, max(self.days * DAY_S - age, 0.0))
         said = note.model_dump(exclude={"format", "launch"})
         return TrashedRun(entry=name, expires=expires, **said)
 

@@ -1,4 +1,4 @@
-"""Delete or rename a whole run, while no rank of it is here and none can join."""
+"""Delete, bring back or rename a whole run, while no rank of it is here and none can join."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class Deleting(Protocol[_Deleted]):
     """What control does of it."""
 
     def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> _Deleted: ...
+
+
+class Undeleting(Protocol[_Deleted]):
+    """What control does to bring a run back."""
+
+    def undelete(self, run: str, entry: str | None = None) -> _Deleted: ...
 
 
 class Renaming(Protocol[_Deleted]):
@@ -41,6 +47,14 @@ def delete_run(
         if arena.has(run) or not saver.vacate(run):
             raise _in_use(run)
         return trash.delete(run, marked)
+
+
+def undelete_run(trash: Undeleting[_Deleted], saver: Saver, arena: Arena, run: str, *, entry: str | None = None) -> _Deleted:
+    """Bring a run back; `InUse` while ranks of another one of its name are here, and what `trash` raises."""
+    with saver.entering(run):
+        if arena.has(run) or not saver.vacate(run):
+            raise _in_use(run)
+        return trash.undelete(run, entry)
 
 
 def rename_run(
