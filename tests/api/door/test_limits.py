@@ -86,11 +86,24 @@ def test_ranks_are_never_limited() -> None:
     assert admitted(limiter, LIMITED) == 2 * BURST_S
 
 
+def test_a_new_secret_is_no_new_limit() -> None:
+    """The old one in its grace and the new one count together."""
+    limiter = Limiter(Clock())
+    assert admitted(limiter, LIMITED) == 2 * BURST_S
+    assert admitted(limiter, LIMITED._replace(token=99)) == 0
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_is_never_limited(path: str) -> None:
+    """Who looks after the service would take it for ill."""
+    assert admitted(Limiter(Clock()), LIMITED, path) == 1000
+
+
 def test_many_tokens_cost_little() -> None:
     """So many are remembered, those that asked last."""
     limiter = Limiter(Clock())
     for token in range(HOLDERS_MAX + 50):
-        limiter.admit(LIMITED._replace(token=token), "/v1/runs")
+        limiter.admit(LIMITED._replace(name=f"t{token}"), "/v1/runs")
     assert len(limiter._holders) == HOLDERS_MAX
 
 

@@ -90,6 +90,15 @@ def test_a_person_is_known_by_name(site: Site) -> None:
     assert [(one["who"], one["by"], one["via"]) for one in told] == [("ann@lab.example", "login", "dashboard")]
 
 
+def test_a_name_ends_with_any_letter(site: Site) -> None:
+    """Also where the last byte of its UTF-8 is what Python takes for space: à, 者, Å."""
+    for person in ("voilà", "开发者", "Å"):
+        headers = {b"X-Holdfast-Proxy-Secret": SECRET.encode(), b"X-Forwarded-Groups": f"{person},ops".encode()}
+        headers[b"X-Forwarded-Email"] = person.encode()
+        answer = httpx.get(site.door.running.url + "/v1/whoami", headers=headers, trust_env=False, verify=_CONTEXT)
+        assert (answer.status_code, answer.json()["name"]) == (200, person)
+
+
 def test_groups_are_scopes_and_runs(site: Site) -> None:
     """A person has what all groups give together, and never one group's scope for another one's runs."""
     assert code(site.ask("eve", "GET", "/v1/runs")) == (403, "forbidden")
@@ -210,6 +219,9 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
         {"secret_file": "nothing-here"},
         {"groups": {}},
         {"groups": {"a": {"scope": "root"}}},
+        {"groups": {"a,ops": {"scope": "read"}}},
+        {"groups": {" a": {"scope": "read"}}},
+        {"groups": {"": {"scope": "read"}}},
         {"groups": {"a": {"scope": "read", "runs": "*-x"}}},
         {"groups": {"a": {"scope": "read", "runs": "a,b"}}},
         {"headers": "Remote"},
@@ -231,9 +243,10 @@ def test_a_secret_is_one(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("short")
     with pytest.raises(InvalidRequest, match="secret"):
         logins.load(path)
-    path.write_text("{")
-    with pytest.raises(InvalidRequest, match="JSON"):
-        logins.load(path)
+    for text in (b"{", b"[" * 100_000, b'{"groups": {}, "groups": {}}', b'{"proxies": ["\xff"]}'):
+        path.write_bytes(text)
+        with pytest.raises(InvalidRequest, match="JSON"):
+            logins.load(path)
 
 
 _GRANTS = st.lists(

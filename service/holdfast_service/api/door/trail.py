@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
@@ -65,7 +64,7 @@ class Trail:
             kind = found.kind
         untold = 0
         if made.status >= 400:
-            due = self._throttle.due((made.who, made.address, kind, str(made.code)))
+            due = self._throttle.due((made.who, made.address, kind, str(made.code)), made.who)
             if due is None:
                 return
             untold = due
@@ -139,9 +138,8 @@ class Footprint:
 
     @property
     def rehearsed(self) -> bool:
-        """Whether it was only asked what would happen."""
-        asked = parse_qs(self._scope["query_string"].decode("latin-1")).get("dry_run", ["false"])
-        return asked[-1].lower() in ("true", "1", "yes", "on")
+        """Whether it was only asked what would happen, as the route has said."""
+        return self._scope.get("state", {}).get("rehearsed") is True
 
     def act(self, about: acts.NamedAct, kind: str, untold: int) -> Act:
         """The entry of this request."""

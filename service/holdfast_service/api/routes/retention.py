@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import PreconditionRequired
@@ -21,7 +21,17 @@ _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
 IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
-DryRun = Annotated[bool, Query(description="change nothing; only report what would happen")]
+
+
+def _rehearsal(
+    request: Request, dry_run: Annotated[bool, Query(description="change nothing; only report what would happen")] = False
+) -> bool:
+    """Whether it is one, which the audit log has to hear from the route: others do not know the parameter, and change."""
+    request.state.rehearsed = dry_run
+    return dry_run
+
+
+DryRun = Annotated[bool, Depends(_rehearsal)]
 Forced = Annotated[
     Force | None, Query(description="remove it although it is the newest verified or the newest healthy checkpoint")
 ]
@@ -44,9 +54,7 @@ def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> 
     summary="Set the retention policy; returns what it keeps and removes",
     response_model=Preview,
 )
-def put_policy(
-    services: Wired, run: str, policy: RetentionPolicy, if_match: IfMatch = None, dry_run: DryRun = False
-) -> Response:
+def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryRun, if_match: IfMatch = None) -> Response:
     """428 without `If-Match`, 412 if the policy has changed since. `dry_run` changes nothing and needs no
     `If-Match`.
     """
@@ -112,7 +120,7 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     summary="Remove a checkpoint",
     responses={200: {"model": bodies.CheckpointInfo, "description": "With `dry_run`: what would be removed"}},
 )
-def remove_checkpoint(services: Wired, run: str, step: int, force: Forced = None, dry_run: DryRun = False) -> Response:
+def remove_checkpoint(services: Wired, run: str, step: int, dry_run: DryRun, force: Forced = None) -> Response:
     """409 if it is pinned, labelled, being read, or the newest verified or healthy one without a matching `force`."""
     newest, healthy = force == "newest-verified", force == "newest-healthy"
     found = services.rotation.remove(run, step, newest, dry_run, healthy)

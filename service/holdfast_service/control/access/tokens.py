@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -19,7 +20,14 @@ from typing import NamedTuple, get_args
 from sqlalchemy import or_, select
 
 from holdfast_formats import moments
-from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    Forbidden,
+    InvalidRequest,
+    NoSuchResource,
+    Unauthenticated,
+)
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import By, Grant
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Scope, Token, TokenRequest
@@ -29,6 +37,8 @@ from holdfast_service.control.catalog.pages import bounded, decode_cursor, integ
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import TokenRow
 from holdfast_service.control.database.visible import ALL, joined, matches
+
+log = logging.getLogger(__name__)
 
 PREFIX = "hf_"
 SECRET_BYTES = 32
@@ -181,8 +191,8 @@ class Tokens:
             ended = [row for row in rows if row.revoked is None]
             for row in ended:
                 row.revoked = self._now()
-            self._seen.clear()
             token = Token.model_validate(rows[0], from_attributes=True)
+        self._seen.clear()  # once nobody reads it as it was
         if ended:
             self._tell(token, "revoked")
 
@@ -207,8 +217,8 @@ class Tokens:
                 row.expires = end if row.expires is None else min(row.expires, end)
             session.add(made)
             session.flush()
-            self._seen.clear()
             token = Token.model_validate(made, from_attributes=True)
+        self._seen.clear()
         self._tell(token, "rotated")
         return NewToken(**token.model_dump(), token=text)
 
@@ -259,10 +269,13 @@ class Tokens:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
     def _note_use(self, token_id: int, now: str, address: str) -> None:
-        with self._database.write() as session:
-            row = session.get(TokenRow, token_id)
-            if row is not None:
-                row.used, row.used_from = now, address[:64] or row.used_from
+        try:
+            with self._database.write() as session:
+                row = session.get(TokenRow, token_id)
+                if row is not None:
+                    row.used, row.used_from = now, address[:64] or row.used_from
+        except CheckpointError as error:  # a full disk keeps nobody out, least of all whoever makes room
+            log.debug("not noted that token %d was used: %s", token_id, error.detail)
 
     def _tell(self, token: Token, what: str) -> None:
         text = f"the token {token.name!r} was {what}"
