@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,16 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
     for name in ("a\nb", "x" * 200, "\xff"):
         with pytest.raises(InvalidRequest):
             known.read({**GOOD, "x-forwarded-email": name}, "127.0.0.1")
+
+
+def test_what_is_no_file_is_said_so(tmp_path: Path) -> None:
+    """And nothing waits for a FIFO to be written to."""
+    os.mkfifo(tmp_path / "fifo")
+    for wrong, why in (("fifo", "not a file"), (".", "not a file"), ("nowhere", "No such file")):
+        with pytest.raises(InvalidRequest, match=why):
+            logins.load(tmp_path / wrong)
+        with pytest.raises(InvalidRequest, match=why):
+            logins.load(written(tmp_path, secret_file=wrong))
 
 
 @pytest.mark.parametrize(

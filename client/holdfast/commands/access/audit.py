@@ -47,6 +47,7 @@ def audit(  # noqa: PLR0913 - options of a command
         console.print_json([entry.model_dump() for entry in found])
         return
     table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT")
+    table.columns[0].no_wrap = True
     for entry in found:
         table.add_row(entry.at[:19], entry.who or "?", _from(entry), entry.kind, _about(entry), _result(entry))
     console.out().print(table if found else "No entries.", markup=False)

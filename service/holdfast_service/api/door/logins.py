@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
@@ -118,8 +119,9 @@ class Logins(NamedTuple):
 
 def load(path: Path) -> Logins:
     """The file of `--logins`; `InvalidRequest` that names what is wrong in it."""
+    text = _text(path)
     try:
-        read = LoginsFile.model_validate(bodies.parse(_text(path)))
+        read = LoginsFile.model_validate(bodies.parse(text))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -147,6 +149,8 @@ def _secret(path: Path) -> str:
 
 def _text(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # it may be a FIFO to which nobody writes
+            raise InvalidRequest(f"{path} is not a file", hint="check --logins and `secret_file`")
         with path.open("rb") as file:
             found = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
