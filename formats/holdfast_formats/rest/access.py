@@ -86,7 +86,7 @@ class Whoami(BaseModel):
 
 
 class QuotaRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # `true` is no number of bytes
 
     quota_bytes: int = Field(ge=1, le=2**62, description="bytes that all runs of the pattern may hold together")
 

@@ -153,11 +153,18 @@ def test_nobody_spends_what_others_are_told_of(closed: Guarded) -> None:
     _throttles(closed)
 
 
-def test_secrets_in_a_path_are_not_kept(closed: Guarded) -> None:
+def test_secrets_in_a_path_are_not_kept(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody revokes a token by its text: that is refused, and the text is not in the log."""
     admin, lost = closed.token("admin"), closed.token()
     assert closed.ask("DELETE", f"/v1/tokens/{lost[:60]}", admin).status_code == 404
     assert lost[:40] not in closed.ask("GET", "/v1/audit?kind=token-revoked", admin).text
+    reader = closed.token()
+    closed.running.services.refusals._throttle.forget()
+    for method, path in (("DELETE", f"/v1/tokens/{lost[:60]}"), ("PUT", f"/v1/runs/{lost[:60]}/policy")):
+        assert closed.ask(method, path, reader).status_code == 403
+        closed.running.services.refusals._throttle.forget()
+    assert "request-refused" in (told := closed.ask("GET", "/v1/events?kind=request-refused", reader).text)
+    assert lost[:40] not in told and lost[:40] not in caplog.text and "hf_…" in caplog.text
 
 
 def test_filters_pages_and_csv(closed: Guarded) -> None:

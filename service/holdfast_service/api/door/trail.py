@@ -7,7 +7,6 @@ Every answer says by `X-Request-Id` which request it was; what a page asks of th
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +23,12 @@ from holdfast_service.api.door.places import NOBODY, asking
 from holdfast_service.api.door.throttle import Throttle
 from holdfast_service.api.problems import MEDIA_TYPE
 from holdfast_service.control.access.audit import Act, Audit
-from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.access.tokens import Principal, without_secrets
 
 ID_HEADER = "X-Request-Id"
 CLIENT = b"holdfast/"  # how User-Agent of our own client begins
 PROBLEM_BYTES_MAX = 64 * 1024
 _REFUSED = (401, 403)
-_SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")  # a token that somebody has put into a path by mistake
 _request_id: ContextVar[str] = ContextVar("holdfast_request_id", default="")
 
 
@@ -151,12 +149,12 @@ class Footprint:
             via=self._via(),
             kind=kind,
             method=self.method,
-            path=_SECRET.sub("hf_…", self.path),
+            path=without_secrets(self.path),
             status=self.status,
             request=self.id,
             run=about.run or _text(said.get("run")),
             step=about.step if about.step is not None else _number(said.get("step")),
-            target=_SECRET.sub("hf_…", about.target or _text(said.get("kind")) or _text(said.get("name")) or "") or None,
+            target=without_secrets(about.target or _text(said.get("kind")) or _text(said.get("name")) or "") or None,
             code=self.code,
             untold=untold,
         )

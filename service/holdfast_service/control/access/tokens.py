@@ -48,6 +48,7 @@ TRUSTED_S, SEEN_MAX = 300.0, 1000  # while the catalog is away, a token that was
 EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
+_SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")
 _HINT = (
     "the daemon's own user needs none: `holdfast` finds it, and `holdfast open` signs a browser in; other "
     "users set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the daemon's user creates "
@@ -290,6 +291,11 @@ def missing() -> Unauthenticated:
 def make_text() -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
     return PREFIX + base64.urlsafe_b64encode(secret + zlib.crc32(secret).to_bytes(4, "big")).decode()
+
+
+def without_secrets(text: str) -> str:
+    """What somebody has sent, for logs: without a token that they have put there by mistake."""
+    return _SECRET.sub("hf_…", text)
 
 
 def well_formed(text: str) -> bool:

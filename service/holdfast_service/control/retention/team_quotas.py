@@ -63,9 +63,14 @@ class TeamQuotas:
         except (ValueError, RecursionError) as error:
             raise _damaged(str(error).partition("\n")[0]) from error
 
-    def set(self, pattern: str, quota_bytes: int) -> None:
-        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it."""
+    def set(self, pattern: str, quota_bytes: int) -> Quota:
+        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it.
+
+        Nothing is set where what is used cannot be told: whoever is refused has changed nothing.
+        """
+        used, runs = self._counted(pattern)
         self._change(lambda quotas: quotas.update({pattern: quota_bytes}))
+        return Quota(pattern=pattern, quota_bytes=quota_bytes, used_bytes=used, runs=runs)
 
     def remove(self, pattern: str) -> None:
         """`NoSuchResource` if the pattern has none."""
