@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,11 +94,14 @@ def test_a_person_is_known_by_name(site: Site) -> None:
 
 def test_a_name_ends_with_any_letter(site: Site) -> None:
     """Also where the last byte of its UTF-8 is what Python takes for space: à, 者, Å."""
+    get = partial(httpx.get, trust_env=False, verify=_CONTEXT)
     for person in ("voilà", "开发者", "Å"):
         headers = {b"X-Holdfast-Proxy-Secret": SECRET.encode(), b"X-Forwarded-Groups": f"{person},ops".encode()}
         headers[b"X-Forwarded-Email"] = person.encode()
-        answer = httpx.get(site.door.running.url + "/v1/whoami", headers=headers, trust_env=False, verify=_CONTEXT)
+        answer = get(site.door.running.url + "/v1/whoami", headers=headers)
         assert (answer.status_code, answer.json()["name"]) == (200, person)
+        page = get(site.door.running.url + "/runs/team-a", headers=headers)
+        assert page.status_code == 200 and person in page.text
 
 
 def test_groups_are_scopes_and_runs(site: Site) -> None:
