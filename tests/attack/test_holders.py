@@ -1,5 +1,5 @@
-"""Fifty holders of tokens at once, each for a run of their own: every list, page, metric and stream has that run alone,
-while all of them change something.
+"""Many holders of tokens at once, fifty in the long form, each for a run of their own: every list, page, metric and stream
+has that run alone, while all of them change something.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def marked(lines: Iterator[str]) -> str:
 def everything(crowd: Crowd, holder: Holder, start: Barrier, full: bool) -> int:
     """Lists, pages, another's run, and the stream, while others do the same; how many requests these were.
 
-    Each list is asked for by 12 of the holders, each page and route about a run by 3, or all of them by all.
+    Each list is asked for by 3 or more of the holders, each page and route about a run by one or more, or all by all.
     """
     url, other = crowd.service.url, f"holder-{(holder.number + 1) % HOLDERS:02}"
     headers = {"Authorization": f"Bearer {holder.token}"}
@@ -98,15 +98,16 @@ def everything(crowd: Crowd, holder: Holder, start: Barrier, full: bool) -> int:
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.attack)])
-def test_fifty_holders_at_once(crowd: Crowd, full: bool) -> None:
+def test_many_holders_at_once(crowd: Crowd, full: bool) -> None:
     """Each sees their own run and no other; and the audit log has what each did, and shows each theirs."""
-    start = Barrier(HOLDERS)
-    with ThreadPoolExecutor(HOLDERS) as pool:
-        counts = list(pool.map(lambda holder: everything(crowd, holder, start, full), crowd.holders))
+    asking = crowd.holders if full else crowd.holders[::3]
+    start = Barrier(len(asking))
+    with ThreadPoolExecutor(len(asking)) as pool:
+        counts = list(pool.map(lambda holder: everything(crowd, holder, start, full), asking))
     assert min(counts) >= 2
     audit = crowd.service.services.audit
     assert audit.settle(60) and audit.lost == 0
-    for holder in crowd.holders[::10]:
+    for holder in asking[::5]:
         entries = httpx.get(
             f"{crowd.service.url}/v1/audit", headers={"Authorization": f"Bearer {holder.token}"}, trust_env=False
         ).json()["items"]

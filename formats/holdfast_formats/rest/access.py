@@ -96,7 +96,7 @@ class Whoami(Body):
 
 
 class QuotaRequest(Body):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # `true` is no number of bytes
 
     quota_bytes: int = Field(ge=1, le=2**62, description="bytes that all runs of the pattern may hold together")
 

@@ -16,7 +16,7 @@ from holdfast_formats.rest import bodies
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
-_OF_A_LOGIN = ("x-forwarded-", "x-auth-request-", "x-holdfast-proxy-")  # by which a proxy says who is there
+_OF_A_LOGIN = (b"x-forwarded-", b"x-auth-request-", b"x-holdfast-proxy-")  # by which a proxy says who is there
 AT_ONCE = 8  # concurrent requests for one page
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -107,14 +107,15 @@ async def _api(request: Request) -> AsyncIterator[ViewerApi]:
         yield ViewerApi(client)
 
 
-def _as_viewer(request: Request) -> dict[str, str]:
+def _as_viewer(request: Request) -> dict[bytes, bytes]:
+    """The headers that say who is there: bytes as they came, since a person's name is UTF-8 in them."""
     if getattr(getattr(request.state, "principal", None), "by", "") == "login":
-        return {name: value for name, value in request.headers.items() if name.startswith(_OF_A_LOGIN)}
+        return {name: value for name, value in request.headers.raw if name.startswith(_OF_A_LOGIN)}
     given = request.headers.get("authorization")
     token = request.cookies.get(COOKIE)
     if given is None and token and token.isascii() and token.isprintable():
         given = f"Bearer {token}"
-    return {} if given is None else {"Authorization": given}
+    return {} if given is None else {b"Authorization": given.encode("latin-1")}
 
 
 def _error(answer: httpx.Response) -> CheckpointError:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -16,6 +19,7 @@ from holdfast_service.api.door.limits import BURST_S, HOLDERS_MAX, Limiter
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.control.access.tokens import OWNER, Principal
 from tests.api.guarded import CHECKPOINT, code, guarded
+from tests.attack.sockets import read
 
 LIMITED = Principal("ci", "read", "*", 7, requests_per_s=2)
 BULK = Principal("ci", "read", "*", 8, bytes_per_s=1000)
@@ -86,11 +90,24 @@ def test_ranks_are_never_limited() -> None:
     assert admitted(limiter, LIMITED) == 2 * BURST_S
 
 
+def test_a_new_secret_is_no_new_limit() -> None:
+    """The old one in its grace and the new one count together."""
+    limiter = Limiter(Clock())
+    assert admitted(limiter, LIMITED) == 2 * BURST_S
+    assert admitted(limiter, LIMITED._replace(token=99)) == 0
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_is_never_limited(path: str) -> None:
+    """Who looks after the service would take it for ill."""
+    assert admitted(Limiter(Clock()), LIMITED, path) == 1000
+
+
 def test_many_tokens_cost_little() -> None:
     """So many are remembered, those that asked last."""
     limiter = Limiter(Clock())
     for token in range(HOLDERS_MAX + 50):
-        limiter.admit(LIMITED._replace(token=token), "/v1/runs")
+        limiter.admit(LIMITED._replace(name=f"t{token}"), "/v1/runs")
     assert len(limiter._holders) == HOLDERS_MAX
 
 
@@ -126,3 +143,27 @@ def test_a_client_waits_where_it_is_told_for_how_long(monkeypatch: pytest.Monkey
     limited = Patient(httpx.MockTransport(lambda request: httpx.Response(429, headers={"Retry-After": "1"})))
     assert limited.handle_request(httpx.Request("POST", "http://x/")).status_code == 429
     assert waits == [3.0, 0.1]
+
+
+def test_nobody_has_what_came_before_on_the_connection(tmp_path: Path) -> None:
+    """A request from the pipeline, or after a body that made the connection wait, is judged and told of as any other: its
+    task has the context of an earlier one, by which pages ask the API in their viewer's name.
+    """
+    with guarded(tmp_path, Policy(tokens=True)) as door:
+        admin, limited = door.token("admin"), door.token("read", requests_per_s=1)
+        host, _, port = door.running.url.removeprefix("http://").partition(":")
+        shown = f"Host: localhost\r\nAuthorization: Bearer {limited}\r\n"
+        many = read(door.running.url, f"GET /v1/runs HTTP/1.1\r\n{shown}\r\n".encode() * 30)
+        assert many.status == 200 and b"HTTP/1.1 429" in many.body
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        with closing(connection):
+            bearer = {"Authorization": f"Bearer {admin}", "Content-Type": "application/json"}
+            connection.request("POST", "/v1/jobs", json.dumps({"kind": "x" * 500_000}), bearer)
+            first = connection.getresponse()
+            assert (first.status, len(first.read()) > 0) == (400, True)
+            connection.request("PUT", f"{CHECKPOINT}/pin", headers={"Cookie": f"holdfast_token={admin}"})
+            second = connection.getresponse()
+            assert second.status == 403
+        told = door.ask("GET", "/v1/audit", admin, params={"limit": "2"}).json()["items"]
+        assert {(one["kind"], one["via"]) for one in told} == {("job-submitted", "http"), ("pin-set", "http")}
+        assert told[0]["request"] == second.headers["x-request-id"] != told[1]["request"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +90,18 @@ def test_a_person_is_known_by_name(site: Site) -> None:
     assert pinned.status_code == 303
     told = site.door.ask("GET", "/v1/audit", site.door.token("admin"), params={"kind": "pin-set"}).json()["items"]
     assert [(one["who"], one["by"], one["via"]) for one in told] == [("ann@lab.example", "login", "dashboard")]
+
+
+def test_a_name_ends_with_any_letter(site: Site) -> None:
+    """Also where the last byte of its UTF-8 is what Python takes for space: à, 者, Å."""
+    get = partial(httpx.get, trust_env=False, verify=_CONTEXT)
+    for person in ("voilà", "开发者", "Å"):
+        headers = {b"X-Holdfast-Proxy-Secret": SECRET.encode(), b"X-Forwarded-Groups": f"{person},ops".encode()}
+        headers[b"X-Forwarded-Email"] = person.encode()
+        answer = get(site.door.running.url + "/v1/whoami", headers=headers)
+        assert (answer.status_code, answer.json()["name"]) == (200, person)
+        page = get(site.door.running.url + "/runs/team-a", headers=headers)
+        assert page.status_code == 200 and person in page.text
 
 
 def test_groups_are_scopes_and_runs(site: Site) -> None:
@@ -201,6 +215,16 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
             known.read({**GOOD, "x-forwarded-email": name}, "127.0.0.1")
 
 
+def test_what_is_no_file_is_said_so(tmp_path: Path) -> None:
+    """And nothing waits for a FIFO to be written to."""
+    os.mkfifo(tmp_path / "fifo")
+    for wrong, why in (("fifo", "not a file"), (".", "not a file"), ("nowhere", "No such file")):
+        with pytest.raises(InvalidRequest, match=why):
+            logins.load(tmp_path / wrong)
+        with pytest.raises(InvalidRequest, match=why):
+            logins.load(written(tmp_path, secret_file=wrong))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -210,6 +234,9 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
         {"secret_file": "nothing-here"},
         {"groups": {}},
         {"groups": {"a": {"scope": "root"}}},
+        {"groups": {"a,ops": {"scope": "read"}}},
+        {"groups": {" a": {"scope": "read"}}},
+        {"groups": {"": {"scope": "read"}}},
         {"groups": {"a": {"scope": "read", "runs": "*-x"}}},
         {"groups": {"a": {"scope": "read", "runs": "a,b"}}},
         {"headers": "Remote"},
@@ -231,9 +258,10 @@ def test_a_secret_is_one(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("short")
     with pytest.raises(InvalidRequest, match="secret"):
         logins.load(path)
-    path.write_text("{")
-    with pytest.raises(InvalidRequest, match="JSON"):
-        logins.load(path)
+    for text in (b"{", b"[" * 100_000, b'{"groups": {}, "groups": {}}', b'{"proxies": ["\xff"]}'):
+        path.write_bytes(text)
+        with pytest.raises(InvalidRequest, match="JSON"):
+            logins.load(path)
 
 
 _GRANTS = st.lists(

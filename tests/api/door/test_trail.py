@@ -14,6 +14,7 @@ from fastapi.routing import iter_route_contexts
 from holdfast_formats.rest.access import AUDITED, AuditEntry
 from holdfast_service.api.door import acts, scopes
 from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.door.throttle import TOLD_A_MINUTE_MAX
 from holdfast_service.control.access.audit import Act
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.matrix import OWN, ROUTES
@@ -109,11 +110,61 @@ def test_what_is_told_of_a_change(closed: Guarded) -> None:
     assert told[0].code == "no-such-checkpoint" and told[0].request
 
 
-def test_secrets_in_a_path_are_not_kept(closed: Guarded) -> None:
+def test_what_only_looks_like_a_rehearsal_is_told_of(closed: Guarded) -> None:
+    """Routes that do not know `dry_run` change something all the same."""
+    admin, ops = closed.token("admin"), closed.token("admin")
+    name = closed.running.services.tokens.verify(ops).name
+    assert closed.ask("PUT", f"{CHECKPOINT}/pin?dry_run=true", ops).status_code == 204
+    assert closed.ask("POST", "/v1/tokens?dry_run=1", ops, json={"name": "hidden"}).status_code == 201
+    assert closed.ask("DELETE", "/v1/tokens/hidden?dry_run=1", ops).status_code == 204
+    assert closed.ask("DELETE", f"{CHECKPOINT}/pin", ops).status_code == 204
+    assert closed.ask("DELETE", f"{CHECKPOINT}?dry_run=false&dry_run=1&force=newest-verified", ops).status_code in (200, 409)
+    told = [one.kind for one in entries(closed, admin, who=name)]
+    assert told == ["pin-removed", "token-revoked", "token-created", "pin-set"]
+
+
+@pytest.mark.parametrize("ending", ["%0A", "%0D", "%1B[31m", "%E2%80%AE", "%C2%85"])
+def test_a_path_is_one_for_the_door_and_for_the_route(closed: Guarded, ending: str) -> None:
+    """A newline at the end is a route's to ignore: the door would take the request for another one, or for none."""
+    admin = closed.token("admin")
+    for method, path in (("PUT", f"{CHECKPOINT}/pin"), ("GET", "/v1/tokens"), ("DELETE", "/v1/tokens/x")):
+        assert code(closed.ask(method, path + ending, admin)) == (400, "invalid-request")
+
+
+def test_an_entry_is_one_line(closed: Guarded) -> None:
+    """Whatever somebody has sent: no line of its own in a terminal or a file, and no control of either."""
+    admin = closed.token("admin")
+    for text in ("a\n2030-01-01 root token-created", "\x1b[2J", "\u202egnp", "\n=1+1"):
+        assert closed.ask("POST", "/v1/jobs", admin, json={"kind": text}).status_code == 400
+        _throttles(closed)
+    targets = [one.target or "" for one in entries(closed, admin, kind="job-submitted")][:4]
+    assert len(set(targets)) == 4 and all(target.isprintable() for target in targets)
+    assert "\x1b" not in closed.ask("GET", "/v1/audit?format=csv", admin).text
+
+
+def test_nobody_spends_what_others_are_told_of(closed: Guarded) -> None:
+    """An enemy without a token fails at everything, in all ways; what the next one fails at is recorded at once."""
+    admin, reader = closed.token("admin"), closed.token("read")
+    trail = closed.running.app.state.trail
+    _throttles(closed)
+    assert sum(trail._throttle.due((str(number),), "") is not None for number in range(200)) == TOLD_A_MINUTE_MAX
+    assert closed.ask("PUT", f"{CHECKPOINT}/pin", reader).status_code == 403
+    assert entries(closed, admin, refused="true")[0].who == closed.running.services.tokens.verify(reader).name
+    _throttles(closed)
+
+
+def test_secrets_in_a_path_are_not_kept(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody revokes a token by its text: that is refused, and the text is not in the log."""
     admin, lost = closed.token("admin"), closed.token()
     assert closed.ask("DELETE", f"/v1/tokens/{lost[:60]}", admin).status_code == 404
     assert lost[:40] not in closed.ask("GET", "/v1/audit?kind=token-revoked", admin).text
+    reader = closed.token()
+    closed.running.services.refusals._throttle.forget()
+    for method, path in (("DELETE", f"/v1/tokens/{lost[:60]}"), ("PUT", f"/v1/runs/{lost[:60]}/policy")):
+        assert closed.ask(method, path, reader).status_code == 403
+        closed.running.services.refusals._throttle.forget()
+    assert "request-refused" in (told := closed.ask("GET", "/v1/events?kind=request-refused", reader).text)
+    assert lost[:40] not in told and lost[:40] not in caplog.text and "hf_…" in caplog.text
 
 
 def test_filters_pages_and_csv(closed: Guarded) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.api.door.middleware import Policy
 from tests.api.guarded import code, guarded
 
@@ -15,7 +20,12 @@ def test_quotas_over_rest(tmp_path: Path) -> None:
         made = door.ask("PUT", "/v1/quotas/team-*", admin, json={"quota_bytes": 10**9})
         assert made.status_code == 200 and made.json()["runs"] == 2 and made.json()["used_bytes"] > 0
         assert door.ask("PUT", "/v1/quotas/other", admin, json={"quota_bytes": 5}).status_code == 200
-        for pattern, body in (("*-x", {"quota_bytes": 5}), ("a*", {"quota_bytes": 0}), ("a*", {})):
+        for pattern, body in (
+            ("*-x", {"quota_bytes": 5}),
+            ("a*", {"quota_bytes": 0}),
+            ("a*", {"quota_bytes": True}),
+            ("a*", {}),
+        ):
             assert code(door.ask("PUT", f"/v1/quotas/{pattern}", admin, json=body)) == (400, "invalid-request")
         seen = {
             runs: [one["pattern"] for one in door.ask("GET", "/v1/quotas", door.token("read", runs)).json()["items"]]
@@ -26,3 +36,20 @@ def test_quotas_over_rest(tmp_path: Path) -> None:
         assert code(door.ask("PUT", "/v1/quotas/team-*", door.token("admin", "team-*"), json={"quota_bytes": 1}))[0] == 403
         assert door.ask("DELETE", "/v1/quotas/other", admin).status_code == 204
         assert code(door.ask("DELETE", "/v1/quotas/other", admin)) == (404, "no-such-resource")
+
+
+def test_whoever_is_refused_has_changed_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the catalog is away nobody can be told what is used: the quota is what it was."""
+    with guarded(tmp_path, Policy(tokens=True)) as door:
+        admin, services = door.token("admin"), door.running.services
+        assert door.ask("PUT", "/v1/quotas/team-*", admin, json={"quota_bytes": 7}).status_code == 200
+
+        @contextmanager
+        def away() -> Iterator[None]:
+            raise CatalogUnavailable("away", hint="wait")
+            yield
+
+        with monkeypatch.context() as patch:
+            patch.setattr(services.catalog.database, "read", away)
+            assert code(door.ask("PUT", "/v1/quotas/team-*", admin, json={"quota_bytes": 8}))[0] == 503
+        assert services.team_quotas.all() == {"team-*": 7}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from holdfast_formats import moments
-from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
+from holdfast_formats.errors import Forbidden, InvalidRequest, NoSpace, NoSuchResource, NoSuchRun, Unauthenticated
 from holdfast_formats.rest.operations import RotationRequest, TokenRequest
 from holdfast_service.control.access import tokens
 from holdfast_service.control.access.tokens import Principal, Tokens
@@ -101,6 +102,19 @@ def test_tokens_end(world: World) -> None:
         world.tokens.verify(kept.token)
     with pytest.raises(NoSuchResource):
         world.tokens.revoke("nobody")
+
+
+def test_a_full_disk_keeps_nobody_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a token was used cannot be noted then; whoever makes room needs one."""
+    made = world.tokens.create(TokenRequest(name="ci", scope="admin"))
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        raise NoSpace("no space is left")
+        yield
+
+    monkeypatch.setattr(world.catalog.database, "write", full)
+    assert world.tokens.verify(made.token).name == "ci"
 
 
 def test_use_is_noted_once_a_minute(world: World) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CorruptManifest, LimitExceeded, NoSuchResource
 from holdfast_service.control.retention import team_quotas
+from holdfast_service.control.retention.admission import USED_S
 from holdfast_service.control.retention.team_quotas import TeamQuotas
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, PosixTier
 from tests.control.retention.test_admission import Counted, save, size_of
 from tests.daemon.saver_world import RUN, SaverWorld, saver_world
 
@@ -60,6 +63,62 @@ def test_a_file_that_cannot_be_read_stops_no_save() -> None:
 
         admission._ask = away
         assert save(world, rank, 2) is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"",
+        b"[" * 100_000,
+        b"x" * (team_quotas.FILE_BYTES_MAX + 1),
+        b'{"version": 2}',
+        b'{"quotas": {"*": 5, "*": 500}}',
+        b'{"quotas": {"*": "5"}}',
+        b'{"quotas": {"*": 0}}',
+        b'{"quotas": {"a,b": 5}}',
+        b'{"quotas": {"*": 1' + b"0" * 5000 + b"}}",
+        "{}".encode("utf-16"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_told_of(written: bytes) -> None:
+    """By name, and nothing of it is taken for a quota."""
+    tier = MemoryTier(2**30)
+    tier.replace(naming.QUOTAS, written)
+    with saver_world(tier) as world, pytest.raises(CorruptManifest, match="quotas"):
+        quotas_of(world).of(RUN)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link", "dangling", "loop"])
+def test_what_is_no_file_is_told_of(tmp_path: Path, kind: str) -> None:
+    """A quota is not quietly gone because something else stands in its place; and no save waits for a FIFO."""
+    path, target = tmp_path / "root" / naming.QUOTAS, {"link": "elsewhere", "dangling": "nowhere", "loop": naming.QUOTAS}
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "elsewhere").write_text('{"quotas": {}}')
+    tier = PosixTier(tmp_path / "root")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(target[kind])
+    with pytest.raises(CorruptManifest, match="quotas"):
+        TeamQuotas(tier, None).of(RUN)  # type: ignore[arg-type]
+    with saver_world(tier) as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+
+
+def test_a_save_waits_once_for_all_its_quotas() -> None:
+    """However many teams its run belongs to: the catalog may be slow."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        for length in range(1, len(RUN) + 1):
+            quotas_of(world).set(f"{RUN[:length]}*", 2**40)
+        admission, waits = world.decisions._admission, []
+        asked = admission._ask
+        admission._ask = lambda question, wait_s: waits.append(wait_s) or asked(question, wait_s)
+        assert save(world, rank, 1) is None
+        assert waits == [USED_S]
 
 
 def test_quotas_survive_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,16 @@ import json
 import logging
 import resource
 from collections import Counter
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_service.api.door.heads import HEAD_BYTES_MAX
+from holdfast_service.api.door.places import NOBODY, asked_by
 from holdfast_service.api.problems import MEDIA_TYPE, TransferAborted
+from holdfast_service.control.database.visible import ALL, limited_to
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +40,27 @@ class _Unexpected(logging.Filter):
 _UNEXPECTED = _Unexpected()
 
 
-def server(app: Any, log_level: str = "warning") -> uvicorn.Server:
+class FromOutside:
+    """ASGI: what comes from a connection is nobody's yet.
+
+    asyncio hands a request the context of an earlier one: of that after which it was read from the pipeline, or whose body
+    made the connection wait. By its context the door knows what a page asks in the name of a request that came in.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with asked_by(NOBODY), limited_to(ALL):
+            await self._app(scope, receive, send)
+
+
+def server(app: ASGIApp, log_level: str = "warning") -> uvicorn.Server:
     """A server of this application, at whatever sockets it is given."""
     logging.getLogger("uvicorn.error").addFilter(_UNEXPECTED)
     return uvicorn.Server(
         uvicorn.Config(
-            app,
+            FromOutside(app),
             http=Bounded,
             ws="none",
             lifespan="off",

@@ -36,16 +36,19 @@ _ONCE = frozenset(
     }
 )
 _OURS = "x-holdfast-"
+_SPACE = " \t"  # what HTTP allows around a value: the last byte of UTF-8 may be what Python takes for space, too
 
 
 def read(scope: Scope) -> dict[str, str]:
     """The headers by their names in lower case; `LimitExceeded` for a head that is too long, `InvalidRequest` for one that
-    could be read in two ways.
+    could be read in two ways. So could a path that ends in a newline: a route takes it, and the door for another one.
     """
-    given = [(name.decode("latin-1").lower(), value.decode("latin-1").strip()) for name, value in scope["headers"]]
+    given = [(name.decode("latin-1").lower(), value.decode("latin-1").strip(_SPACE)) for name, value in scope["headers"]]
     size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
     if size + sum(len(name) + len(value) for name, value in given) > HEAD_BYTES_MAX:
         raise LimitExceeded(f"the request's line and headers are over the limit of {HEAD_BYTES_MAX} bytes")
+    if not scope["path"].isprintable():
+        raise InvalidRequest("the path has characters that cannot be printed", hint="no address of this service has any")
     counts = Counter(name for name, _ in given)
     twice = [name for name, count in counts.items() if count > 1 and (name in _ONCE or name.startswith(_OURS))]
     if twice:

@@ -14,9 +14,10 @@ from threading import Lock
 from starlette.types import Message, Send
 
 from holdfast_formats.errors import TooManyRequests
+from holdfast_service.api.door import scopes
 from holdfast_service.control.access.tokens import Principal
 
-UNLIMITED = "/v1/ranks/"
+UNLIMITED = ("/v1/ranks/", *scopes.PROBES)  # how paths begin
 BURST_S = 5.0  # so many seconds' worth may come at once
 HOLDERS_MAX = 4096
 
@@ -33,7 +34,7 @@ class Limiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Lock()
-        self._holders: OrderedDict[int, _Holder] = OrderedDict()
+        self._holders: OrderedDict[str, _Holder] = OrderedDict()
 
     def admit(self, principal: Principal, path: str) -> None:
         """Count a request; `TooManyRequests` with the seconds to wait, where its token's limit is reached."""
@@ -41,7 +42,7 @@ class Limiter:
         if principal.token is None or path.startswith(UNLIMITED) or (requests_per_s is None and bytes_per_s is None):
             return
         with self._lock:
-            holder = self._at_present(principal.token, requests_per_s or 0, bytes_per_s or 0)
+            holder = self._at_present(principal.name, requests_per_s or 0, bytes_per_s or 0)
             if bytes_per_s is not None and holder.bytes < 0:
                 raise _refused(principal, f"{bytes_per_s} bytes a second", -holder.bytes / bytes_per_s)
             if requests_per_s is not None:
@@ -52,8 +53,8 @@ class Limiter:
 
     def counting(self, principal: Principal, path: str, send: Send) -> Send:
         """The same, of whose bytes its token has fewer afterwards."""
-        token = principal.token
-        if token is None or principal.bytes_per_s is None or path.startswith(UNLIMITED):
+        token = principal.name  # an old secret in its grace has no limit of its own
+        if principal.token is None or principal.bytes_per_s is None or path.startswith(UNLIMITED):
             return send
 
         async def counted(message: Message) -> None:
@@ -65,7 +66,7 @@ class Limiter:
 
         return counted
 
-    def _at_present(self, token: int, requests_per_s: int, bytes_per_s: int) -> _Holder:
+    def _at_present(self, token: str, requests_per_s: int, bytes_per_s: int) -> _Holder:
         now = self._clock()
         requests_max, bytes_max = max(requests_per_s * BURST_S, 1.0), bytes_per_s * BURST_S
         holder = self._holders.get(token)

@@ -8,8 +8,8 @@ refused, so that a mistake in the set-up is seen.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
+import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from holdfast_formats.errors import Forbidden, InvalidRequest
+from holdfast_formats.errors import Forbidden, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.access import Grant
+from holdfast_service.api.door import bodies
 from holdfast_service.api.door.heads import IDENTITY
 from holdfast_service.control.access.tokens import Principal, check_pattern, of_person
 
@@ -52,6 +53,14 @@ class LoginsFile(BaseModel):
         for one in value:
             if ip_network(one, strict=False).prefixlen == 0:
                 raise ValueError(f"{one} is every address there is: name the proxy's")
+        return value
+
+    @field_validator("groups")
+    @classmethod
+    def _check_groups(cls, value: dict[str, Grant]) -> dict[str, Grant]:
+        for name in value:
+            if not name or "," in name or name != name.strip() or not name.isprintable():
+                raise ValueError(f"{name!r} is no group that the proxy could name: without commas, and spaces around it")
         return value
 
     @field_validator("logout")
@@ -110,14 +119,15 @@ class Logins(NamedTuple):
 
 def load(path: Path) -> Logins:
     """The file of `--logins`; `InvalidRequest` that names what is wrong in it."""
+    text = _text(path)
     try:
-        read = LoginsFile.model_validate(json.loads(_text(path)))
+        read = LoginsFile.model_validate(bodies.parse(text))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"--logins {path}: {where}: {first['msg']}", hint=f"for example {_EXAMPLE}") from error
-    except ValueError as error:
-        raise InvalidRequest(f"--logins {path} is not JSON: {error}", hint=f"for example {_EXAMPLE}") from error
+    except (InvalidRequest, LimitExceeded) as error:
+        raise InvalidRequest(f"--logins {path} is not JSON: {error.detail}", hint=f"for example {_EXAMPLE}") from error
     if not read.groups and read.everybody is None:
         raise InvalidRequest(f"--logins {path} lets nobody in", hint="name a group in `groups`, or give `everybody` a scope")
     for grant in (*read.groups.values(), *([read.everybody] if read.everybody else [])):
@@ -128,7 +138,7 @@ def load(path: Path) -> Logins:
 
 
 def _secret(path: Path) -> str:
-    secret = _text(path).strip()
+    secret = _text(path).decode(errors="replace").strip()
     if len(secret) < SECRET_CHARS_MIN or not (secret.isascii() and secret.isprintable()):
         hint = f"write at least {SECRET_CHARS_MIN} printable characters there: openssl rand -hex 32"
         raise InvalidRequest(f"the secret in {path} is too short, or not plain text", hint=hint)
@@ -137,15 +147,17 @@ def _secret(path: Path) -> str:
     return secret
 
 
-def _text(path: Path) -> str:
+def _text(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # it may be a FIFO to which nobody writes
+            raise InvalidRequest(f"{path} is not a file", hint="check --logins and `secret_file`")
         with path.open("rb") as file:
             found = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", hint="check --logins and `secret_file`") from error
     if len(found) > FILE_BYTES_MAX:
         raise InvalidRequest(f"{path} is over {FILE_BYTES_MAX} bytes", hint="check --logins and `secret_file`")
-    return found.decode(errors="replace")
+    return found
 
 
 def _name(text: str) -> str:

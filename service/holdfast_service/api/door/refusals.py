@@ -10,6 +10,7 @@ from threading import Lock
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.api.door.throttle import Throttle
+from holdfast_service.control.access.tokens import without_secrets
 from holdfast_service.control.catalog.events import Events
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ class Refusals:
         untold = self._throttle.due((peer, error.code))
         if untold is None:
             return
-        shown = f"{method[:16]} {path[:SHOWN_CHARACTERS]!r}"
+        shown = f"{method[:16]} {without_secrets(path)[:SHOWN_CHARACTERS]!r}"
         more = f", and {untold} more since the last message" if untold else ""
-        log.warning("refused %s from %s: %s [%s]%s", shown, peer, error.detail[:SHOWN_CHARACTERS], error.code, more)
+        detail = without_secrets(error.detail)[:SHOWN_CHARACTERS]
+        log.warning("refused %s from %s: %s [%s]%s", shown, peer, detail, error.code, more)
         text = f"refused {shown} from {peer}: {error.code}"
         self._events.add("request-refused", text, None, None, "warning", peer=peer, code=error.code, untold=untold)

@@ -89,7 +89,8 @@ def as_body_says(whole: Principal, method: str, path: str, body: Any) -> Princip
     if not isinstance(body, dict) or (path != JOBS and not isinstance(body.get("run"), str)):
         return whole
     run, kind = body.get("run"), body.get("kind")
-    about = run if isinstance(run, str) and (path != JOBS or kind in _RUNS_JOBS) else None
+    known = path != JOBS or (isinstance(kind, str) and kind in _RUNS_JOBS)
+    about = run if isinstance(run, str) and known else None
     return whole.for_request(needed(method, path), [about])
 
 

@@ -7,13 +7,11 @@ Every answer says by `X-Request-Id` which request it was; what a page asks of th
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
@@ -25,13 +23,12 @@ from holdfast_service.api.door.places import NOBODY, asking
 from holdfast_service.api.door.throttle import Throttle
 from holdfast_service.api.problems import MEDIA_TYPE
 from holdfast_service.control.access.audit import Act, Audit
-from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.access.tokens import Principal, without_secrets
 
 ID_HEADER = "X-Request-Id"
 CLIENT = b"holdfast/"  # how User-Agent of our own client begins
 PROBLEM_BYTES_MAX = 64 * 1024
 _REFUSED = (401, 403)
-_SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")  # a token that somebody has put into a path by mistake
 _request_id: ContextVar[str] = ContextVar("holdfast_request_id", default="")
 
 
@@ -65,7 +62,7 @@ class Trail:
             kind = found.kind
         untold = 0
         if made.status >= 400:
-            due = self._throttle.due((made.who, made.address, kind, str(made.code)))
+            due = self._throttle.due((made.who, made.address, kind, str(made.code)), made.who)
             if due is None:
                 return
             untold = due
@@ -139,9 +136,8 @@ class Footprint:
 
     @property
     def rehearsed(self) -> bool:
-        """Whether it was only asked what would happen."""
-        asked = parse_qs(self._scope["query_string"].decode("latin-1")).get("dry_run", ["false"])
-        return asked[-1].lower() in ("true", "1", "yes", "on")
+        """Whether it was only asked what would happen, as the route has said."""
+        return self._scope.get("state", {}).get("rehearsed") is True
 
     def act(self, about: acts.NamedAct, kind: str, untold: int) -> Act:
         """The entry of this request."""
@@ -153,12 +149,12 @@ class Footprint:
             via=self._via(),
             kind=kind,
             method=self.method,
-            path=_SECRET.sub("hf_…", self.path),
+            path=without_secrets(self.path),
             status=self.status,
             request=self.id,
             run=about.run or _text(said.get("run")),
             step=about.step if about.step is not None else _number(said.get("step")),
-            target=_SECRET.sub("hf_…", about.target or _text(said.get("kind")) or _text(said.get("name")) or "") or None,
+            target=without_secrets(about.target or _text(said.get("kind")) or _text(said.get("name")) or "") or None,
             code=self.code,
             untold=untold,
         )

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import Quota, QuotaRequest
 from holdfast_service.api import problems
@@ -29,12 +28,7 @@ def list_quotas(services: Wired, viewer: Viewer) -> bodies.Page[Quota]:
 @router.put("/quotas/{pattern}", dependencies=ADMINS_JSON, summary="Set how many bytes all runs of a pattern may hold")
 def set_quota(services: Wired, pattern: Pattern, wanted: QuotaRequest) -> Quota:
     """It holds from the next save on: a save that does not fit is refused with `quota-exceeded`. Nothing is removed."""
-    quotas = services.team_quotas
-    quotas.set(check_pattern(pattern), wanted.quota_bytes)
-    found = next((quota for quota in quotas.told() if quota.pattern == pattern), None)
-    if found is None:
-        raise NoSuchResource(f"the quota of {pattern!r} was removed meanwhile", hint="set it again")
-    return found
+    return services.team_quotas.set(check_pattern(pattern), wanted.quota_bytes)
 
 
 @router.delete("/quotas/{pattern}", dependencies=ADMINS, status_code=204, summary="Remove the quota of a pattern")

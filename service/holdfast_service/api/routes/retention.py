@@ -13,6 +13,7 @@ from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, che
 from holdfast_service.api import problems
 from holdfast_service.api.content import delivery
 from holdfast_service.api.door.needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
+from holdfast_service.api.door.rehearsals import DryRun
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import run_files
 
@@ -21,7 +22,6 @@ _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
 IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
-DryRun = Annotated[bool, Query(description="change nothing; only report what would happen")]
 OnlyStep = Annotated[int | None, Query(ge=0, description="only the verdict on this step; the sums are those of all")]
 Forced = Annotated[
     Force | None, Query(description="remove it although it is the newest verified or the newest healthy checkpoint")
@@ -45,9 +45,7 @@ def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> 
     summary="Set the retention policy; returns what it keeps and removes",
     response_model=Preview,
 )
-def put_policy(
-    services: Wired, run: str, policy: RetentionPolicy, if_match: IfMatch = None, dry_run: DryRun = False
-) -> Response:
+def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryRun, if_match: IfMatch = None) -> Response:
     """428 without `If-Match`, 412 if the policy has changed since. `dry_run` changes nothing and needs no
     `If-Match`.
     """
@@ -113,7 +111,7 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     summary="Remove a checkpoint",
     responses={200: {"model": bodies.CheckpointInfo, "description": "With `dry_run`: what would be removed"}},
 )
-def remove_checkpoint(services: Wired, run: str, step: int, force: Forced = None, dry_run: DryRun = False) -> Response:
+def remove_checkpoint(services: Wired, run: str, step: int, dry_run: DryRun, force: Forced = None) -> Response:
     """409 if it is pinned, labelled, being read, or the newest verified or healthy one without a matching `force`."""
     newest, healthy = force == "newest-verified", force == "newest-healthy"
     found = services.rotation.remove(run, step, newest, dry_run, healthy)

@@ -11,11 +11,11 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import Trash, TrashedRun
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import ADMINS_RUN, READS
+from holdfast_service.api.door.rehearsals import DryRun
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.control.retention.run_trash import RunTrash
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
-DryRun = Annotated[bool, Query(description="change nothing; only report what would be deleted")]
 Marked = Annotated[bool, Query(description="delete it although some of its checkpoints are pinned or labelled")]
 Entry = Annotated[
     str | None, Query(max_length=200, description="which one, by its name in the trash; by default the newest, or all")
@@ -23,7 +23,7 @@ Entry = Annotated[
 
 
 @router.delete("/runs/{run}", dependencies=ADMINS_RUN, summary="Delete a run: move it to the trash")
-def delete_run(services: Wired, run: str, marked: Marked = False, dry_run: DryRun = False) -> TrashedRun:
+def delete_run(services: Wired, run: str, dry_run: DryRun, marked: Marked = False) -> TrashedRun:
     """409 while its ranks are connected, something of it is being saved or read, a job works on it, or a link leads to it.
     Copies in replicas are removed.
     """
@@ -37,8 +37,8 @@ def rename_run(
     services: Wired,
     viewer: Viewer,
     run: str,
+    dry_run: DryRun,
     to: Annotated[str, Query(max_length=128, description="the new name")],
-    dry_run: Annotated[bool, Query(description="change nothing; only say whether it would work")] = False,
 ) -> bodies.Run:
     """409 while the run is in use (see `DELETE`), or if there is a run of the new name. Its checkpoints get new manifests,
     and the run of the old name goes to the trash.

@@ -267,5 +267,5 @@ def _remove_oldest(session: Session, author: _AUTHOR, count: int) -> None:
 
 
 def _fit(text: str, most: int) -> str:
-    """Text that every column takes, of so many characters at most."""
-    return text.replace("\0", "\\x00").encode(errors="backslashreplace").decode()[:most]
+    """Text of so many characters at most that every column takes, and that moves no terminal's cursor and begins no line."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:most])[:most]

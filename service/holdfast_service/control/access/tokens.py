@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -19,7 +20,14 @@ from typing import NamedTuple, get_args
 from sqlalchemy import or_, select
 
 from holdfast_formats import moments
-from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    Forbidden,
+    InvalidRequest,
+    NoSuchResource,
+    Unauthenticated,
+)
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import By, Grant
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Scope, Token, TokenRequest
@@ -30,6 +38,8 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import TokenRow
 from holdfast_service.control.database.visible import ALL, joined, matches
 
+log = logging.getLogger(__name__)
+
 PREFIX = "hf_"
 SECRET_BYTES = 32
 TEXT_CHARACTERS_MAX = 64
@@ -38,6 +48,7 @@ TRUSTED_S, SEEN_MAX = 300.0, 1000  # while the catalog is away, a token that was
 EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
+_SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")
 _HINT = (
     "the daemon's own user needs none: `holdfast` finds it, and `holdfast open` signs a browser in; other "
     "users set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the daemon's user creates "
@@ -181,8 +192,8 @@ class Tokens:
             ended = [row for row in rows if row.revoked is None]
             for row in ended:
                 row.revoked = self._now()
-            self._seen.clear()
             token = Token.model_validate(rows[0], from_attributes=True)
+        self._seen.clear()  # once nobody reads it as it was
         if ended:
             self._tell(token, "revoked")
 
@@ -207,8 +218,8 @@ class Tokens:
                 row.expires = end if row.expires is None else min(row.expires, end)
             session.add(made)
             session.flush()
-            self._seen.clear()
             token = Token.model_validate(made, from_attributes=True)
+        self._seen.clear()
         self._tell(token, "rotated")
         return NewToken(**token.model_dump(), token=text)
 
@@ -259,10 +270,13 @@ class Tokens:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
     def _note_use(self, token_id: int, now: str, address: str) -> None:
-        with self._database.write() as session:
-            row = session.get(TokenRow, token_id)
-            if row is not None:
-                row.used, row.used_from = now, address[:64] or row.used_from
+        try:
+            with self._database.write() as session:
+                row = session.get(TokenRow, token_id)
+                if row is not None:
+                    row.used, row.used_from = now, address[:64] or row.used_from
+        except CheckpointError as error:  # a full disk keeps nobody out, least of all whoever makes room
+            log.debug("not noted that token %d was used: %s", token_id, error.detail)
 
     def _tell(self, token: Token, what: str) -> None:
         text = f"the token {token.name!r} was {what}"
@@ -277,6 +291,11 @@ def missing() -> Unauthenticated:
 def make_text() -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
     return PREFIX + base64.urlsafe_b64encode(secret + zlib.crc32(secret).to_bytes(4, "big")).decode()
+
+
+def without_secrets(text: str) -> str:
+    """What somebody has sent, for logs: without a token that they have put there by mistake."""
+    return _SECRET.sub("hf_…", text)
 
 
 def well_formed(text: str) -> bool:

@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from holdfast_formats.disk.packing import tensor_extent_bytes
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded, StorageFailed
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
@@ -28,7 +29,7 @@ MANIFEST_BYTES_A_TENSOR = 256
 MANIFEST_BYTES_AN_EXTENT = 48
 USED_S = 0.5  # how long to wait for the catalog's answer about a run's usage
 
-Ask = Callable[[Callable[[], int], float], int]  # a question to the catalog, and how long it may take
+Ask = Callable[[Callable[[], Any], float], Any]  # a question to the catalog, and how long it may take
 
 
 def counted_bytes(plan: WritePlan) -> int:
@@ -106,13 +107,13 @@ class Admission:
     def _quota(self, run: str) -> int | None:
         try:
             return self._files.read(run).in_force.quota_bytes
-        except Damaged as error:  # a save is worth more than a limit that cannot be read
+        except (Damaged, StorageFailed) as error:  # a save is worth more than a limit that cannot be read
             log.error("%s", error)
             return None
 
     def _used(self, run: str) -> int:
         try:
-            return self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S)
+            return int(self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S))
         except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
             log.warning("cannot tell how much of its quota %s uses: %s", run, away.detail)
             return 0
@@ -121,16 +122,16 @@ class Admission:
         """The first team's quota into which it does not fit."""
         try:
             quotas = self._teams.of(plan.run)
-        except Damaged as error:  # as for the quota of a run
+            used_by = self._ask(partial(self._teams.used, quotas), USED_S) if quotas else {}  # one wait for all of them
+        except CatalogUnavailable as away:
+            log.warning("cannot tell how much of their quotas the teams of %s use: %s", plan.run, away.detail)
+            return None
+        except (Damaged, StorageFailed) as error:  # as for the quota of a run
             log.error("%s", error)
             return None
+        need = counted_bytes(plan)
         for pattern, quota in quotas.items():
-            try:
-                used = self._ask(partial(self._teams.used, pattern), USED_S)
-            except CatalogUnavailable as away:
-                log.warning("cannot tell how much of its quota the team %s uses: %s", pattern, away.detail)
-                continue
-            need = counted_bytes(plan)
+            used = used_by[pattern]
             if used + need > quota:
                 return QuotaExceeded(
                     f"{what} needs {need} bytes; the runs {pattern} already use {used} of their quota of {quota} bytes",

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import func, select
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchResource
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchResource, StorageFailed
 from holdfast_formats.rest.access import Quota
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow
@@ -22,15 +23,17 @@ from holdfast_service.storage import Tier
 QUOTAS_MAX = 1000
 BYTES_MAX = 2**62
 FILE_BYTES_MAX = 2**20
+_Pattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*)$")]
+_Bytes = Annotated[int, Field(ge=1, le=BYTES_MAX)]
 
 
 class _File(BaseModel):
     """The file of the root."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     version: int = Field(default=1, ge=1, le=1)
-    quotas: dict[str, int] = Field(default_factory=dict)
+    quotas: dict[_Pattern, _Bytes] = Field(default_factory=dict)
 
 
 class TeamQuotas:
@@ -41,20 +44,33 @@ class TeamQuotas:
         self._lock = threading.Lock()
 
     def all(self) -> dict[str, int]:
-        """Bytes by pattern; `Damaged` if the file cannot be read."""
-        size = self._tier.size(naming.QUOTAS)
-        if size is None:
-            return {}
-        if size > FILE_BYTES_MAX:
-            raise _damaged(f"it has {size} bytes")
+        """Bytes by pattern; `Damaged` if the file cannot be read, or is none."""
         try:
-            return _File.model_validate(json.loads(self._tier.read(naming.QUOTAS))).quotas
-        except (ValueError, ValidationError) as error:
+            data = self._tier.read(naming.QUOTAS, 0, FILE_BYTES_MAX + 1)
+        except NoSuchResource as error:
+            if "errno" not in error.members and naming.QUOTAS in self._tier.list(""):
+                raise _damaged("it is not a file") from error
+            return {}
+        except StorageFailed as error:
+            raise _damaged(error.detail) from error
+        if len(data) > FILE_BYTES_MAX:
+            raise _damaged(f"it has over {FILE_BYTES_MAX} bytes")
+        try:
+            return _File.model_validate(json.loads(data.decode(), object_pairs_hook=_once)).quotas
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise _damaged(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+        except (ValueError, RecursionError) as error:
             raise _damaged(str(error).partition("\n")[0]) from error
 
-    def set(self, pattern: str, quota_bytes: int) -> None:
-        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it."""
+    def set(self, pattern: str, quota_bytes: int) -> Quota:
+        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it.
+
+        Nothing is set where what is used cannot be told: whoever is refused has changed nothing.
+        """
+        used, runs = self._counted(pattern)
         self._change(lambda quotas: quotas.update({pattern: quota_bytes}))
+        return Quota(pattern=pattern, quota_bytes=quota_bytes, used_bytes=used, runs=runs)
 
     def remove(self, pattern: str) -> None:
         """`NoSuchResource` if the pattern has none."""
@@ -78,9 +94,9 @@ class TeamQuotas:
         """The quotas that a run counts against; it may be several teams'."""
         return {pattern: quota for pattern, quota in self.all().items() if matches(pattern, run)}
 
-    def used(self, pattern: str) -> int:
-        """Bytes of all committed checkpoints of the pattern's runs, as far as they may be seen."""
-        return self._counted(pattern)[0]
+    def used(self, patterns: Collection[str]) -> dict[str, int]:
+        """Bytes of all committed checkpoints of each pattern's runs."""
+        return {pattern: self._counted(pattern)[0] for pattern in patterns}
 
     def told(self) -> list[Quota]:
         """All of them, with what is used."""
@@ -97,6 +113,13 @@ class TeamQuotas:
         return int(used or 0), int(number or 0)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(made := dict(pairs)) != len(pairs):
+        raise ValueError("a member appears twice")
+    return made
+
+
 def _damaged(why: str) -> CorruptManifest:
+    why = why.encode(errors="backslashreplace").decode()
     hint = "an admin sets them again with `holdfast quota set`, after the file was moved away"
     return CorruptManifest(f"the file of quotas, {naming.QUOTAS}, cannot be read: {why}", hint=hint)
