@@ -104,10 +104,18 @@ def test_what_is_no_filter_is_refused(service: Served, query: str) -> None:
     assert (refused.status_code, refused.json()["code"]) == (400, "invalid-request")
 
 
-@pytest.mark.parametrize("path", ["/v1/runs/a%00b", "/v1/runs/a%00b/checkpoints", "/v1/rounds?run=a%00b"])
-def test_no_run_has_such_a_name(service: Served, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/runs/a%00b", "invalid-request"),  # no path has such characters
+        ("/v1/runs/a%00b/checkpoints", "invalid-request"),
+        ("/v1/runs/a%E4%B8%AD/checkpoints", "no-such-run"),
+        ("/v1/rounds?run=a%00b", "no-such-run"),
+    ],
+)
+def test_no_run_has_such_a_name(service: Served, path: str, code: str) -> None:
     """What can be no run is not there."""
-    assert httpx.get(service.url + path, trust_env=False).json()["code"] == "no-such-run"
+    assert httpx.get(service.url + path, trust_env=False).json()["code"] == code
 
 
 def test_the_catalog_is_checked(service: Served) -> None:

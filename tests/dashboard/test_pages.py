@@ -27,7 +27,6 @@ PAGES = {
     "/runs/tiny/about": ("Owner and notes", "No launch has said anything of itself"),
     "/runs/other/delete": ("Delete other?", "Type the run’s name to confirm"),
     "/runs/other/rename": ("Rename other?", "Change the name in your trainer too"),
-    "/runs/nobody/purge": ("The trash holds no run of this name",),
     "/trash": ("The trash is empty", "when the disk is full"),
     "/runs/tiny/policy": ("A checkpoint stays if", "no rule limits what is kept", "Preview"),
     "/runs/tiny/health": ("Health by layer",),
@@ -129,6 +128,7 @@ def test_failed_saves_say_why(pages: httpx.Client) -> None:
     ("path", "status", "said"),
     [
         ("/runs/nope", 404, "no-such-run"),
+        ("/runs/nobody/purge", 404, "no-such-run"),
         ("/runs/tiny/checkpoints/6", 404, "no-such-checkpoint"),
         (f"{STEP}/map/nope.safetensors", 404, "no-such-resource"),
         (f"{STEP}/extents?group=model&name=nope", 404, "no-such-resource"),

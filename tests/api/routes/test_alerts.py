@@ -55,7 +55,7 @@ def test_alerts_say_what_mends_them(http: httpx.Client) -> None:
     behind = http.get("/v1/alerts", params={"cursor": first["next"]}).json()
     assert (behind["items"][0]["remedy"], behind["items"][0]["since"], behind["next"]) == ("resume", AT, None)
     found = http.get("/v1/overview").json()
-    assert (found["states"], found["errors"], found["newest_lost"]) == ({"lost": 1, "running": 1}, 2, "tiny")
+    assert (found["states"], found["errors"], found["newest_lost"]) == ({"died": 1, "training": 1}, 2, "tiny")
     assert http.get("/v1/alerts?cursor=x").status_code == 400
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, NoSuchRun
 from holdfast_formats.rest.runs import Trash
 from holdfast_service.dashboard.asking import Asked, at, shown, to
 from holdfast_service.dashboard.rendering import page, see
@@ -32,6 +32,8 @@ async def confirm_purge(request: Request, api: Asked, run: str) -> Response:
     """Show what would be removed for good, before anything happens."""
     found = await api.get(Trash, "/v1/trash")
     items = [one for one in found.items if one.run == run]
+    if not items:
+        raise NoSuchRun(f"the trash holds no run {run!r}", hint="the page Trash lists what it holds")
     return page(request, "purge.html", run=run, items=items)
 
 
