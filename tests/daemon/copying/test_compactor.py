@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,18 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
     assert thinner(world).look(RUN) == []
     small = [opened(world, step).manifest.compacted for step in STEPS]
     assert [one and one.optim for one in small] == ["exact", "exact", None]
+
+
+def test_a_policy_waits_for_what_is_being_published(world: CopiesWorld) -> None:
+    """When it is set, nothing is removed, thinned or compacted by the one before any more."""
+    rotation = world.decisions.rotation
+    setting = threading.Thread(target=rotation.set_policy, args=(RUN, RetentionPolicy(last=9), "*"))
+    with rotation.deciding(RUN):
+        setting.start()
+        setting.join(0.3)  # a slow machine proves less, and fails no more
+        assert rotation.file(RUN).policy is None
+    setting.join(60)
+    assert rotation.file(RUN).policy == RetentionPolicy(last=9) and rotation.settle()
 
 
 def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
