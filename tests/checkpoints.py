@@ -132,7 +132,7 @@ def trained_arrays(seed: int = 0) -> Arrays:
     masters["layers.0.loose.weight"] = rng.standard_normal((40, 40)).astype(np.float32)  # not what its weight is made of
     optim: dict[str, np.ndarray] = {}
     for name, shape in shapes.items():
-        optim[f"{name}/exp_avg"] = (rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 1, shape)).astype(np.float32)
+        optim[f"{name}/exp_avg"] = (rng.standard_normal(shape) * 10.0 ** rng.integers(-2, 1, shape)).astype(np.float32)
         optim[f"{name}/exp_avg_sq"] = np.square(optim[f"{name}/exp_avg"]) / 7
         optim[f"{name}/step"] = np.array(17, np.float32)
     broken = rng.standard_normal((40, 40)).astype(np.float32)

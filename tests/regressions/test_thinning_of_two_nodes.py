@@ -93,7 +93,7 @@ def test_another_node_takes_over_in_the_middle(pair: Pair, how: str) -> None:
 
     assert pair.thinner(pair.a, Late()).look(RUN) == []
     assert pair.forms() == ["whole"] * 3
-    assert len(places) == 2 and pair.a.tier.list(f"{RUN}/{naming.STAGING}") == []
+    assert len(places) == 1 and pair.a.tier.list(f"{RUN}/{naming.STAGING}") == []
     assert pair.thinner(pair.b).look(RUN) == [5, 10]
     assert pair.forms() == ["thin", "compact", "whole"]
     assert pair.thinner(pair.a).look(RUN) == []

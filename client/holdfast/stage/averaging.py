@@ -75,6 +75,12 @@ class Ema:
             raise InvalidRequest(f"Ema(every={self.every!r}): it must be a number of steps, at least 1")
         if self.correction not in get_args(Correction):
             raise InvalidRequest(f"Ema(correction={self.correction!r}): it must be one of {', '.join(get_args(Correction))}")
+        limit: object = self.loss_above
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, float | int) or math.isnan(limit)):
+            raise InvalidRequest(
+                f"Ema(loss_above={limit!r}): it must be a number",
+                hint="with math.inf, only steps whose loss is no finite number are left out",
+            )
         if not isinstance(self.of, str) or self.of in (GROUP, "extra", "optim"):
             raise InvalidRequest(f"Ema(of={self.of!r}): it must be the group of weights or of masters")
 

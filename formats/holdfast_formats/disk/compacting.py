@@ -75,6 +75,13 @@ def _moments(key: str, entry: TensorEntry, rule: str) -> str | None:
     return "int8" if key in FIRST else "int8-log"
 
 
+def milder(made: Manifest, one: CodingCandidate) -> CodingCandidate | None:
+    """The same tensor by the coding that rounds each value for itself; None if it is that, or a name is taken."""
+    if one.coding not in ("int8", "int8-log") or not _free(made, one.group, one.name, "bf16"):
+        return None
+    return one._replace(coding="bf16")
+
+
 def _weight(made: Manifest, name: str, entry: TensorEntry) -> bool:
     """Whether the BF16 weight of a master is there."""
     try:

@@ -273,7 +273,18 @@ def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"decay": 1.0}, {"decay": True}, {"every": 0}, {"every": 2.5}, {"correction": "both"}, {"of": "optim"}]
+    "options",
+    [
+        {"decay": 1.0},
+        {"decay": True},
+        {"every": 0},
+        {"every": 2.5},
+        {"correction": "both"},
+        {"of": "optim"},
+        {"loss_above": float("nan")},
+        {"loss_above": "3"},
+        {"loss_above": True},
+    ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, tmp_path: Path) -> None:
     """Before anything is contacted, by the option's name."""

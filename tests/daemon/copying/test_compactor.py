@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,8 +256,67 @@ def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
     with world.decisions.reading(RUN, 10):
         assert thinner(world).look(RUN) == []
     with pytest.raises(InUse, match="saved anew"):
-        world.decisions.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", small=True)
+        world.decisions.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
     assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
+
+
+def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
+    """Whoever wants `exact` now gets no int8 from a worker that began under the earlier policy, nor any after `none`."""
+    thinning = world.decisions.thinning
+    keep(world, optim="int8", optim_full=1)
+
+    class Slow:
+        """The policy is changed when the first one is staged."""
+
+        due, clear = thinning.due, thinning.clear
+        after = RetentionPolicy(optim="exact", optim_full=1)
+        tried: list[int] = []  # noqa: RUF012
+
+        def publish(self, place: naming.Place, *parts: Any) -> Any:
+            self.tried.append(place.step)
+            world.decisions.rotation.set_policy(RUN, self.after, "*")
+            assert world.decisions.rotation.settle()
+            return thinning.publish(place, *parts)
+
+    slow = Slow()
+    assert Thinner(world.tier, world.decisions.store, slow).look(RUN) == [] and slow.tried == [5]
+    assert leftovers(world) == []
+    slow.after = RetentionPolicy(last=9)
+    assert Thinner(world.tier, world.decisions.store, slow).look(RUN) == [] and slow.tried == [5, 5]
+    keep(world, optim="exact", optim_full=1)
+    assert thinner(world).look(RUN) == [5, 10]
+    keep(world, optim="int8", optim_full=1)
+    assert thinner(world).look(RUN) == []
+    small = [opened(world, step).manifest.compacted for step in STEPS]
+    assert [one and one.optim for one in small] == ["exact", "exact", None]
+
+
+def test_a_policy_waits_for_what_is_being_published(world: CopiesWorld) -> None:
+    """When it is set, nothing is removed, thinned or compacted by the one before any more."""
+    rotation = world.decisions.rotation
+    setting = threading.Thread(target=rotation.set_policy, args=(RUN, RetentionPolicy(last=9), "*"))
+    with rotation.deciding(RUN):
+        setting.start()
+        setting.join(0.3)  # a slow machine proves less, and fails no more
+        assert rotation.file(RUN).policy is None
+    setting.join(60)
+    assert rotation.file(RUN).policy == RetentionPolicy(last=9) and rotation.settle()
+
+
+def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
+    """A block's largest value says nothing of the others: where eight bits would lose them, bfloat16 keeps them."""
+    arrays = trained_arrays()
+    moments = arrays["optim"][f"{EMBED}/exp_avg"]
+    moments[:] = np.random.default_rng(1).standard_normal(moments.shape)
+    moments[:, ::256] = 1e6
+    with copies_world(tmp_path, (5, 10), arrays=arrays) as world:
+        keep(world, optim="int8", optim_full=1)
+        assert thinner(world).look(RUN) == [5]
+        with opened(world) as reader:
+            small = reader.manifest.compacted
+            assert small is not None and small.tensors["optim"][f"{EMBED}/exp_avg"].coding == "bf16"
+            assert small.tensors["optim"][f"{EMBED}/exp_avg_sq"].coding == "int8-log"
+            assert np.allclose(reader.read("optim", f"{EMBED}/exp_avg"), moments, rtol=2**-8)
 
 
 def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_one_that_was_saved_anew_is_not_touched(world: CopiesWorld, monkeypatch:
     keep(world, keep_full=1)
     thinning = world.decisions.thinning
     with pytest.raises(InUse, match="saved anew"):
-        thinning.publish(naming.job_place(RUN, 5, "1"), b"", b"", b"another COMMIT")
+        thinning.publish(naming.job_place(RUN, 5, "1"), b"", b"", b"another COMMIT", None)
 
 
 def test_without_second_names_it_is_copied(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:

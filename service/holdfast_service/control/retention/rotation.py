@@ -200,9 +200,12 @@ class Rotation:
         return self.files.read(run)
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
-        """Set the policy of a run that has a checkpoint or an attempt, and apply it soon; `PreconditionFailed`."""
+        """Set the policy of a run that has a checkpoint or an attempt, and apply it soon: when this returns, nothing is
+        done by the one before any more. `PreconditionFailed`.
+        """
         self._catalog.run(run)
-        file = self.files.set_policy(run, policy, tag)
+        with self.deciding(run):
+            file = self.files.set_policy(run, policy, tag)
         self._catalog.set_keep_last(run, policy.last)
         self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))
         self.due(run)

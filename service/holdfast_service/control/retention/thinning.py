@@ -16,13 +16,15 @@ from typing import Any
 from sqlalchemy import select
 
 from holdfast_formats import naming
+from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, InUse, NotFound
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.checkpoints import commit, roots
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.retention.policy import decide
@@ -50,9 +52,9 @@ class Thinning:
         found = sorted(one for one in self._decided(run).values() if one.acts)
         return found if found and self.is_mine() else []
 
-    def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, whole: bytes, small: bool = False) -> Manifest:
+    def publish(self, place: Place, encoded: bytes, commit: bytes, whole: bytes, small: OptimRule | None) -> Manifest:
         """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke. `small`: it
-        has everything, in fewer bytes.
+        has everything, in fewer bytes by this rule.
 
         Raises `InUse` where that is not to be done any more, and what `commit.publish_copy` raises.
         """
@@ -67,7 +69,7 @@ class Thinning:
                 self._rotation.still_deciding()
                 self._rotation.is_replaced(run, step)
                 try:
-                    made = commit.publish_copy(self._store, place, encoded, commit_bytes, over=True)
+                    made = publish_copy(self._store, place, encoded, commit, over=True)
                 finally:  # whatever has come of it, the catalog is told what stands there
                     self._book.tell(f"what is left of {run}@{step}", lambda: self._record(run, step))
         self.made(made)
@@ -82,20 +84,21 @@ class Thinning:
         except CheckpointError as failure:
             log.warning("%s stays until it is swept: %s", place.path, failure.detail)
 
-    def _refuse(self, run: str, step: int, small: bool) -> None:
+    def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
         """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.
 
-        What may have changed since: marks, readers, findings about it, and that enough newer ones are whole.
+        What may have changed since: marks, readers, findings about it, and that enough newer ones are whole, and
+        the rule itself: what `exact` keeps, no earlier `int8` may take.
         """
         found = self._catalog.checkpoint(run, step)
         self._rotation.refuse_held(run, step)
         policy = self._files.read(run).in_force
-        most = policy.optim_full if small else policy.keep_full
+        most = policy.keep_full if small is None else policy.optim_full if small == policy.optim else None
         if found.abandoned:
-            enough = step in {one.step for one in self.due(run)}
+            enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
         else:
-            enough = most is not None and self._whole_after(found, most, small) >= most
-        done = found.thinned is not None or (small and found.compacted is not None)
+            enough = most is not None and self._whole_after(found, most, small is not None) >= most
+        done = found.thinned is not None or (small is not None and found.compacted is not None)
         if not enough or not found.verified or done or not self.is_mine():
             raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
 

@@ -36,6 +36,7 @@ from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Store, Tier
 
 ERROR_MAX = 0.05  # of a tensor's norm; one that would differ by more stays as it was saved
+OFF_SHARE = 32  # where more than one value in so many is off by more than half of itself, the coding is not for this tensor
 SPARE_BYTES = 2**20
 
 NOT_FINITE = "it has NaN or infinities"
@@ -70,7 +71,7 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     full, directory = pair.made, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)
     stored = of_committed(source, full).listing.tensors
-    looked = [_look(source, stored, one, going) for one in compacting.candidates(full, rule)]
+    looked = [_look(full, source, stored, one, going) for one in compacting.candidates(full, rule)]
     planned = compacting.plan(full, pair.encoded, rule, [one.encoded for one in looked], utc_now())
     _refuse_full(tier, planned)
     second_names.prove(tier, place, planned.proof, going)
@@ -95,7 +96,7 @@ def _refuse_full(tier: Tier, planned: CompactPlan) -> None:
         )
 
 
-def _look(source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
+def _look(full: Manifest, source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
     """Code and decode all values of a candidate, to see whether they may be."""
     key = TensorKey(one.group, one.name)
     none = np.empty(0, np.uint64)
@@ -104,21 +105,31 @@ def _look(source: CommittedFiles, stored: Stored, one: CodingCandidate, going: G
         if isinstance(ties, str):
             return _Looked(Encoded(one, left=ties), none)
         return _Looked(Encoded(one, ties=len(ties)), ties)
+    looked = _look_at_moments(source, stored[key], one, going)
+    far = looked.left and looked.left not in (NOT_FINITE, NEGATIVE)
+    if far and (milder := compacting.milder(full, one)) is not None:
+        return _Looked(_look_at_moments(source, stored[key], milder, going), none)
+    return _Looked(looked, none)
+
+
+def _look_at_moments(source: CommittedFiles, tensor: ForeignTensor, one: CodingCandidate, going: Going) -> Encoded:
     apart = _Apart()
-    for slab, values in _slabs(source, stored[key], going):
+    for slab, values in _slabs(source, tensor, going):
         if not np.isfinite(values).all():
-            return _Looked(Encoded(one, left=NOT_FINITE), none)
+            return Encoded(one, left=NOT_FINITE)
         if one.coding == "int8-log" and (values < 0).any():
-            return _Looked(Encoded(one, left=NEGATIVE), none)
+            return Encoded(one, left=NEGATIVE)
         with np.errstate(over="ignore"):
             parts = codings.encode(one.coding, values)
         found = codings.decode(one.coding, slab, one.entry.shape, parts)
         if not np.isfinite(found).all():
-            return _Looked(Encoded(one, left=TOO_LARGE), none)
+            return Encoded(one, left=TOO_LARGE)
         apart.add(values, found)
     if apart.error > ERROR_MAX:
-        return _Looked(Encoded(one, left=f"it would differ by {apart.error:.2g} of its norm"), none)
-    return _Looked(Encoded(one, apart.error), none)
+        return Encoded(one, left=f"it would differ by {apart.error:.2g} of its norm")
+    if apart.off * OFF_SHARE > apart.count:
+        return Encoded(one, left=f"{apart.off} of its {apart.count} values would be off by more than half")
+    return Encoded(one, apart.error)
 
 
 class _Apart:
@@ -126,11 +137,14 @@ class _Apart:
 
     def __init__(self) -> None:
         self._apart = self._norm = 0.0
+        self.count = self.off = 0  # values that are not zero, and those of them that are off by more than half
 
     def add(self, values: NDArray[np.float32], found: NDArray[np.float32]) -> None:
         exact = values.astype(np.float64)
         self._norm += float(np.square(exact).sum())
         self._apart += float(np.square(found - exact).sum())
+        self.count += int(np.count_nonzero(values))
+        self.off += int(np.count_nonzero(np.abs(found - exact) > np.abs(exact) / 2))
 
     @property
     def error(self) -> float:

@@ -89,6 +89,8 @@ class Thinner:
         for due in self._book.due(run):
             if self._closed.is_set():
                 break
+            if not self._still(run, due.step, due.small):
+                continue
             try:
                 if self._act(run, due.step, due.small):
                     done.append(due.step)
@@ -101,6 +103,10 @@ class Thinner:
                 log.info("%s@%s stays as it is for now: %s", run, due.step, error.detail)
         return done
 
+    def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
+        """Whether it is due in the same way now: those before it may have taken hours, and the policy may be another."""
+        return any((one.step, one.small) == (step, small) for one in self._book.due(run))
+
     def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Thin one checkpoint, or store it in fewer bytes; whether that was done."""
         pair = read_pair(self._tier, naming.checkpoint_path(run, step))
@@ -112,7 +118,7 @@ class Thinner:
         try:
             made = self._staged(place, pair, small)
             encoded = manifest.encode(made)
-            self._book.publish(place, encoded, manifest.encode_commit(made, encoded), pair.commit, small is not None)
+            self._book.publish(place, encoded, manifest.encode_commit(made, encoded), pair.commit, small)
         except CheckpointError as error:
             if error.members.get("outcome") != "unknown":  # else a power cut may bring the whole one back from there
                 self._clear(place)
