@@ -76,11 +76,13 @@ class Commands(LazyGroup):
         ),
         "undelete": _entry("runs.trash", "Bring a deleted run back from the trash.", "undelete"),
         "trash": _entry("runs.trash", "List deleted runs that can be brought back, and the space that they take.", "trash"),
-        "note": _entry("runs.care", "Set owner and notes of a run, or show what is remembered of it.", "note"),
+        "note": _entry("runs.care", "Set owner and notes of a run; without options, show what is remembered of it.", "note"),
         "acknowledge": _entry(
-            "runs.care", "Acknowledge that a run has died: it raises no alert until it dies again.", "acknowledge"
+            "runs.care",
+            "Acknowledge that a run has died: it is idle then, and raises no alert until it dies again.",
+            "acknowledge",
         ),
-        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
+        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints, raises no alert", "archive"),
         "rename": _entry("runs.care", "Rename a run that nobody trains.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(

@@ -387,7 +387,7 @@ class TestDiff:
         assert result.exit_code == 0, result.output
         rows = result.output.splitlines()
         assert "layers.0.scale" in rows[-2] and "reshaped: [] → [2]" in rows[-2]
-        assert "layers.0.q.weight" in rows[-1] and " 2 " in rows[-1]
+        assert "layers.0.q.weight" in rows[-1] and "\t2\t" in rows[-1]
         made = json.loads(call("diff", "tiny@10", "tiny@20", "--root", root, "--json").output)
         assert made["tensors"] == {"equal": 6, "changed": 1, "reshaped": 1}
         assert made["relative"] == pytest.approx(2.0)
