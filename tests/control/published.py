@@ -55,6 +55,7 @@ def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] =
         bytes=2,
         metrics={"loss": 2.5},
         verified=verified,
+        small_bytes={},
     )
 
 

@@ -408,7 +408,7 @@ def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -
         return removed(*arguments)
 
     a.decisions.rotation._discard = frozen
-    a.decisions.rotation._files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
+    a.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
     with pytest.raises(CatalogUnavailable):
         a.decisions.rotation.apply(RUN)
     assert steps(b) == [1, 2, 3]

@@ -52,6 +52,7 @@ BOUNDS = st.builds(
     step_max=st.none() | STEPS,
     since=st.none() | STEPS.map(at),
     steps=st.none() | st.sets(STEPS),
+    sort=st.just("-step"),
 )
 
 
