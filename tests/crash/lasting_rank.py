@@ -8,6 +8,7 @@ Lines: `leased N`, `asking N` (the slot is sealed in shared memory, the daemon a
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -73,4 +74,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     main()
