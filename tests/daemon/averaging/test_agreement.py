@@ -25,6 +25,7 @@ class ModelNode:
         self.folded: list[int] = []
         self.number = 1
         self.told: AverageVote | None = None
+        self.wanted = self.vote
         self.others: list[AverageVote] = []
 
     @property
@@ -38,9 +39,7 @@ class ModelNode:
 
     def cast(self) -> None:
         """Tell the vote, and read what the others have told."""
-        if self.is_through:
-            return
-        self.told = self.vote
+        self.told = self.wanted if self.is_through else self.vote  # the last word is told even by who is through
         self.table[self.rank].append(self.told)
         self.others = [rows[-1] for rank, rows in enumerate(self.table) if rank != self.rank and rows]
 
@@ -48,7 +47,7 @@ class ModelNode:
         """Deal with the next update, if it is known whether it counts."""
         if self.is_through:
             return
-        vote = self.vote
+        self.wanted = vote = self.vote
         counts = verdict(vote, self.others, len(self.table)) if vote.history == "" or vote == self.told else None
         if counts is None:
             return
