@@ -4,7 +4,7 @@ and a time, and what no daemon says is refused as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import httpx
@@ -13,6 +13,7 @@ from msgspec import Meta
 from pydantic import ValidationError
 
 from holdfast_formats import moments
+from holdfast_formats.decoding import decoder
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import is_run_name
 from holdfast_formats.rest.observed import Attention, RunSummary
@@ -71,10 +72,13 @@ class _Outline(msgspec.Struct):
     attention: Annotated[list[msgspec.Raw], Meta(max_length=ATTENTION_GIVEN_MAX)]
 
 
+_health, _nodes, _page, _outline = decoder(_Health), decoder(_Nodes), decoder(_Page), decoder(_Outline)
+
+
 async def ask(client: httpx.AsyncClient, url: str) -> Said:
     """What a daemon says; `NotReached`, and what httpx raises."""
-    health = await _get(client, f"{url}/healthz", _Health)
-    nodes = await _get(client, f"{url}/v1/nodes", _Nodes)
+    health = await _get(client, f"{url}/healthz", _health)
+    nodes = await _get(client, f"{url}/v1/nodes", _nodes)
     summaries = await _summaries(client, url)
     return Said(health.version, summaries, sum(node.ranks for node in nodes.items), utc_now())
 
@@ -83,7 +87,7 @@ async def _summaries(client: httpx.AsyncClient, url: str) -> tuple[RunSummary, .
     found: list[RunSummary] = []
     query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
     while len(found) < RUNS_MAX:
-        page = await _get(client, f"{url}/v1/summaries", _Page, query)
+        page = await _get(client, f"{url}/v1/summaries", _page, query)
         found += (_read(one) for one in page.items)
         if page.next is None or not page.items:
             break
@@ -91,7 +95,9 @@ async def _summaries(client: httpx.AsyncClient, url: str) -> tuple[RunSummary, .
     return tuple(found[:RUNS_MAX])
 
 
-async def _get(client: httpx.AsyncClient, url: str, kind: type[Kind], query: Mapping[str, Any] | None = None) -> Kind:
+async def _get(
+    client: httpx.AsyncClient, url: str, decode: Callable[[bytes | memoryview], Kind], query: Mapping[str, Any] | None = None
+) -> Kind:
     """One answer of a bounded length."""
     body = bytearray()
     async with client.stream("GET", url, params=query) as answer:
@@ -106,7 +112,7 @@ async def _get(client: httpx.AsyncClient, url: str, kind: type[Kind], query: Map
             if len(body) > ANSWER_BYTES_MAX:
                 raise NotReached("its answer is too long")
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode(bytes(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise NotReached(_NONE) from None
 
@@ -117,7 +123,7 @@ def _read(given: msgspec.Raw) -> RunSummary:
     if len(text) > SUMMARY_BYTES_MAX:
         raise NotReached(_NONE)
     try:
-        msgspec.json.decode(text, type=_Outline)
+        _outline(text)
         return _checked(RunSummary.model_validate_json(text))
     except (msgspec.DecodeError, ValidationError):
         raise NotReached(_NONE) from None
