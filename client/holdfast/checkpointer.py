@@ -545,7 +545,11 @@ class Checkpointer:
 
     def _averaged(self, ema: Ema, fenced: bool, file_bytes_max: int) -> Averaging:
         rank = AveragingRank(
-            *(self.run, self._launch.rank, self._launch.world, self._state, self._session),
+            self.run,
+            self._launch.rank,
+            self._launch.world,
+            self._state,
+            self._session,
             fenced=fenced,
             file_bytes_max=file_bytes_max,
         )

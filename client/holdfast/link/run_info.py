@@ -23,7 +23,7 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
 COMMAND_CHARACTERS_MAX = 4096
-WAIT_S = 1.0  # for git, at the first contact with the daemon
+WAIT_S = 0.1  # for git, at the first contact with the daemon, which may be in the first save; it began long before
 INTEGER_MAX = 2**63 - 1
 _TEXTS = ("owner", "notes")  # of these names, what is given is text
 

@@ -149,6 +149,8 @@ def _idle(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str])
     """A note of patterns of the user that match nothing: most such patterns are spelled wrongly. Whole groups of the live
     state are left out on purpose, where the checkpoint has none of them too.
     """
+    if not patterns:
+        return []
     names = {
         (group, name) for of in (stored.specs, stored.aliases, stored.values) for group, held in of.items() for name in held
     }

@@ -85,7 +85,12 @@ class Saver:
             writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
             going = self._going
             host = Host(
-                *(self._ready, going.is_open, self._joint_sealed, going.renew, self._joint_given_up, self._joint_ended)
+                self._ready,
+                going.is_open,
+                self._joint_sealed,
+                going.renew,
+                self._joint_given_up,
+                self._joint_ended,
             )
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
 
