@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken
 from holdfast_service.config import parse
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.insight import alerts
 from holdfast_service.fleet.watched import Watch
-from holdfast_service.telling.alerts import nodes_lost
 from holdfast_service.wiring.telling import event_commands, watched
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
@@ -233,11 +234,10 @@ def test_people_and_prometheus_are_told_the_same() -> None:
         "rules"
     ]
     said = {rule["alert"]: rule["annotations"] for rule in rules}
-    ((_, lost),) = nodes_lost(["c"])
+    about = {"name": "c", "version": "1", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 0}
+    (lost,) = alerts.of_nodes([bodies.Node.model_validate({**about, "state": "lost", "live": False})])
     words = {name: text.replace("{{ $labels.node }}", "c") for name, text in said["HoldfastNodeLost"].items()}
     assert (lost.text, lost.hint) == (words["summary"], words["action"])
-    ((_, many),) = nodes_lost([f"n{number}" for number in range(30)])
-    assert "n0, n1" in many.text and "and 10 more" in many.text and list(nodes_lost([])) == []
     watch = Watch(["http://127.0.0.1:1"], {}, ask_s=0.05)
     try:
         wait_until(lambda: watch.daemons()[0].unreachable_since is not None)

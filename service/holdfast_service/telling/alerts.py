@@ -1,54 +1,36 @@
-"""Everything that needs attention now: of all runs as their summaries say it, of nodes, and of daemons that are watched."""
+"""Everything that needs attention now: what `GET /v1/alerts` lists, of all runs, and what other sources say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from holdfast_formats.rest.observed import Attention
+from holdfast_formats.rest.observed import Alert, Attention
+from holdfast_service.control.insight.alerts import of_runs, without_what_follows
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.telling.due import NO_RUN, NoticeKey, current
 
 PAGE_RUNS = 200
-NAMED_MAX = 20
 
 Alerting = Callable[[], Iterable[tuple[str, Attention]]]
 
 
 class AlertSources:
-    """Asks all sources. The words of runs are those of the API's summaries, those of nodes of the rules for Prometheus."""
+    """Asks all sources: the summaries of runs, the service for nodes and replicas, and others."""
 
-    def __init__(self, summaries: Summaries, *others: Alerting) -> None:
-        self._summaries, self._others = summaries, others
+    def __init__(self, summaries: Summaries, of_service: Callable[[], Iterable[Alert]], *others: Alerting) -> None:
+        self._summaries, self._of_service, self._others = summaries, of_service, others
 
     def now(self) -> dict[NoticeKey, Attention]:
         """All alerts; `CatalogUnavailable`, because what is not known is not over."""
-        return current([*self._of_runs(), *(one for source in self._others for one in source())])
+        listed = without_what_follows([*self._of_runs(), *self._of_service()])
+        found: list[tuple[str, Attention]] = [(one.run or NO_RUN, one) for one in listed]
+        return current([*found, *(one for source in self._others for one in source())])
 
-    def _of_runs(self) -> Iterator[tuple[str, Attention]]:
+    def _of_runs(self) -> Iterator[Alert]:
         cursor = None
         while True:
             page = self._summaries.page(cursor, PAGE_RUNS)
-            for summary in page.items:
-                yield from ((summary.run, item) for item in summary.attention)
+            yield from of_runs(page.items)
             cursor = page.next
             if cursor is None:
                 return
-
-
-def nodes_lost(names: Sequence[str]) -> Iterator[tuple[str, Attention]]:
-    """An alert for nodes that were lost."""
-    if not names:
-        return
-    listed = ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else "")
-    one = len(names) == 1
-    yield (
-        NO_RUN,
-        Attention(
-            level="warning",
-            code="node-lost",
-            text=f"the {'node' if one else 'nodes'} {listed} {'is' if one else 'are'} lost: "
-            + ("its daemon has ended without a goodbye, or its machine has" if one else "no daemon there has said goodbye"),
-            hint="Other nodes have its duties, and its runs can be started elsewhere. Start its daemon again, or if it is "
-            f"gone for good: `holdfast nodes --forget {names[0]}`.",
-        ),
-    )

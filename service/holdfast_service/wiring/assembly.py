@@ -33,6 +33,8 @@ from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.check_claims import CheckClaims
+from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -254,6 +256,10 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
         take_part(cluster, control.decisions, saver, told, stack)
+
+    def lives() -> Mapping[str, Lived]:
+        return control.decisions.lives(saver.lives())
+
     made = Services(
         tier=control.tier,
         catalog=control.catalog,
@@ -267,7 +273,8 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         remote=node.remote,
         suspect=saver.checks.suspect,
         runner=node.runner,
-        lives=lambda: control.decisions.lives(saver.lives()),
+        lives=lives,
+        summaries=Summaries(control.tier, control.catalog, lives),
         trash=control.decisions.trash,
         delete_run=partial(delete_run, control.decisions.trash, saver, node.arena),
         undelete_run=partial(undelete_run, control.decisions.trash, saver, node.arena),

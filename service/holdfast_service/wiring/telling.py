@@ -12,10 +12,9 @@ from holdfast_formats.rest.observed import Attention
 from holdfast_service.config import Config, command_words, plain_environment
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.cluster.duties import Duties
-from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.daemon.tied_command import Command
 from holdfast_service.fleet.watched import Watch, read_tokens
-from holdfast_service.telling.alerts import AlertSources, nodes_lost
+from holdfast_service.telling.alerts import AlertSources
 from holdfast_service.telling.event_commands import EventCommands
 from holdfast_service.telling.notices import Notices
 from holdfast_service.telling.notifier import DUTY, Notifier, Telling
@@ -53,15 +52,17 @@ def notifier(config: Config, services: Services, duties: Duties | None, stack: E
     if config.notify is None:
         return None
 
-    def others() -> Iterator[tuple[str, Attention]]:
-        yield from nodes_lost(services.census().lost)
+    from holdfast_service.api.routes.alerts import of_service
+    from holdfast_service.api.routes.summaries import of
+
+    def watched() -> Iterator[tuple[str, Attention]]:
         if services.watched is not None:
             yield from services.watched.alerts()
 
-    summaries = Summaries(services.tier, services.catalog, services.lives)
+    summaries = of(services)
     telling = Telling(
         Notices(services.catalog.database, config.node),
-        AlertSources(summaries, others).now,
+        AlertSources(summaries, lambda: of_service(services, summaries), watched).now,
         services.events,
         (lambda: True) if duties is None else (lambda: duties.has(DUTY)),
         config.node,

@@ -124,10 +124,13 @@ def still_there(services: Services, found: Summaries) -> Callable[[Collection[st
     return there
 
 
-def _of_nodes(services: Services, viewer: Principal, found: Summaries) -> list[Alert]:
-    if not viewer.sees_all:
-        return []
+def of_service(services: Services, found: Summaries, viewer: Principal = EVERYBODY) -> list[Alert]:
+    """What is said of nodes and replicas, with who has acknowledged it."""
     return alerts.marked(alerts.of_nodes(told_nodes(services, viewer)), found.acknowledgements.known([""]))
+
+
+def _of_nodes(services: Services, viewer: Principal, found: Summaries) -> list[Alert]:
+    return of_service(services, found, viewer) if viewer.sees_all else []
 
 
 def _existing(key: AlertKey, there: set[AlertKey]) -> AlertKey:

@@ -47,7 +47,7 @@ def get_summary(request: Request, run: str) -> RunSummary:
 
 def of(services: Services) -> Summaries:
     """The summaries over these services."""
-    return Summaries(services.tier, services.catalog, services.lives)
+    return services.summaries or Summaries(services.tier, services.catalog, services.lives)
 
 
 def summaries_of(request: Request) -> Summaries:

@@ -23,10 +23,11 @@ def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
     for node in nodes:
         if node.state == "lost":
             yield Alert(
-                level="error",
-                code="node-lost",
-                text=f"the node {node.name} is lost: it has said nothing, and no goodbye",
-                hint="start its daemon again, or have the node forgotten if it will not come back",
+                level="warning",
+                code="node-lost",  # in the words of the rule for Prometheus
+                text=f"the node {node.name} is lost: its daemon has ended without a goodbye, or its machine has",
+                hint="Other nodes have its duties, and its runs can be started elsewhere. Start its daemon again, or if it "
+                f"is gone for good: `holdfast nodes --forget {node.name}`.",
                 subject=node.name,
                 remedy="forget-node",
             )
