@@ -35,8 +35,8 @@ DOORS = (
     Mutation(
         "the runs of a token, in paths",
         f"{_API}/door/scopes.py",
-        "    for run in [*asked, *([at[1]] if at else [])]:\n",
-        "    for run in asked:\n",
+        "    return [*asked, *([at[1]] if at else [])]\n",
+        "    return asked\n",
         (_DOORS,),
     ),
     Mutation(
@@ -63,15 +63,15 @@ DOORS = (
     Mutation(
         "the Origin",
         f"{_API}/door/middleware.py",
-        "            self._check_origin(headers, told=cookie is not None)\n",
+        "            self._check_origin(headers, told=cookie is not None or login is not None)\n",
         "            pass\n",
         (_DOORS,),
     ),
     Mutation(
         "the word of a browser that shows a cookie",
         f"{_API}/door/middleware.py",
-        "told=cookie is not None)",
-        "told=False)",
+        "told=cookie is not None or login is not None)",
+        "told=login is not None)",
         (_DOORS,),
     ),
     Mutation(

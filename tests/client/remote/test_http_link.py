@@ -285,10 +285,10 @@ def trained(api: Api) -> bool:
 
 def test_a_service_that_does_not_answer_is_named() -> None:
     """Nobody at the address: an error with a hint, and no thread left behind."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(DaemonGone, match="no answer"):
         Checkpointer("r", {"x": torch.ones(1)}, at="http://127.0.0.1:1").save(1)
-    assert threading.active_count() == before
+    wait_until(lambda: not set(threading.enumerate()) - before)
 
 
 def test_another_daemons_socket_at_the_same_path_is_not_taken(tmp_path: Path) -> None:
