@@ -1,12 +1,14 @@
 # Every target prepares .venv first, once; after that nothing here needs a network.
 #
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu test     a small CPU build of torch instead of the default one
+#   make DEVICE=cuda demo                                          the demo on a GPU
 #   make PYTHON=python3.12 test                                    another interpreter for .venv (3.10 or newer)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 STEPS ?= 90
+DEVICE ?= cpu
 ROOT ?= holdfast-data
 BENCH ?=
 ONLY ?=
@@ -26,7 +28,7 @@ help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to two minutes on two cores; it says)
-	$(BIN)/python -m holdfast.demo --steps $(STEPS)
+	$(BIN)/python -m holdfast.demo --steps $(STEPS) --device $(DEVICE)
 
 nodes: $(READY) ## three nodes on this machine train, one is lost for good, the others go on exactly (two to four minutes)
 	$(BIN)/python -m holdfast.demo --nodes 3

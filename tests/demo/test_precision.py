@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from holdfast.demo import main
 from holdfast.demo.forecast import Forecast
 from holdfast.demo.precision import ProductTimes, measure_products
 from holdfast.demo.processes import DemoDaemon
@@ -24,9 +25,7 @@ def test_the_quicker_dtype_is_computed_in() -> None:
 
 def test_the_reason_is_given_with_its_number() -> None:
     """Whoever sees float32 reads why; whoever sees bfloat16 needs no reason."""
-    assert WITHOUT_INSTRUCTIONS.describe().endswith(
-        "computed in float32: bf16 products take 59 times as long on this processor"
-    )
+    assert WITHOUT_INSTRUCTIONS.describe().endswith("computed in float32: bf16 products take 59 times as long here")
     assert "1.4 times" in ProductTimes(0.010, 0.014).describe()
     assert WITH_INSTRUCTIONS.describe() == "bf16 weights, computed in bfloat16"
 
@@ -61,3 +60,13 @@ def test_every_launch_is_told_the_same(tmp_path: Path, products: ProductTimes) -
         "--directory",
     }
     assert killed[killed.index("--compute-dtype") + 1] == products.compute_dtype
+    assert killed[killed.index("--device") + 1] == "cpu"
+    assert command(stage._replace(device="cuda", ranks=1), RESUMED)[4:6] == ["--nproc-per-node", "1"]
+
+
+def test_a_device_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is started, and nothing of an earlier demo is cleared away."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(tmp_path / "out", device="cuda") == 2
+    assert "no CUDA device" in capsys.readouterr().out and not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,9 @@ KeepDaemon = Annotated[bool, typer.Option("--keep-daemon/--stop-daemon", help="L
 Nodes = Annotated[
     int, typer.Option("--nodes", metavar="N", min=1, help="With several nodes, one of which is lost for good.")
 ]
+Device = Annotated[
+    Literal["cpu", "cuda"], typer.Option("--device", help="What it trains on; with cuda, up to two devices, one a rank.")
+]
 Database = Annotated[
     str | None, typer.Option("--catalog", metavar="URL", help="With --nodes: an empty PostgreSQL database, if not its own.")
 ]
@@ -29,6 +32,7 @@ def demo(
     keep_daemon: KeepDaemon = True,
     nodes: Nodes = 1,
     catalog: Database = None,
+    device: Device = "cpu",
 ) -> None:
     """Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone.
 
@@ -36,6 +40,8 @@ def demo(
     --nodes 3, three daemons with a PostgreSQL of their own train it, one of them is lost, and the others go on.
     """
     with console.reporting(as_json=False):
+        if nodes > 1 and device != "cpu":
+            raise InvalidRequest("with --nodes the demo trains on processors", hint="leave --nodes or --device out")
         needed = _NEEDED if nodes == 1 else (*_NEEDED, "psycopg")
         missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
@@ -47,4 +53,4 @@ def demo(
 
         if nodes > 1:
             raise typer.Exit(of_nodes.main(directory, nodes, steps or of_nodes.STEPS, catalog))
-        raise typer.Exit(main(directory, steps or STEPS, keep_daemon))
+        raise typer.Exit(main(directory, steps or STEPS, keep_daemon, device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-RANKS = 2
+RANKS = 2  # on a processor; with CUDA a rank a device, as NCCL lets no two share one
 STEPS = 90
 PREFERRED_PORT = 8420
 DAEMON_IDLE_S = 900  # a daemon left behind ends itself after this long without visitors
@@ -23,10 +23,11 @@ def child_environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONHASHSEED": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses to be deterministic
     }
 
 
-def trainer_command(*arguments: str) -> list[str]:
+def trainer_command(ranks: int, *arguments: str) -> list[str]:
     """The line that starts the trainer on all ranks: torchrun, spelled so that it needs nothing on PATH."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "holdfast.demo.train", *arguments]

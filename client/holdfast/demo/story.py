@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -49,6 +50,8 @@ class Stage(NamedTuple):
     console: Console
     products: ProductTimes
     forecast: Forecast
+    device: str = "cpu"
+    ranks: int = RANKS
 
     @property
     def save_every(self) -> int:
@@ -70,24 +73,28 @@ class Killed(NamedTuple):
     processes: int
 
 
-def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
-    """Play the demo in a fresh directory below `directory`; 0 when everything claimed was shown, else 1."""
+def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: str = "cpu") -> int:
+    """Play the demo on `device`, "cpu" or "cuda", in a fresh directory below `directory`; 0 when all claims hold, else 1."""
     console = Console(highlight=False)
     if steps < STEPS_MIN:
         console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
         return 2
-    forecast = Forecast(steps, time.monotonic())
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("[red]There is no CUDA device here that torch can use.[/red]")
+        return 2
+    began = time.monotonic()
     with leaving_in_order():
-        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console, forecast)
+        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console, Forecast(steps, began), device)
 
 
-def perform(place: Path, steps: int, keep_daemon: bool, console: Console, forecast: Forecast) -> int:
+def perform(place: Path, steps: int, keep_daemon: bool, console: Console, forecast: Forecast, device: str) -> int:
     """Start the daemon, play, tell of failures, and leave only what is to stay."""
     daemon: DemoDaemon | None = None
     proven = False
     try:
         daemon = start_daemon(place)
-        stage = Stage(place, daemon, steps, console, measure_products(), forecast)
+        ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
+        stage = Stage(place, daemon, steps, console, measure_products(device), forecast, device, ranks)
         console.print(
             f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, checkpoints in {daemon.root}", soft_wrap=True
         )
@@ -122,8 +129,9 @@ def prepare(directory: Path, console: Console) -> Path:
 def play(stage: Stage) -> bool:
     """Train three times, compare, load, and print what was shown; True when every claim holds."""
     say = partial(stage.console.print, soft_wrap=True)
+    ranks = "1 rank" if stage.ranks == 1 else f"{stage.ranks} ranks"
     say(
-        f"[bold]2[/bold]  {stage.steps} steps on {RANKS} ranks without interruption, "
+        f"[bold]2[/bold]  {stage.steps} steps on {ranks} ({device_name(stage.device)}) without interruption, "
         f"a checkpoint every {stage.save_every} steps"
     )
     say(f"   {stage.products.describe()}")
@@ -155,10 +163,15 @@ def play(stage: Stage) -> bool:
     return all(claim.holds for claim in claims)
 
 
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
+
+
 def command(stage: Stage, run: str) -> list[str]:
     numbers = ["--steps", str(stage.steps), "--save-every", str(stage.save_every)]
     places = ["--socket", str(stage.daemon.socket), "--directory", str(stage.place(run))]
-    return trainer_command("--name", run, *numbers, "--compute-dtype", stage.products.compute_dtype, *places)
+    computing = ["--compute-dtype", stage.products.compute_dtype, "--device", stage.device]
+    return trainer_command(stage.ranks, "--name", run, *numbers, *computing, *places)
 
 
 def finish(stage: Stage, run: str) -> None:
@@ -241,7 +254,7 @@ def load_and_generate(stage: Stage) -> dict[str, Any]:
 
 def journals(stage: Stage, run: str) -> list[list[LaunchRecord]]:
     """The launches of every rank, as far as they are written."""
-    paths = [stage.place(run) / f"rank-{rank}.jsonl" for rank in range(RANKS)]
+    paths = [stage.place(run) / f"rank-{rank}.jsonl" for rank in range(stage.ranks)]
     return [parse_journal(path.read_text()) if path.exists() else [] for path in paths]
 
 
@@ -251,4 +264,4 @@ def last(launches: Sequence[Sequence[LaunchRecord]]) -> list[LaunchRecord]:
 
 def digests(stage: Stage, run: str) -> list[dict[str, dict[str, str]]]:
     """What each rank noted at the end: digests of its state, and of the whole weights."""
-    return [json.loads((stage.place(run) / f"digests-{rank}.json").read_text()) for rank in range(RANKS)]
+    return [json.loads((stage.place(run) / f"digests-{rank}.json").read_text()) for rank in range(stage.ranks)]

@@ -7,7 +7,7 @@
 Kill it whenever you like; the same command goes on where the last checkpoint stands. Everything that a training run may
 hold is here: bf16 weights sharded by FSDP2, FP32 masters, AdamW, a schedule, an EMA, a data order, dropout. Forward and
 backward compute in float32, as bf16 products are very slow on processors that have no instructions for them; where yours
-has, say `--compute-dtype bfloat16`. The state is the same.
+has, say `--compute-dtype bfloat16`. The state is the same. `--device cuda` trains on CUDA devices, one a rank.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ EMA_DECAY = 0.98
 class Trainer:
     """Model, masters, optimizer, schedule, EMA and data of one rank, and the step that moves them all."""
 
-    def __init__(self, steps: int, compute_dtype: torch.dtype) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.model = build_model(SEED)
-        mesh = init_device_mesh("cpu", (self.world,), mesh_dim_names=("dp",))
+    def __init__(self, steps: int, compute_dtype: torch.dtype, device: str = "cpu") -> None:
+        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.model = build_model(SEED).to(device)
+        mesh = init_device_mesh(device, (self.world,), mesh_dim_names=("dp",))
         # The sharded weights stay bf16. FSDP casts what it gathers of them, and gradients back to bf16 after reducing them.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in self.model.model.layers:
@@ -77,7 +77,7 @@ class Trainer:
 
     def step(self) -> float:
         """Train on the next batch; returns this rank's loss."""
-        inputs, targets = (torch.from_numpy(part) for part in self.loader.next_batch(self.rank, self.world))
+        inputs, targets = (torch.from_numpy(part).to(self.device) for part in self.loader.next_batch(self.rank, self.world))
         loss = self.model(input_ids=inputs, labels=targets).loss
         loss.backward()
         for name, weight in self.weights.items():
@@ -94,6 +94,8 @@ class Trainer:
     def digests(self) -> dict[str, str]:
         """A digest of every entry of this rank's state, by which two runs are compared bit by bit."""
         tensors: dict[str, torch.Tensor] = {"rng/torch": torch.get_rng_state()}
+        if self.device == "cuda":
+            tensors["rng/torch/cuda"] = torch.cuda.get_rng_state()
         for group, held in (("model", self.weights), ("master", self.master), ("ema", self.ema)):
             tensors |= {f"{group}/{name}": tensor for name, tensor in held.items()}
         for name, master in self.master.items():
@@ -116,7 +118,7 @@ class Trainer:
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor, or of this rank's part of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def train(checkpointer: Checkpointer, trainer: Trainer, options: argparse.Namespace) -> None:
@@ -146,13 +148,17 @@ def main() -> None:
         default="float32",
         help="what forward and backward compute in; with another dtype a resumed run computes other losses",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with cuda, a device of its own a rank")
     parser.add_argument("--socket", type=Path, help="the daemon's unix socket")
     parser.add_argument("--directory", type=Path, default=Path("."), help="where losses and digests are written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo")
-    trainer = Trainer(options.steps, getattr(torch, options.compute_dtype))
+    if options.device == "cuda":
+        prepare_cuda()
+    else:
+        dist.init_process_group("gloo")
+    trainer = Trainer(options.steps, getattr(torch, options.compute_dtype), options.device)
     assets = [trainer.model.config, build_tokenizer()]
     with Checkpointer(options.name, trainer.state(), at=options.socket, assets=assets) as checkpointer:
         train(checkpointer, trainer, options)
@@ -160,6 +166,14 @@ def main() -> None:
     (options.directory / f"digests-{trainer.rank}.json").write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
     leave()
+
+
+def prepare_cuda() -> None:
+    """This rank's device, NCCL beside gloo, and attention by the kernel that takes every sum in the same order."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
 def leave() -> None:
