@@ -463,7 +463,8 @@ def test_cuda_steps_right_behind_a_save_wait_on_the_device(daemon: RunningDaemon
 def test_cuda_save_and_fence_do_not_wait_for_the_device(daemon: RunningDaemon) -> None:
     """Both return while the current stream is still at work on what came before; the host waits for the ticket only."""
     home = torch.device("cuda", 0)
-    state = {"w": torch.randn(2**24, device=home), "optim": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)}
+    model = nn.Linear(2, 1, device=home)
+    state = {"w": torch.randn(2**24, device=home), "model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)}
     with Checkpointer("cuda-async", state, at=daemon.socket, fenced=True) as checkpointer:
         checkpointer.prepare(wait=True)
         checkpointer.save(1, wait="durable")

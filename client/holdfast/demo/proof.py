@@ -62,7 +62,7 @@ def compare_losses(uninterrupted: Sequence[LaunchRecord], others: Sequence[Launc
             count += 1
     steps = sorted({step for other in others for step in other.losses})
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
-    return Claim(what, count > 0, f"{count} losses on {len(others)} ranks, {span}")
+    return Claim(what, count > 0, f"{_count(count, 'loss', 'losses')} on {_count(len(others), 'rank')}, {span}")
 
 
 def compare_states(uninterrupted: Sequence[Mapping[str, str]], resumed: Sequence[Mapping[str, str]]) -> list[Claim]:
@@ -76,7 +76,7 @@ def compare_states(uninterrupted: Sequence[Mapping[str, str]], resumed: Sequence
             if name.startswith(f"{kind}/")
         ]
         different = [name for name, left, right in pairs if left != right]
-        evidence = f"{different[0]}, and {len(different) - 1} more" if different else f"{len(pairs)} digests equal"
+        evidence = f"{different[0]}, and {len(different) - 1} more" if different else f"{_count(len(pairs), 'digest')} equal"
         claims.append(Claim(f"final state: {title}", bool(pairs) and not different, evidence))
     return claims
 
@@ -86,3 +86,7 @@ def compare_weights(trained: Mapping[str, str], loaded: Mapping[str, str]) -> Cl
     different = sorted(name for name in {*trained, *loaded} if trained.get(name) != loaded.get(name))
     evidence = f"different: {', '.join(different[:3])}" if different else f"{len(loaded)} tensors bit-equal"
     return Claim("weights by from_pretrained", bool(loaded) and not different, evidence)
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
