@@ -492,11 +492,13 @@ class Checkpointer:
         self._closed = True
         if self._preparation is not None:
             self._preparation.stop()
+            self._preparation = None
         if not is_in_hook():  # else they stay, and do nothing
             self._hooks.remove()
         if self._task is not None:
             self.fence()
             self._task.join()
+            self._task = None
         if self._averaging is not None:
             self._averaging.close()
         if wait:

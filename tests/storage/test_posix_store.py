@@ -197,6 +197,23 @@ def test_a_storage_that_does_not_say_what_stands_is_unknown(root: RealDirectory,
     assert root.open().commit(JOINT, FIRST.contents()).outcome == "published"
 
 
+def test_another_node_publishes_while_a_small_file_is_put(root: RealDirectory) -> None:
+    """It finds its own file there already, and a moment later nothing at all: the checkpoint is committed, and so it says."""
+    store = root.open()
+    stage(store, JOINT, FIRST)
+    outcomes: list[str] = []
+
+    def steer(name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if name == "open" and arguments[0] in FIRST.small and not outcomes:
+            outcomes.append("meanwhile")
+            outcomes.append(root.open().commit(JOINT, FIRST.contents()).outcome)
+        return call(*arguments, **options)
+
+    with steered(steer):
+        outcomes.append(store.commit(JOINT, FIRST.contents()).outcome)
+    assert outcomes == ["meanwhile", "published", "published"] and standing(store) is FIRST
+
+
 def test_what_stands_without_commit_keeps_its_step(root: RealDirectory) -> None:
     """A directory that somebody has damaged, or made: the step is taken, and nothing is put into it."""
     store = root.open()

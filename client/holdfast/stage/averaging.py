@@ -264,6 +264,7 @@ class Averaging:
         """See the last update through. The memory is the daemon's."""
         self.fence()
         self._last.wait(FREE_WAIT_S)
+        self._automatic, self._save = bool, None  # who was asked, and the state that it knows, are not kept alive
         if self._memory is not None:
             os.close(self._memory.fd)
             self._memory = None

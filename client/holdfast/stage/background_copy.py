@@ -207,6 +207,7 @@ class BackgroundCopy:
             self._copied.wait()
             self._on_end(self._errors[0] if self._errors else None)
         finally:
+            self._on_end = _heard  # else both kept each other, and the save's whole state, until Python looks for circles
             self._ended.set()
 
     def _helpers(self) -> int:
@@ -232,6 +233,10 @@ class BackgroundCopy:
         self._done.append(error)
         if len(self._done) == self._count:
             self._copied.set()
+
+
+def _heard(error: CheckpointError | None) -> None:
+    """What is called of a copy whose end has been told."""
 
 
 def lay_tracks(moves: Sequence[Move]) -> list[Track]:

@@ -72,6 +72,10 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
     return Growth(size, count)
 
 
+def _nothing(*_: object) -> None:
+    """A hook that is gone."""
+
+
 class StepHooks:
     """Calls the given hooks before and after each step of the optimizers of a state, also of optimizers that are added
     later.
@@ -108,6 +112,9 @@ class StepHooks:
                 self._handles += handles
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, for good, and let go of whom they called and of the state."""
         while self._handles:
             self._handles.pop().remove()
+        self._before_step = self._after_step = _nothing
+        self._state = {}
+        self.optimizers.clear()

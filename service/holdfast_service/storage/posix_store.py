@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
+from errno import EEXIST
 from itertools import count
 
 from holdfast_formats import naming
@@ -169,8 +170,10 @@ class PosixStore:
             try:
                 self._tier.put(path, data)
                 return
-            except StorageFailed:
+            except StorageFailed as failure:
                 if self._tier.size(path) is None:  # else it came at this moment
+                    if failure.members.get("errno") == EEXIST:
+                        raise NoSuchResource(f"{path} was there, and all that was staged is gone") from failure
                     raise
         if self._tier.read(path) != data:
             self._tier.replace(path, data)

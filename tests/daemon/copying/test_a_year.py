@@ -24,7 +24,7 @@ from tests.databases import sqlite_url
 from tests.in_memory import tmp_path
 
 __all__ = ["tmp_path"]
-RUN, CHECKPOINTS, LOADED_EVERY = "year", 500, 50
+RUN, LOADED_EVERY = "year", 50
 CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=48,
@@ -47,11 +47,17 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in AutoModelForCausalLM.from_config(CONFIG).state_dict().items()}
 
 
+@pytest.fixture(params=[70, pytest.param(500, marks=pytest.mark.e2e)])
+def count(request: pytest.FixtureRequest) -> int:
+    """How many checkpoints; a year's many in the long lane alone."""
+    return int(request.param)
+
+
 @pytest.fixture
-def decisions(tmp_path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[Decisions]:
+def decisions(tmp_path: Path, shapes: dict[str, tuple[int, ...]], count: int) -> Iterator[Decisions]:
     """A root with the checkpoints of a run in mixed precision, all of them verified, and its catalog."""
     config = CONFIG.to_json_string().encode()
-    for step in range(CHECKPOINTS):
+    for step in range(count):
         model = weights(shapes, step)
         whole = {name: value.astype(np.float32) for name, value in model.items()}
         moments = {f"{name}/{key}": value for name, value in whole.items() for key in ("exp_avg", "exp_avg_sq")}
@@ -62,7 +68,7 @@ def decisions(tmp_path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[De
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     made = Decisions(PosixTier(tmp_path / "root"), catalog, None)
     made.recover()
-    for step in range(CHECKPOINTS):
+    for step in range(count):
         mark_verified(catalog, RUN, step)
     yield made
     made.close()
@@ -73,16 +79,16 @@ def size(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def test_a_year_fits(tmp_path: Path, decisions: Decisions, shapes: dict[str, tuple[int, ...]]) -> None:
+def test_a_year_fits(tmp_path: Path, decisions: Decisions, shapes: dict[str, tuple[int, ...]], count: int) -> None:
     """It takes less than 0.3 of the room, on the disk and by the catalog; all weights are bit-equal."""
     root = tmp_path / "root" / RUN
     before = size(root)
     decisions.rotation.set_policy(RUN, RetentionPolicy(keep_full=3), "*")
     assert decisions.rotation.settle()
     thinner = Thinner(PosixTier(tmp_path / "root"), decisions.store, decisions.thinning)
-    assert thinner.look(RUN) == list(range(CHECKPOINTS - 3))
+    assert thinner.look(RUN) == list(range(count - 3))
     assert size(root) <= 0.3 * before
-    for step in range(CHECKPOINTS):
+    for step in range(count):
         directory = tmp_path / "root" / naming.checkpoint_path(RUN, step)
         expected = {name: torch.from_numpy(v.view(np.int16)) for name, v in weights(shapes, step).items()}
         if step % LOADED_EVERY:
