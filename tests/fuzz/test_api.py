@@ -91,7 +91,7 @@ def ask(described: Any, mode: GenerationMode, examples: int) -> int:
         def check(case: schemathesis.Case, real: bool, data: st.DataObject) -> None:
             for name in case.path_parameters if real and case.path_parameters else ():
                 if name in REAL:
-                    moves = (operation.method.upper(), operation.path) in MOVES_RUNS
+                    moves = (case.method.upper(), case.operation.path) in MOVES_RUNS
                     case.path_parameters[name] = data.draw(st.sampled_from(["spare"] if moves else REAL[name]), name)
             case.call_and_validate(checks=CHECKS, timeout=60)
 

@@ -198,7 +198,7 @@ def test_a_storage_that_does_not_say_what_stands_is_unknown(root: RealDirectory,
 
 
 def test_another_node_publishes_while_a_small_file_is_put(root: RealDirectory) -> None:
-    """It finds its own file there already, and a moment later nothing at all: the checkpoint is committed, and so it says."""
+    """It finds its own file there already, and a moment later nothing at all: it is committed, and so it says."""
     store = root.open()
     stage(store, JOINT, FIRST)
     outcomes: list[str] = []
