@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, libc
 from holdfast_service.wiring.imports import Importer, WantedImport
 from holdfast_service.wiring.merges import Merger
 from holdfast_service.wiring.progress import Quiet
@@ -106,6 +106,7 @@ def measured(method: str, root: Path, models: int) -> MergeRun:
 
 
 def child(method: str, root: Path, models: int) -> None:
+    libc.give_memory_back()  # as the daemon does
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
     decisions = Decisions(tier, catalog, None)

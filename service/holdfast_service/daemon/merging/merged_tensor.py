@@ -17,7 +17,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Found, Terms
 from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
-BAND_BYTES = 2**24  # what the executor asks for at once
+BAND_BYTES = 2**26  # asked for at once; between two bands nothing is read while the last one is computed
 ROW_ELEMENTS_MAX = 2**23
 _ALIGNED = 8  # blocks are whole bytes of a mask with a bit for each element, if rows are not too long for it
 

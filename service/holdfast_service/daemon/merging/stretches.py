@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,18 +50,19 @@ class Stretches:
                 yield from (self._act(act, stretch, stored) for stretch, stored in self._read(fetch, group))
             return
         pending: deque[tuple[int, Future[Found]]] = deque()
-        with ThreadPoolExecutor(self._threads, "holdfast-merge", initializer=give_way) as pool:
-            try:
-                for number, group in enumerate(self._groups(stretches)):
-                    while pending and pending[0][0] < number - 1:  # two groups are held at most: this one and the last
-                        yield pending.popleft()[1].result()
-                    for stretch, stored in self._read(fetch, group):
-                        pending.append((number, pool.submit(self._act, act, stretch, stored)))
-                while pending:
+        pool = _pool(self._threads)
+        try:
+            for number, group in enumerate(self._groups(stretches)):
+                while pending and pending[0][0] < number - 1:  # two groups are held at most: this one and the last
                     yield pending.popleft()[1].result()
-            finally:
-                for _, job in pending:
-                    job.cancel()
+                for stretch, stored in self._read(fetch, group):
+                    pending.append((number, pool.submit(self._act, act, stretch, stored)))
+            while pending:
+                yield pending.popleft()[1].result()
+        finally:
+            for _, job in pending:
+                job.cancel()
+            wait([job for _, job in pending])  # nobody computes into what the caller gives up
 
     def _groups(self, stretches: Sequence[MergedPart]) -> Iterator[list[MergedPart]]:
         """Neighbours that are read at once."""
@@ -88,6 +90,12 @@ class Stretches:
                 return act(Block(stretch.number, stretch.start, stored, space))
         finally:
             self._spaces.append(space)
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads, which stay: new ones for each band would have malloc spread their arrays over ever more arenas."""
+    return ThreadPoolExecutor(threads, "holdfast-merge", initializer=give_way)
 
 
 def cut(start: int, stop: int, length: int) -> list[MergedPart]:
