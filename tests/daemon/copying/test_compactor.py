@@ -19,13 +19,13 @@ import holdfast
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.errors import InUse, NoSpace, StateMismatch
+from holdfast_formats.disk import coded, manifest
+from holdfast_formats.errors import CorruptExtent, InUse, NoSpace, StateMismatch
 from holdfast_formats.exports.source import of_committed
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.region import Box
+from holdfast_formats.region import Box, whole
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
@@ -232,6 +232,67 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     world.copy()
     assert contents(there) == contents(world.path(5)) == contents(tmp_path / "late" / naming.checkpoint_path(RUN, 5))
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+
+
+def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> None:
+    """Its storage may have been away since: its files of the weights are the very same. Codes nobody has; nothing follows
+    what is damaged.
+    """
+    world.copy()
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    before, there = contents(world.path()), world.root.parent / "far" / naming.checkpoint_path(RUN, 5)
+    whole = contents(there)
+    for name in sorted(name for name in before if name.startswith("model-0")):
+        flip(world.path() / name, 4500)
+    with open_checkpoint(world.root, None, RUN, 5) as reader, pytest.raises(CorruptExtent):
+        reader.read("master", EMBED)  # whose high bits are there
+    assert world.repairer.repair(RUN, 5, CorruptExtent("found", file="model-00001-of-00002.safetensors")) == "replica far"
+    assert contents(world.path()) == before
+    codes = next(name for name in sorted(before) if name.startswith("optim-0"))
+    flip(world.path() / codes, 4500)
+    assert world.repairer.repair(RUN, 5, CorruptExtent("found", file=codes)) is None
+    world.copy()
+    assert contents(there) == whole
+
+
+def test_a_flipped_bit_of_any_part_is_found(world: CopiesWorld) -> None:
+    """Codes, scales, ranges, low bits, the list of ties, and the weights under them: no value of them is handed over."""
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    with opened(world) as reader:
+        made = reader.manifest
+    assert made.compacted is not None and f"{EMBED}.low16.ties" in made.tensors["master"]
+    tried = 0
+    for group, coded_tensors in made.compacted.tensors.items():
+        for name in coded_tensors:
+            for need in coded.needs(made, group, name, whole(coded_tensors[name].shape)).values():
+                stored = made.tensors[need.group][need.name]
+                flip(world.path() / stored.file, stored.start + stored.nbytes - 1)
+                with open_checkpoint(world.root, None, RUN, 5) as reader:
+                    with pytest.raises(CorruptExtent):
+                        reader.read(group, name)
+                    assert [one.tensor for one in reader.verify()] == [need.name]
+                flip(world.path() / stored.file, stored.start + stored.nbytes - 1)
+                tried += 1
+    assert tried > 10 and opened(world).manifest == made
+
+
+def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld) -> None:
+    """Not that it is damaged: what stands there now is sound."""
+    readers = [open_checkpoint(world.root, None, RUN, 5) for _ in range(3)]
+    keep(world, optim="int8", optim_full=1)
+    assert thinner(world).look(RUN) == [5, 10]
+    weights = readers[0].read("model", EMBED)
+    assert weights.tobytes() == trained_arrays()["model"][EMBED].tobytes()
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[0].read("optim", f"{EMBED}/exp_avg")
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[1].verify()
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[2].read_file("optim.safetensors.index.json")
+    for reader in readers:
+        reader.close()
 
 
 def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld) -> None:
