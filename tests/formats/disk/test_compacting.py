@@ -85,6 +85,7 @@ def broken(made: Manifest, **changes: object) -> Manifest:
         {"tensors": {"optim": {"embed.weight/step": CodedTensor("bf16", "F32", (), 0.1)}}},
         {"tensors": {"optim": {"x": CodedTensor("bf16", "F32", (2,), float("nan"))}}},
         {"tensors": {"model": {"x": CodedTensor("later", "F32", (2,), 0.0)}}, "aliases": {"model": {"y": "z"}}},
+        {"tensors": {"another": {"x": CodedTensor("later", "F32", (2,), 0.0)}}},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(built: Built, changes: dict) -> None:
