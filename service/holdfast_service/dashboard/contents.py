@@ -73,6 +73,10 @@ class ManifestView:
         self.shown = coded.contents(manifest)  # every tensor as it was saved
         self.measured: dict[tuple[str, str], MeasuredTensor] | None = None
 
+    @classmethod
+    def of(cls, encoded: bytes, tag: str) -> ManifestView:
+        return cls(_decode(encoded), tag)
+
     @cached_property
     def lines(self) -> list[TensorLine]:
         """Tensors and aliases by group and in natural order of their names."""
@@ -136,10 +140,9 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
     if known is not None and answer.status_code == 304:
         return known
     try:
-        manifest = await asyncio.to_thread(_decode, answer.content)
+        made = await asyncio.to_thread(ManifestView.of, answer.content, answer.headers.get("etag", ""))
     except msgspec.ValidationError as error:
         raise CorruptManifest(f"cannot read the manifest of {run}@{step}: {error}") from error
-    made = ManifestView(manifest, answer.headers.get("etag", ""))
     _kept.put(path, made)
     return made
 

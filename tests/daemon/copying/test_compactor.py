@@ -30,11 +30,13 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.copying import compactor, foreign_export
+from holdfast_service.daemon.copying import thinner as thinner_module
 from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
 from tests.checkpoints import flip, trained_arrays
+from tests.daemons import wait_until
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
 
 STEPS = (5, 10, 15)
@@ -400,6 +402,20 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
         keep(world, optim="exact", optim_full=1)
         assert thinner(world).look(RUN) == []
     assert leftovers(world) == [] and NoSpace.retryable
+
+
+def test_it_is_tried_again_once_there_may_be_room(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells of room that others have made. Before there is any, nothing of the checkpoint is read."""
+    keep(world, optim="int8", optim_full=1)
+    monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
+    worker = thinner(world)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
+        patch.setattr(compactor, "_look", None)
+        worker.due(RUN)
+        assert worker.settle(60)
+    wait_until(lambda: all(world.catalog.checkpoint(RUN, step).compacted is not None for step in (5, 10)))
+    worker.close()
 
 
 def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> None:
