@@ -137,7 +137,14 @@ def _print_tables(made: Manifest) -> None:
 def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
     shown = coded.contents(made)
     tensors = [
-        {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, **_stored(made, group, name)}
+        {
+            "group": group,
+            "name": name,
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "bytes": t.nbytes,
+            **_stored(made, group, name),
+        }
         for group, held in shown.tensors.items()
         for name, t in held.items()
     ]

@@ -23,8 +23,8 @@ _FLOATS = ("F64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
 
 
 class AverageLayout(NamedTuple):
-    """The places of a group's elements. `fragments` are those of the average, counted from the begin of its region. `apart` are
-    the boxes, by their numbers, that may differ between ranks.
+    """The places of a group's elements. `fragments` are those of the average, counted from the begin of its region. `apart`
+    are the boxes, by their numbers, that may differ between ranks.
     """
 
     leaves: tuple[Leaf, ...]

@@ -26,8 +26,8 @@ IN_NO_FILE = ""  # where a coded tensor is, of the contents
 
 
 class StoredForm(NamedTuple):
-    """How a tensor is stored in fewer bytes: the coding, the names of its parts (without the weight of a master), their bytes,
-    and the error of what is decoded, as in `CodedTensor`.
+    """How a tensor is stored in fewer bytes: the coding, the names of its parts (without the weight of a master), their
+    bytes, and the error of what is decoded, as in `CodedTensor`.
     """
 
     coding: str
@@ -83,6 +83,14 @@ def is_zeros(entry: TensorEntry) -> bool:
 @cache
 def digest_of_zeros(length: int) -> str:
     return digest(bytes(length))
+
+
+def count(made: Manifest) -> int:
+    """How many tensors were saved."""
+    found = sum(map(len, made.tensors.values()))
+    for group, held in made.compacted.tensors.items() if made.compacted is not None else ():
+        found += len(held) - sum(len(stored_names(made, group, name)) for name in held)
+    return found
 
 
 def find(made: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:

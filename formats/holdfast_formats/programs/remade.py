@@ -316,7 +316,7 @@ def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> No
     """That tensors are zeros can be told by the digests of their extents."""
     for key in program.zeros:
         name = manifest.aliases.get(group, {}).get(key.name, key.name)
-        if key.group == group and not _is_zeros(manifest.tensors[group][name]):
+        if key.group == group and not is_zeros(manifest.tensors[group][name]):
             raise StateMismatch(
                 f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
                 tensor=key.name,

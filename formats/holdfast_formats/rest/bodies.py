@@ -162,7 +162,7 @@ def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
 
 def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
     """What a manifest says about its checkpoint. Whether it was verified later is not in it."""
-    from holdfast_formats.disk import compacting, thinning  # as above
+    from holdfast_formats.disk import coded, compacting, thinning  # as above
 
     return CheckpointInfo(
         run=manifest.run,
@@ -171,7 +171,7 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         created=manifest.created,
         world=manifest.world,
         groups=list(manifest.groups),
-        tensors=sum(len(tensors) for tensors in manifest.tensors.values()),
+        tensors=coded.count(manifest),
         files=len(manifest.files),
         bytes=manifest.bytes,
         metrics=dict(manifest.metrics),

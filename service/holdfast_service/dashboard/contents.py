@@ -103,7 +103,9 @@ class ManifestView:
 
     def of_file(self, name: str) -> list[TensorLine]:
         """The tensors of a file, as they are stored, in its order."""
-        stored = ((group, tensor, entry) for group, named in self.manifest.tensors.items() for tensor, entry in named.items())
+        stored = (
+            (group, tensor, entry) for group, named in self.manifest.tensors.items() for tensor, entry in named.items()
+        )
         inside = [TensorLine(group, tensor, entry, None) for group, tensor, entry in stored if entry.file == name]
         return sorted(inside, key=lambda line: line.entry.start)
 

@@ -1,4 +1,4 @@
-"""Compact checkpoints of several ranks: whoever saved them, any other world gets the same values, and masters bit for bit."""
+"""Compact checkpoints of several ranks: any other world gets the same values, and masters bit for bit."""
 
 from __future__ import annotations
 

@@ -103,12 +103,17 @@ def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
         parts = codings.encode("int8", values[name])
         stored |= {name + part.suffix: parts[role] for role, part in codings.PARTS["int8"].items()}
     whole = build(tmp_path / "stored", {"model": {}, "optim": stored}).manifest
-    told = {name: CodedTensor("int8", "F32", (8, 300), 0.01 if name[0] == "a" else 0.0) for name in ("a/exp_avg", "c/exp_avg")}
+    told = {
+        name: CodedTensor("int8", "F32", (8, 300), 0.01 if name[0] == "a" else 0.0) for name in ("a/exp_avg", "c/exp_avg")
+    }
     made = msgspec.structs.replace(whole, compacted=Compacted(AT, "int8", whole.bytes, "0" * 64, {"optim": told}))
     manifest.validate(made)
     shown = coded.contents(made).tensors["optim"]
     assert sorted(shown) == ["a/exp_avg", "a/step", "b/exp_avg", "c/exp_avg"]
-    assert list(shown) == list(dict.fromkeys(name.removesuffix(".scale").removesuffix(".q8") for name in whole.tensors["optim"]))
+    assert list(shown) == list(
+        dict.fromkeys(name.removesuffix(".scale").removesuffix(".q8") for name in whole.tensors["optim"])
+    )
+    assert bodies.describe(made).tensors == coded.count(made) == 4
     form = coded.stored_form(made, "optim", "a/exp_avg")
     assert form is not None and str(form) == "int8, off by 0.01"
     assert (form.parts, form.bytes) == (("a/exp_avg.q8", "a/exp_avg.q8.scale"), 8 * 300 + 8 * 2 * 4)

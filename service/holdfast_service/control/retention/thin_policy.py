@@ -77,8 +77,8 @@ def older_of(candidates: Sequence[Candidate], decisions: Sequence[Decision]) -> 
 
 
 class Foresight:
-    """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as it would leave
-    if it took all tensors that it is for. Which of them their values forbid is not known before they are read.
+    """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as it would
+    leave if it took all tensors that it is for. Which of them their values forbid is not known before they are read.
     """
 
     def __init__(self, listed: Iterable[CheckpointInfo]) -> None:
