@@ -79,7 +79,9 @@ async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted
         there = await shown(_sorted_there(api, held, wanted))
         if there.error is not None and not there.absent:  # there may be no statistics, as of one that was compacted
             raise there.error
-    found = there.value or await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
+    found = there.value
+    if found is None:
+        found = await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
     return page(
         request,
         "tensors.html",
