@@ -116,14 +116,18 @@ def _print_tables(made: Manifest) -> None:
     files = console.table("FILE", "BYTES", right=("BYTES",))
     for file in made.files:
         files.add_row(Text(file.name), console.human_bytes(file.bytes))
-    columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", "PLACEMENT")
+    stored = ("STORED AS",) if made.compacted is not None else ()
+    columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", *stored, "PLACEMENT")
     tensors = console.table(*columns, right=("BYTES",), drop=("PLACEMENT", "GROUP", "DTYPE"))
-    for group, held in made.tensors.items():
+    shown = coded.contents(made)
+    for group, held in shown.tensors.items():
         for name, tensor in held.items():
-            size = console.human_bytes(tensor.nbytes)
-            tensors.add_row(group, Text(name), tensor.dtype, str(list(tensor.shape)), size, Text(tensor.placement))
-        for alias, target in made.aliases.get(group, {}).items():
-            tensors.add_row(group, Text(alias), "", "", "", Text(f"tied to {target}"))
+            form = coded.stored_form(made, group, name)
+            as_stored = Text("" if form is None else f"{form}, {console.human_bytes(form.bytes)}")
+            about = (tensor.dtype, str(list(tensor.shape)), console.human_bytes(tensor.nbytes))
+            tensors.add_row(group, Text(name), *about, *(as_stored for _ in stored), Text(tensor.placement))
+        for alias, target in shown.aliases.get(group, {}).items():
+            tensors.add_row(group, Text(alias), "", "", "", *("" for _ in stored), Text(f"tied to {target}"))
     out.print()
     out.print(files)
     out.print()
@@ -131,9 +135,17 @@ def _print_tables(made: Manifest) -> None:
 
 
 def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
+    shown = coded.contents(made)
     tensors = [
-        {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "file": t.file}
-        for group, held in made.tensors.items()
+        {
+            "group": group,
+            "name": name,
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "bytes": t.nbytes,
+            **_stored(made, group, name),
+        }
+        for group, held in shown.tensors.items()
         for name, t in held.items()
     ]
     files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
@@ -142,5 +154,11 @@ def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, 
         "mesh": made.mesh,
         "files": files,
         "tensors": tensors,
-        "aliases": made.aliases,
+        "aliases": shown.aliases,
     }
+
+
+def _stored(made: Manifest, group: str, name: str) -> dict[str, object]:
+    """Where a tensor is stored: its file, or of one that is stored in fewer bytes what it consists of."""
+    form = coded.stored_form(made, group, name)
+    return {"file": made.tensors[group][name].file} if form is None else {"file": None, "stored": form._asdict()}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdfast.read import coded_load, verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
-from holdfast.read.sources import Source
+from holdfast.read.sources import DirectorySource, Source
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
@@ -30,12 +31,14 @@ from holdfast_formats.errors import (
     CheckpointError,
     CorruptManifest,
     Damaged,
+    InUse,
     NoSuchResource,
     NotCommitted,
     StorageFailed,
 )
 from holdfast_formats.region import Box, check_box, whole
 
+REPLACED_MAX = 4  # times that another checkpoint takes the place of one while it is opened
 OVERLAP_MIN = 1.25  # times what the groups hold: ranks that cut tensors share the extents at the cuts, and no more
 
 Take = Callable[[Piece, memoryview], None]
@@ -114,12 +117,20 @@ class CheckpointReader:
 
     @classmethod
     def _open(cls, source: Source, complete: bool) -> CheckpointReader:
-        manifest_bytes, commit_bytes = _read_vouching(source)
-        reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
-        if complete:
-            for file in reader.manifest.files:
-                verification.check_size(reader.manifest, file.name, source.size(file.name))
-        return reader
+        for _ in range(REPLACED_MAX):
+            commit_bytes = _read_commit(source)
+            try:
+                manifest_bytes = _read_manifest(source)
+                reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
+                for file in reader.manifest.files if complete else ():
+                    verification.check_size(reader.manifest, file.name, source.size(file.name))
+            except Damaged:
+                if not isinstance(source, DirectorySource) or source.still_has(commit_bytes):
+                    raise
+                source.close()  # another one has taken its place: all files are opened anew
+            else:
+                return reader
+        raise _replaced(source)
 
     def close(self) -> None:
         self.source.close()
@@ -180,10 +191,11 @@ class CheckpointReader:
         wants = list(wants)
         self.check_headers(wants)
         plain, small = coded_load.parted(self.manifest, wants)
-        for batch in coded_load.batches(self.manifest, small):
-            self._hand_over(coded_load.wants_of(batch))
-        found = self._touched(plain)
-        verified_load.prove(self.source, found.runs, self.cores)
+        with self._as_it_stands():
+            for batch in coded_load.batches(self.manifest, small):
+                self._hand_over(coded_load.wants_of(batch))
+            found = self._touched(plain)
+            verified_load.prove(self.source, found.runs, self.cores)
         found.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
@@ -191,7 +203,8 @@ class CheckpointReader:
         plain, small = coded_load.parted(self.manifest, wants)
         used = {run.entry.file for run in self._touched(plain).runs} | coded_load.stored(self.manifest, small)
         headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
-        verified_load.check(self.source, headers)
+        with self._as_it_stands():
+            verified_load.check(self.source, headers)
 
     def load(self, wants: Iterable[Want]) -> int:
         """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is
@@ -202,11 +215,25 @@ class CheckpointReader:
         then wants may be overwritten, with verified bytes, or with zeros where verification failed.
         """
         plain, small = coded_load.parted(self.manifest, wants)
-        nbytes = self._hand_over(plain)
-        for batch in coded_load.batches(self.manifest, small):
-            nbytes += self._hand_over(coded_load.wants_of(batch))
-            coded_load.decode(self.manifest, batch)
+        with self._as_it_stands():
+            nbytes = self._hand_over(plain)
+            for batch in coded_load.batches(self.manifest, small):
+                nbytes += self._hand_over(coded_load.wants_of(batch))
+                coded_load.decode(self.manifest, batch)
         return nbytes
+
+    @contextmanager
+    def _as_it_stands(self) -> Iterator[None]:
+        """`InUse` for damage that is none: another checkpoint has taken the place of the one that is being read."""
+        try:
+            yield
+        except (Damaged, NoSuchResource) as error:
+            if self._is_replaced():
+                raise _replaced(self.source) from error
+            raise
+
+    def _is_replaced(self) -> bool:
+        return isinstance(self.source, DirectorySource) and not self.source.still_has(self.commit_bytes)
 
     def _hand_over(self, wants: list[Want]) -> int:
         """`load`, of tensors that are stored as they were saved."""
@@ -227,7 +254,7 @@ class CheckpointReader:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
 
         Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are
-        ignored.
+        ignored. `InUse` if another checkpoint takes the place of this one meanwhile.
         """
         damages: list[Damage] = []
         present: list[Piece] = []
@@ -254,6 +281,8 @@ class CheckpointReader:
         for name in sorted(indexed.keys() - self._pieces.keys()):
             if self.manifest.tensors[indexed[name]]:
                 damages.append(Damage(name, None, 0, 0, "the manifest lists no index for this group"))
+        if damages and self._is_replaced():
+            raise _replaced(self.source)
         return sorted(damages, key=lambda damage: (damage.file, damage.offset))
 
     def stream(
@@ -273,7 +302,8 @@ class CheckpointReader:
             running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
             try:
                 for finished in as_completed(running):
-                    read = finished.result()
+                    with self._as_it_stands():
+                        read = finished.result()
                     if on_bytes is not None:
                         on_bytes(read)
             finally:
@@ -314,19 +344,33 @@ def read_placement(source: Source) -> manifests.Placement:
 
 def _read_vouching(source: Source) -> tuple[bytes, bytes]:
     """The manifest and COMMIT, which comes first (I5)."""
+    commit_bytes = _read_commit(source)
+    return _read_manifest(source), commit_bytes
+
+
+def _replaced(source: Source) -> InUse:
+    return InUse(
+        f"{source.label} was replaced or removed while it was read",
+        hint="read it again: an old checkpoint may have been thinned, or stored in fewer bytes",
+    )
+
+
+def _read_commit(source: Source) -> bytes:
     try:
-        commit_bytes = _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
+        return _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
     except NoSuchResource as error:
         raise NotCommitted(
             f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
             hint="`holdfast ls` lists the committed checkpoints",
             file=naming.COMMIT,
         ) from error
+
+
+def _read_manifest(source: Source) -> bytes:
     try:
-        manifest_bytes = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
+        return _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
     except NoSuchResource as error:
         raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
-    return manifest_bytes, commit_bytes
 
 
 def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:

@@ -139,6 +139,15 @@ class DirectorySource:
             self._tells = False
             return None
 
+    def still_has(self, commit: bytes) -> bool:
+        """Whether the checkpoint with this COMMIT stands there now, and not another one, or none, in its place."""
+        try:
+            return (self.path / naming.COMMIT).read_bytes() == commit
+        except FileNotFoundError:
+            return False
+        except OSError:  # it cannot be told
+            return True
+
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
         with self._lock:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from holdfast.link.session import Choice, Judgement, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
+from holdfast.read.reader import REPLACED_MAX
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.restore import thinned
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
-from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
+from holdfast_formats.errors import CheckpointError, Damaged, InUse, StateMismatch
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _load(
     verdict.
     """
     assert choice.step is not None
-    session, named = rank.session, asked.step is not None
+    session, named, replaced = rank.session, asked.step is not None, 0
     while True:
         made: RestoreReport | None = None
         error: Damaged | None = None
@@ -108,6 +109,9 @@ def _load(
         except Damaged as damage:
             error = damage
         except Exception as failure:
+            if isinstance(failure, InUse) and replaced < REPLACED_MAX:  # what stands there now is the same step
+                replaced += 1
+                continue
             own = (
                 failure if isinstance(failure, CheckpointError) else CheckpointError(f"{type(failure).__name__}: {failure}")
             )

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.read.requests import Want
 from holdfast.stage.staging import ALIGNMENT_BYTES, AveragePart, Copy, places_in_page
-from holdfast.tensors.leaves import Leaf
+from holdfast.tensors.leaves import RANK_PREFIX, Leaf
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import InvalidRequest
@@ -23,7 +23,9 @@ _FLOATS = ("F64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
 
 
 class AverageLayout(NamedTuple):
-    """The places of a group's elements. `fragments` are those of the average, counted from the begin of its region."""
+    """The places of a group's elements. `fragments` are those of the average, counted from the begin of its region. `apart`
+    are the boxes, by their numbers, that may differ between ranks.
+    """
 
     leaves: tuple[Leaf, ...]
     copies: tuple[Copy, ...]
@@ -32,6 +34,7 @@ class AverageLayout(NamedTuple):
     aliases: Mapping[str, str]
     nbytes: int
     digest: str
+    apart: tuple[int, ...] = ()
 
 
 def lay_out(
@@ -66,7 +69,9 @@ def lay_out(
                 )
             end += size
     digest = average.layout_digest([stretches, fragments])
-    return AverageLayout(tuple(leaves), tuple(copies), tuple(stretches), tuple(fragments), dict(aliases), end, digest)
+    owners = [leaf for leaf in leaves for _ in leaf.pieces]
+    apart = tuple(number for number, leaf in enumerate(owners) if _may_differ(leaf, buffers))
+    return AverageLayout(tuple(leaves), tuple(copies), tuple(stretches), tuple(fragments), dict(aliases), end, digest, apart)
 
 
 def in_slot(layout: AverageLayout, data_bytes: int, handover: AverageHandover) -> AveragePart:
@@ -106,6 +111,10 @@ def _averaged(leaf: Leaf, buffers: Collection[int]) -> Leaf:
             hint='average its masters with of="master", or another group',
         )
     return leaf._replace(group=GROUP)
+
+
+def _may_differ(leaf: Leaf, buffers: Collection[int]) -> bool:
+    return leaf.alone or leaf.name.startswith(RANK_PREFIX) or _is_buffer(leaf, buffers)
 
 
 def _is_buffer(leaf: Leaf, buffers: Collection[int]) -> bool:

@@ -217,7 +217,9 @@ class Averaging:
             return None
         layout = self._layout
         place = page_aligned(data_bytes)
-        said = AverageHandover(place, layout.nbytes, self._number, layout.digest, self._skipped, self._lost)
+        said = AverageHandover(
+            place, layout.nbytes, self._number, layout.digest, self._skipped, self._lost, apart=layout.apart
+        )
         return average_layout.in_slot(layout, data_bytes, said)
 
     @property

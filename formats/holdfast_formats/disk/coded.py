@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import codings
 from holdfast_formats.disk.codings import MODEL, TIES
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
-from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox, resolve
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, whole
@@ -22,6 +23,20 @@ from holdfast_formats.region import Box, whole
 Fetch = Callable[[WantedBox], NDArray[Any]]
 
 IN_NO_FILE = ""  # where a coded tensor is, of the contents
+
+
+class StoredForm(NamedTuple):
+    """How a tensor is stored in fewer bytes: the coding, the names of its parts (without the weight of a master), their
+    bytes, and the error of what is decoded, as in `CodedTensor`.
+    """
+
+    coding: str
+    parts: tuple[str, ...]
+    bytes: int
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.coding}, off by {self.error:.2g}" if self.error else self.coding
 
 
 def contents(made: Manifest) -> Manifest:
@@ -34,24 +49,48 @@ def contents(made: Manifest) -> Manifest:
         return made
     tensors, aliases = dict(made.tensors), dict(made.aliases)
     for group, coded in made.compacted.tensors.items():
-        hidden = {part for name in coded for part in stored_names(made, group, name)}
-        held = {name: entry for name, entry in made.tensors[group].items() if name not in hidden}
-        held |= {name: _as_saved(made, group, name, one) for name, one in coded.items()}
-        tensors[group] = held
+        owners = {part: name for name in coded for part in stored_names(made, group, name)}
+        shown = dict.fromkeys([*(owners.get(name, name) for name in made.tensors[group]), *coded])
+        tensors[group] = {
+            name: _as_saved(made, group, name, coded[name]) if name in coded else made.tensors[group][name] for name in shown
+        }
         if known := {**made.aliases.get(group, {}), **made.compacted.aliases.get(group, {})}:
             aliases[group] = known
     return msgspec.structs.replace(made, tensors=tensors, aliases=aliases, compacted=None)
 
 
 def _as_saved(made: Manifest, group: str, name: str, one: CodedTensor) -> TensorEntry:
-    from_all = [one.coding]
+    parts: dict[str, TensorEntry] = {}
     if one.coding in codings.PARTS:  # else it is refused by whoever reads it
-        for need in needs(made, group, name, whole(one.shape)).values():
-            from_all += [extent.digest for extent in resolve(made, need.group, need.name)[1].extents]
-    # Cut as no stored tensor is: whether it equals one of those, only the values can tell.
-    size, sum_of = prod(one.shape) * 4, digest(" ".join(from_all).encode())
-    extents = (Extent(0, 4, sum_of), Extent(4, size - 4, sum_of))
+        wanted = needs(made, group, name, whole(one.shape))
+        parts = {role: resolve(made, need.group, need.name)[1] for role, need in wanted.items()}
+    size = prod(one.shape) * 4
+    if parts and all(is_zeros(parts[role]) for role in parts.keys() & {"codes", MODEL}) and TIES not in parts:
+        cuts = [(at, min(EXTENT_BYTES_MAX, size - at)) for at in range(0, size, EXTENT_BYTES_MAX)]
+        extents = tuple(Extent(at, length, digest_of_zeros(length)) for at, length in cuts)
+    else:
+        # Cut as no stored tensor is: whether it equals one of those, only the values can tell.
+        sum_of = digest(" ".join([one.coding, *(e.digest for part in parts.values() for e in part.extents)]).encode())
+        extents = (Extent(0, 4, sum_of), Extent(4, size - 4, sum_of))
     return TensorEntry(one.dtype, one.shape, IN_NO_FILE, 0, extents, one.placement)
+
+
+def is_zeros(entry: TensorEntry) -> bool:
+    """Whether a tensor is nothing but zeros, by the digests of its extents."""
+    return all(extent.digest == digest_of_zeros(extent.length) for extent in entry.extents)
+
+
+@cache
+def digest_of_zeros(length: int) -> str:
+    return digest(bytes(length))
+
+
+def count(made: Manifest) -> int:
+    """How many tensors were saved."""
+    found = sum(map(len, made.tensors.values()))
+    for group, held in made.compacted.tensors.items() if made.compacted is not None else ():
+        found += len(held) - sum(len(stored_names(made, group, name)) for name in held)
+    return found
 
 
 def find(made: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:
@@ -69,6 +108,16 @@ def stored_names(made: Manifest, group: str, name: str) -> list[str]:
     names = [name + part.suffix for part in codings.PARTS.get(coding, {}).values()]
     ties = name + codings.TIES_PART.suffix
     return [*names, ties] if coding == "low16" and ties in made.tensors[group] else names
+
+
+def stored_form(made: Manifest, group: str, name: str) -> StoredForm | None:
+    """How a tensor is stored, aliases resolved; None for one that is stored as it was saved."""
+    found = find(made, group, name)
+    if found is None:
+        return None
+    stored, one = found
+    parts = tuple(stored_names(made, group, stored))
+    return StoredForm(one.coding, parts, sum(made.tensors[group][part].nbytes for part in parts), one.error)
 
 
 def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBox]:

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, Shape
 
 BLOCK = 256  # elements of the last dimension that share a scale
@@ -132,7 +133,10 @@ def _logarithmic(block: Floats) -> tuple[NDArray[np.uint8], Floats]:
 
 
 def decode(coding: str, box: Box, shape: Shape, parts: Arrays) -> Floats:
-    """The values of a box of a tensor of `shape`, from the boxes of its parts that `part_box` names; all of `ties`."""
+    """The values of a box of a tensor of `shape`, from the boxes of its parts that `part_box` names; all of `ties`.
+
+    Raises `StateMismatch` for ties outside of the tensor.
+    """
     codes = parts["codes"]
     if coding == "bf16":
         return codes.astype(np.float32)
@@ -174,6 +178,8 @@ def _marked(box: Box, shape: Shape, ties: NDArray[Any] | None) -> NDArray[np.boo
     """Which elements of a box are among these, which are counted row-major in the whole tensor."""
     if ties is None or not len(ties):
         return None
+    if int(ties.max()) >= prod(shape):
+        raise StateMismatch(f"a list of ties names element {int(ties.max())} of a tensor of {prod(shape)}")
     marked = np.zeros(box.shape, np.bool_)
     index = np.unravel_index(ties.astype(np.int64), shape)
     local = [axis - first for axis, first in zip(index, box.offset, strict=True)]

@@ -69,7 +69,9 @@ def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, StoredTensor]
     if compacted.bytes < size or not _SHA256.fullmatch(compacted.manifest_sha256) or not compacted.tensors:
         raise StateMismatch("it does not say what was stored in fewer bytes")
     for group, coded in compacted.tensors.items():
-        held = tensors.get(group, {})
+        held = tensors.get(group)
+        if held is None:
+            raise StateMismatch(f"coded tensors of group {group!r}, which is not listed")
         for name, one in coded.items():
             TensorSpec(group, name, one.dtype, one.shape).check()
             if name in held or not 0 <= one.error < inf:

@@ -9,7 +9,6 @@ its own. Nothing is read for it, and a shard is made of parts of stored tensors,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.coded import is_zeros
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource, StateMismatch
 from holdfast_formats.foreign.committed import same_bytes
@@ -317,17 +316,8 @@ def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> No
     """That tensors are zeros can be told by the digests of their extents."""
     for key in program.zeros:
         name = manifest.aliases.get(group, {}).get(key.name, key.name)
-        if key.group == group and not _is_zeros(manifest.tensors[group][name]):
+        if key.group == group and not is_zeros(manifest.tensors[group][name]):
             raise StateMismatch(
                 f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
                 tensor=key.name,
             )
-
-
-def _is_zeros(entry: TensorEntry) -> bool:
-    return all(extent.digest == _digest_of_zeros(extent.length) for extent in entry.extents)
-
-
-@cache
-def _digest_of_zeros(length: int) -> str:
-    return digest(bytes(length))

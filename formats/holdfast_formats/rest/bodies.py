@@ -162,7 +162,7 @@ def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
 
 def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
     """What a manifest says about its checkpoint. Whether it was verified later is not in it."""
-    from holdfast_formats.disk import compacting, thinning  # as above
+    from holdfast_formats.disk import coded, compacting, thinning  # as above
 
     return CheckpointInfo(
         run=manifest.run,
@@ -171,7 +171,7 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         created=manifest.created,
         world=manifest.world,
         groups=list(manifest.groups),
-        tensors=sum(len(tensors) for tensors in manifest.tensors.values()),
+        tensors=coded.count(manifest),
         files=len(manifest.files),
         bytes=manifest.bytes,
         metrics=dict(manifest.metrics),
@@ -194,17 +194,27 @@ def _compacted(manifest: Manifest) -> CompactedFrom | None:
     return CompactedFrom(at=made.at, optim=made.optim, bytes=made.bytes, error=made.error, coded=coded, exact=exact)
 
 
+class StoredAs(Body):
+    """How a tensor of a compact checkpoint is stored in fewer bytes. The manifest says where its parts are."""
+
+    coding: str = Field(description="bf16, int8, int8-log or low16")
+    parts: list[str] = Field(description="the stored tensors of the group that it is decoded from")
+    bytes: int = Field(description="of these parts")
+    error: float = Field(description="the norm of the difference, by that of its values; 0 if nothing is lost")
+
+
 class Tensor(Body):
     group: str
     name: str
     dtype: str
     shape: list[int]
     bytes: int
-    file: str
+    file: str = Field(description="empty if the tensor is stored in fewer bytes: see `stored`")
     start: int = Field(description="first byte in the file")
     extents: int
     placement: str
     alias_of: str | None = None
+    stored: StoredAs | None = Field(default=None, description="null if the tensor is stored as it was saved")
 
 
 class File(Body):

@@ -138,8 +138,9 @@ class AverageUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 class AverageHandover(msgspec.Struct, frozen=True):
     """In the table of a save: where in the slot the daemon puts the accumulator, and which updates came before the save.
 
-    The region is followed by a page for what the daemon says of it. `skipped` and `lost` count since the seed. `history` is
-    the daemon's word, once the accumulator is in the slot: that of the average there.
+    The region is followed by a page for what the daemon says of it. `skipped` and `lost` count since the seed. `apart` are
+    the group's boxes, counted from its first, that need not be alike on ranks that hold the same: buffers. `history` is the
+    daemon's word, once the accumulator is in the slot: that of the average there.
     """
 
     slot_offset: int
@@ -149,6 +150,7 @@ class AverageHandover(msgspec.Struct, frozen=True):
     skipped: int = 0
     lost: int = 0
     history: str = ""
+    apart: tuple[int, ...] = ()
 
     @property
     def note_offset(self) -> int:

@@ -12,6 +12,10 @@ from rank to rank: buffers of modules, and tensors of the group `extra`. Where t
 from __future__ import annotations
 
 import re
+import struct
+from typing import Any
+
+from holdfast_formats import digest
 
 ROW_BYTES = 16  # per box: the two numbers, unsigned and little-endian
 SAMPLE_BYTES = 2**16
@@ -26,6 +30,14 @@ def places(nbytes: int, step: int) -> list[int]:
     """The beginnings of a sample's stretches in a box of more than `SAMPLE_BYTES`: one at random in each sixteenth of it."""
     room = nbytes // STRETCHES - STRETCH_BYTES + 1
     return [nbytes // STRETCHES * i + mix(step * STRETCHES + i) % room for i in range(STRETCHES)]
+
+
+def sample(box: Any, step: int) -> int:
+    """The sample's digest of a box's bytes, a contiguous buffer; equal to that of `native_copy.c`."""
+    if len(box) <= SAMPLE_BYTES:
+        return digest.number(box)
+    parts = [digest.number(box[at : at + STRETCH_BYTES]) for at in places(len(box), step)]
+    return digest.number(struct.pack(f"<{STRETCHES}Q", *parts))
 
 
 def mix(value: int) -> int:

@@ -70,6 +70,20 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
         return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
+def without(table: SlotTable, group: str) -> SlotTable:
+    """The table as if the group had not been saved, whose fragments are the last."""
+    kept = tuple(fragment for fragment in table.fragments if fragment.spec.group != group)
+    boxes = sum(len(fragment.boxes) for fragment in kept)
+    return msgspec.structs.replace(
+        table,
+        groups=tuple(held for held in table.groups if held != group),
+        fragments=kept,
+        values={held: values for held, values in table.values.items() if held != group},
+        aliases={held: aliases for held, aliases in table.aliases.items() if held != group},
+        digests=table.digests[: boxes * replica_claims.ROW_BYTES],
+    )
+
+
 class _Encoded(SlotTable, frozen=True):
     """The same table with fragments that were encoded before."""
 

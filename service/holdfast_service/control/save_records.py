@@ -48,7 +48,7 @@ class SaveRecords:
         """The ranks of this checkpoint keep an average, which is not in it."""
         text = (
             f"step {made.step} was saved without the group ema: no update was in the average yet, or its parts on the ranks "
-            "were not of the same updates, which the daemon's log names"
+            "were not of the same updates, or not alike where they have to be, which the daemon's log names"
         )
         self._tell("average-left-out", text, made.run, made.step, "warning")
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats.decoding import decoder
+from holdfast_formats.disk import coded
+from holdfast_formats.disk.coded import StoredForm
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
@@ -49,12 +51,13 @@ class MeasuredTensor(NamedTuple):
 
 
 class TensorLine(NamedTuple):
-    """A tensor, or another name of one."""
+    """A tensor, or another name of one; `stored` says how, if it is stored in fewer bytes."""
 
     group: str
     name: str
     entry: TensorEntry
     alias_of: str | None
+    stored: StoredForm | None = None
 
     @property
     def digests(self) -> tuple[tuple[int, int, str], ...]:
@@ -67,15 +70,20 @@ class ManifestView:
 
     def __init__(self, manifest: Manifest, tag: str) -> None:
         self.manifest, self.tag = manifest, tag
+        self.shown = coded.contents(manifest)  # every tensor as it was saved
         self.measured: dict[tuple[str, str], MeasuredTensor] | None = None
+
+    @classmethod
+    def of(cls, encoded: bytes, tag: str) -> ManifestView:
+        return cls(_decode(encoded), tag)
 
     @cached_property
     def lines(self) -> list[TensorLine]:
         """Tensors and aliases by group and in natural order of their names."""
-        tensors, aliases = self.manifest.tensors, self.manifest.aliases
-        found = [TensorLine(group, name, entry, None) for group, named in tensors.items() for name, entry in named.items()]
+        tensors, aliases = self.shown.tensors, self.shown.aliases
+        found = [self._line(group, name, entry) for group, named in tensors.items() for name, entry in named.items()]
         found += [
-            TensorLine(group, name, tensors[group][target], target)
+            self._line(group, name, tensors[group][target], target)
             for group, named in aliases.items()
             for name, target in named.items()
         ]
@@ -84,19 +92,25 @@ class ManifestView:
     @property
     def tensors(self) -> int:
         """The number of lines."""
-        tensors, aliases = self.manifest.tensors, self.manifest.aliases
+        tensors, aliases = self.shown.tensors, self.shown.aliases
         return sum(len(named) for named in tensors.values()) + sum(len(named) for named in aliases.values())
 
     def line(self, group: str, name: str) -> TensorLine | None:
-        """The tensor, or alias, with this name."""
-        target = self.manifest.aliases.get(group, {}).get(name)
-        entry = self.manifest.tensors.get(group, {}).get(target or name)
-        return None if entry is None else TensorLine(group, name, entry, target)
+        """The tensor, or alias, with this name; or the part of a tensor that is stored in fewer bytes."""
+        target = self.shown.aliases.get(group, {}).get(name)
+        entry = self.shown.tensors.get(group, {}).get(target or name) or self.manifest.tensors.get(group, {}).get(name)
+        return None if entry is None else self._line(group, name, entry, target)
 
     def of_file(self, name: str) -> list[TensorLine]:
-        """The tensors of a file, in its order."""
-        inside = [line for line in self.lines if line.alias_of is None and line.entry.file == name]
+        """The tensors of a file, as they are stored, in its order."""
+        stored = (
+            (group, tensor, entry) for group, named in self.manifest.tensors.items() for tensor, entry in named.items()
+        )
+        inside = [TensorLine(group, tensor, entry, None) for group, tensor, entry in stored if entry.file == name]
         return sorted(inside, key=lambda line: line.entry.start)
+
+    def _line(self, group: str, name: str, entry: TensorEntry, alias_of: str | None = None) -> TensorLine:
+        return TensorLine(group, name, entry, alias_of, coded.stored_form(self.manifest, group, name))
 
 
 class _Kept:
@@ -128,10 +142,9 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
     if known is not None and answer.status_code == 304:
         return known
     try:
-        manifest = await asyncio.to_thread(_decode, answer.content)
+        made = await asyncio.to_thread(ManifestView.of, answer.content, answer.headers.get("etag", ""))
     except msgspec.ValidationError as error:
         raise CorruptManifest(f"cannot read the manifest of {run}@{step}: {error}") from error
-    made = ManifestView(manifest, answer.headers.get("etag", ""))
     _kept.put(path, made)
     return made
 

@@ -131,6 +131,32 @@ def test_masters_come_back_bit_for_bit(daemon: RunningDaemon, saved: Trainer) ->
         assert "w.low16" in found.manifest.tensors["master"] and found.tensors["master"]["w"].dtype == "F32"
 
 
+def test_lists_of_tensors_have_each_as_it_was_saved(daemon: RunningDaemon, saved: Trainer) -> None:
+    """Not its parts: by the API, the command line and on the pages, with how it is stored, and where its parts are."""
+    with Api(daemon.url or "") as api:
+        before, after = ({(one.group, one.name): one for one in api.tensors("int8", step)} for step in (2, 1))
+        assert list(before) == list(after)
+        found = after["optim", "lm_head.weight/exp_avg"]
+        assert found.stored is not None and found.file == "" and found.stored.bytes < found.bytes
+        assert found.stored.parts[0].startswith(found.name) and 0 < found.stored.error < 0.05
+        other = after["model", "lm_head.weight"]
+        assert other.stored is None and (other.file, other.start) == (before[other.group, other.name].file, other.start)
+        listed = call_json("show", "int8@1", "--url", api.url)["tensors"]
+        assert {(one["group"], one["name"]): one.get("stored", {}).get("coding") for one in listed} == {
+            key: None if one.stored is None else one.stored.coding for key, one in after.items()
+        }
+        pages = f"{daemon.url}/runs/int8/checkpoints/1"
+        shown = httpx.get(f"{pages}/tensors", params={"group": "optim", "q": "lm_head"}, trust_env=False).text
+        assert "lm_head.weight/exp_avg" in shown and ".q8" not in shown and found.stored.coding in shown
+        asked = {"group": "optim", "name": found.name}
+        page = httpx.get(f"{pages}/extents", params=asked, trust_env=False).text
+        assert "It is decoded from" in page and all(part in page for part in found.stored.parts)
+        part = httpx.get(f"{pages}/extents", params={**asked, "name": found.stored.parts[0]}, trust_env=False).text
+        assert "Each extent is read as a whole" in part and "It is decoded from" not in part
+        master = httpx.get(f"{daemon.url}/runs/masters/checkpoints/1/extents?group=master&name=w", trust_env=False).text
+        assert "exactly what was saved" in master and "its weight" in master
+
+
 def test_shards_have_values(daemon: RunningDaemon, saved: Trainer) -> None:
     """By the service and by the library the same, in a layout that cuts blocks; a plan for readers of files is refused."""
     assert daemon.url is not None
@@ -157,6 +183,13 @@ def test_the_command_line_says_it(daemon: RunningDaemon, saved: Trainer, monkeyp
     shown = call("show", "int8@1").stdout
     assert "optimizer states were stored as int8" in shown and "usable for  everything, resuming too" in shown
     assert "as it was saved" in call("show", "masters@1").stdout
+    lines = [line.split("\t") for line in shown.splitlines()]
+    (columns,) = [line for line in lines if "STORED AS" in line]
+    rows = {line[1]: dict(zip(columns, line, strict=True)) for line in lines if len(line) == len(columns)}
+    assert not any(".q8" in name for name in rows) and rows["lm_head.weight"]["STORED AS"] == ""
+    moment = rows["lm_head.weight/exp_avg"]
+    assert moment["DTYPE"] == "F32" and moment["STORED AS"].startswith(("int8, off by 0.0", "bf16, off by 0.0"))
+    assert "STORED AS" not in call("show", "int8@2").stdout
     kept = call("keep", "int8").stdout
     assert "thinned or compacted before: 1 (saved" in kept
     assert call("verify", "int8@1").exit_code == 0

@@ -18,6 +18,7 @@ from holdfast import Api, Checkpointer, Ema
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.regressions.test_replicas_that_differ import World
 
 _runs = itertools.count()
 WEIGHTS = Ema(decay=0.9, of="model", every=1, correction="none")
@@ -290,3 +291,32 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, t
     """Before anything is contacted, by the option's name."""
     with pytest.raises(InvalidRequest, match=next(iter(options))):
         Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=Ema(**options))
+
+
+def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str) -> None:
+    """They agree again when they save, but not in what was averaged: none of theirs is the average. The save is whole."""
+    states: list[dict[str, Any]] = [{"model": {"w": torch.ones(300)}} for _ in (0, 1)]
+    world = World(daemon, run, states, ema=WEIGHTS)
+
+    def update() -> None:
+        for rank in world.ranks:
+            rank.ema.update()
+        wait_until(lambda: all(rank.ema.ready for rank in world.ranks))
+
+    update()
+    assert world.save(1) == [None] * 2
+    states[1]["model"]["w"].fill_(5)
+    update()
+    states[1]["model"]["w"].fill_(1)
+    assert world.save(2) == [None] * 2
+    world.close()
+    groups = []
+    for step in (1, 2):
+        with open_checkpoint(daemon.root, None, run, step) as reader:
+            groups.append(reader.manifest.groups)
+    assert [("ema" in one, "model" in one) for one in groups] == [(True, True), (False, True)]
+    asked = f"{daemon.url}/v1/events?run={run}&kind=average-left-out"
+    wait_until(lambda: len(httpx.get(asked, trust_env=False).raise_for_status().json()["items"]) == 1)
+    (told,) = httpx.get(asked, trust_env=False).json()["items"]
+    assert told["step"] == 2 and "not alike" in told["text"]
+    assert "ema/w on rank 1 differs" in daemon.log.read_text()

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast_formats.errors import CheckpointError, StateMismatch
+from holdfast_formats.errors import CheckpointError, ReplicasDiffer, StateMismatch
 from holdfast_formats.region import Box
 from holdfast_formats.staging import average, declaration, part, replica_claims
 from holdfast_formats.staging.average import AverageHandover, AverageState
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.control.checkpoints import share_planner
+from holdfast_service.control.checkpoints import planner, share_planner
 from holdfast_service.control.checkpoints.joint_averages import settled
 
 WORLD = 4
@@ -88,6 +88,34 @@ def test_a_mixture_is_left_out_by_name(other: SlotTable, caplog: pytest.LogCaptu
         assert [found.declaration.fragments(at) for at in range(2)] == [want.declaration.fragments(at) for at in range(2)]
         for one, of in zip(found.said, want.said, strict=True):
             assert (one.groups, one.values, one.aliases, one.digests) == (of.groups, of.values, of.aliases, of.digests)
+
+
+def replicated(rank: int, weight: int = 1, mean: int = 1) -> SlotTable:
+    """A rank that claims to hold the same weight and average as all others: the numbers stand for what it holds."""
+    made = table(rank)
+    held = tuple(StagedFragment(one.spec, (Box((0, 0), (WORLD, 8)),), 512 * at) for at, one in enumerate(made.fragments))
+    rows = b"".join(number.to_bytes(8, "little") + bytes(8) for number in (weight, mean))
+    return msgspec.structs.replace(made, fragments=held, digests=rows)
+
+
+def test_an_average_that_differs_between_replicas_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """On one node as on several: none of them is the average. Weights that differ are refused as always."""
+    same = [replicated(rank) for rank in range(WORLD)]
+    assert saved(same) == (("model", "ema"), {"model", "ema"}) and planner.plan(same).groups == ("model", "ema")
+    apart = [*same[:2], replicated(2, mean=5), same[3]]
+    assert saved(apart) == (("model",), {"model"})
+    made = planner.plan(apart)
+    assert made.groups == ("model",) and made.lacks_average and made.state == planner.plan(apart[::-1]).state
+    assert [file.layout.name for file in made.files] == ["model.safetensors"]
+    assert caplog.text.count("saved without its average") == 4 and "ema/w on rank 2 differs" in caplog.text
+    for wrong in ([*apart[:3], replicated(3, weight=2)], [*same[:3], replicated(3, weight=2)]):
+        with pytest.raises(ReplicasDiffer, match="model/w"):
+            saved(wrong)
+        with pytest.raises(ReplicasDiffer, match="model/w"):
+            planner.plan(wrong)
+    own = [msgspec.structs.replace(one, average=None) for one in apart]  # the trainers' own: they are told
+    with pytest.raises(ReplicasDiffer, match="ema/w"):
+        planner.plan(own)
 
 
 def test_a_save_before_the_first_update_has_none() -> None:

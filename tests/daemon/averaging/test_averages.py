@@ -13,7 +13,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena as slots
-from holdfast_formats.staging import average, slot_table
+from holdfast_formats.staging import average, replica_claims, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.average import AverageHandover, AverageRule, AverageStretch, AverageUpdate
 from holdfast_formats.staging.slot_table import SlotTable
@@ -79,14 +79,14 @@ def world() -> Iterator[World]:
     made.averages.close()
 
 
-def slot(rank: int, after: int, step: int = 1, said: bool = True) -> SealedSlot:
+def slot(rank: int, after: int, step: int = 1, said: bool = True, **more: Any) -> SealedSlot:
     """A sealed slot of a save that leaves room for the average."""
     made = slots.geometry(1, 4 * PAGE, PAGE)
     segment = ArenaSegment.make(memfd("slot", made.segment_bytes), made, SegmentOwner("r", rank, 2, 1))
     segment.lease(step, 1, 0.0)
-    handover = AverageHandover(PAGE, 4 * SIZE, after, "l")
+    handover = AverageHandover(PAGE, 4 * SIZE, after, "l", apart=more.pop("apart", ()))
     fragment = StagedFragment(TensorSpec("ema", "w", "F32", (2 * SIZE,)), (Box((rank * SIZE,), (SIZE,)),), PAGE)
-    table = SlotTable("r", step, 1, rank, 2, ("ema",), (fragment,), {}, {}, average=handover if said else None)
+    table = SlotTable("r", step, 1, rank, 2, ("ema",), (fragment,), {}, {}, average=handover if said else None, **more)
     encoded = slot_table.encode(table)
     segment.memory[made.table_offset(0) : made.table_offset(0) + len(encoded)] = encoded
     header = SlotHeader(SlotState.LEASED, step, 1, handover.end, len(encoded), 0)
@@ -147,6 +147,20 @@ def test_a_save_has_what_came_before_it_and_nothing_later() -> None:
     assert said[0] == said[1]
     assert (said[0].n, said[0].step, said[0].dropped) == (2, 2, 0)
     world.averages.close()
+
+
+def test_the_table_says_what_is_in_the_slot(world: World) -> None:
+    """A sample of every box that replicas must hold alike, but of buffers nothing; also when the daemon is another one."""
+    for rank in (0, 1):
+        world.bring(rank, 1, 4.0)
+    world.wait_for(1)
+    bare = bytes(replica_claims.ROW_BYTES)
+    parts = {0: slot(0, after=1, digests=bare), 1: slot(1, after=1, digests=bare, apart=(0,))}
+    expected = replica_claims.sample(np.full(SIZE, 4.0, np.float32).view(np.uint8), 1)
+    for _ in range(2):
+        assert filled(world, parts) is None
+        assert np.frombuffer(parts[0].table.digests, "<u8").tolist() == [expected, 0]
+        assert parts[1].table.digests == bare
 
 
 def test_an_update_waits_for_the_save_before_it() -> None:

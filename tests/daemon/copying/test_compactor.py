@@ -19,23 +19,25 @@ import holdfast
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.errors import InUse, NoSpace, StateMismatch
+from holdfast_formats.disk import coded, manifest
+from holdfast_formats.errors import CorruptExtent, InUse, NoSpace, StateMismatch
 from holdfast_formats.exports.source import of_committed
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.region import Box
+from holdfast_formats.region import Box, whole
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.copying import compactor, foreign_export
+from holdfast_service.daemon.copying import thinner as thinner_module
 from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
 from tests.checkpoints import flip, trained_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemons import wait_until
 
 STEPS = (5, 10, 15)
 EMBED = "embed.weight"
@@ -234,6 +236,67 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
 
 
+def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> None:
+    """Its storage may have been away since: its files of the weights are the very same. Codes nobody has; nothing follows
+    what is damaged.
+    """
+    world.copy()
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    before, there = contents(world.path()), world.root.parent / "far" / naming.checkpoint_path(RUN, 5)
+    copied = contents(there)
+    for name in sorted(name for name in before if name.startswith("model-0")):
+        flip(world.path() / name, 4500)
+    with open_checkpoint(world.root, None, RUN, 5) as reader, pytest.raises(CorruptExtent):
+        reader.read("master", EMBED)  # whose high bits are there
+    assert world.repairer.repair(RUN, 5, CorruptExtent("found", file="model-00001-of-00002.safetensors")) == "replica far"
+    assert contents(world.path()) == before
+    codes = "optim.safetensors"
+    flip(world.path() / codes, 4500)
+    assert world.repairer.repair(RUN, 5, CorruptExtent("found", file=codes)) is None
+    world.copy()
+    assert contents(there) == copied
+
+
+def test_a_flipped_bit_of_any_part_is_found(world: CopiesWorld) -> None:
+    """Codes, scales, ranges, low bits, the list of ties, and the weights under them: no value of them is handed over."""
+    keep(world, optim="int8", optim_full=1)
+    thinner(world).look(RUN)
+    with opened(world) as reader:
+        made = reader.manifest
+    assert made.compacted is not None and f"{EMBED}.low16.ties" in made.tensors["master"]
+    tried = 0
+    for group, coded_tensors in made.compacted.tensors.items():
+        for name in coded_tensors:
+            for need in coded.needs(made, group, name, whole(coded_tensors[name].shape)).values():
+                stored = made.tensors[need.group][need.name]
+                flip(world.path() / stored.file, stored.start + stored.nbytes - 1)
+                with open_checkpoint(world.root, None, RUN, 5) as reader:
+                    with pytest.raises(CorruptExtent):
+                        reader.read(group, name)
+                    assert [one.tensor for one in reader.verify()] == [need.name]
+                flip(world.path() / stored.file, stored.start + stored.nbytes - 1)
+                tried += 1
+    assert tried > 10 and opened(world).manifest == made
+
+
+def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld) -> None:
+    """Not that it is damaged: what stands there now is sound."""
+    readers = [open_checkpoint(world.root, None, RUN, 5) for _ in range(3)]
+    keep(world, optim="int8", optim_full=1)
+    assert thinner(world).look(RUN) == [5, 10]
+    weights = readers[0].read("model", EMBED)
+    assert weights.tobytes() == trained_arrays()["model"][EMBED].tobytes()
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[0].read("optim", f"{EMBED}/exp_avg")
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[1].verify()
+    with pytest.raises(InUse, match="was replaced or removed"):
+        readers[2].read_file("optim.safetensors.index.json")
+    for reader in readers:
+        reader.close()
+
+
 def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld) -> None:
     """It is in no file, adds to the trainer's `keep_last`, and ends with the run's own policy."""
     decisions = world.decisions
@@ -339,6 +402,20 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
         keep(world, optim="exact", optim_full=1)
         assert thinner(world).look(RUN) == []
     assert leftovers(world) == [] and NoSpace.retryable
+
+
+def test_it_is_tried_again_once_there_may_be_room(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells of room that others have made. Before there is any, nothing of the checkpoint is read."""
+    keep(world, optim="int8", optim_full=1)
+    monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
+    worker = thinner(world)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
+        patch.setattr(compactor, "_look", None)
+        worker.due(RUN)
+        assert worker.settle(60)
+    wait_until(lambda: all(world.catalog.checkpoint(RUN, step).compacted is not None for step in (5, 10)))
+    worker.close()
 
 
 def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> None:

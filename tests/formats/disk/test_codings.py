@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from holdfast_formats.disk import codings
 from holdfast_formats.disk.codings import BLOCK, PARTS
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, whole
 
 SHAPES = st.sampled_from([(1,), (7,), (256,), (257,), (3, 300), (2, 3, 17), (1, 512)])
@@ -123,3 +124,6 @@ def test_ties_of_a_box() -> None:
     at = (slice(1, 3), slice(250, 280))
     parts = {"codes": low[at], "model": weight[at], "ties": np.flatnonzero(ties.ravel()).astype(np.uint64)}
     assert np.array_equal(codings.decode("low16", box, shape, parts).view(np.uint32), bits[at])
+    outside = {**parts, "ties": np.array([3, 2**64 - 1], np.uint64)}
+    with pytest.raises(StateMismatch, match="element 18446744073709551615 of a tensor of 1200"):
+        codings.decode("low16", box, shape, outside)

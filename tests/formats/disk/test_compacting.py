@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import coded, compacting, manifest
+from holdfast_formats.disk import coded, codings, compacting, manifest
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
 from holdfast_formats.disk.compacting import RULES, Encoded, candidates, plan, small_bytes
 from holdfast_formats.disk.manifest import Manifest
@@ -85,11 +85,40 @@ def broken(made: Manifest, **changes: object) -> Manifest:
         {"tensors": {"optim": {"embed.weight/step": CodedTensor("bf16", "F32", (), 0.1)}}},
         {"tensors": {"optim": {"x": CodedTensor("bf16", "F32", (2,), float("nan"))}}},
         {"tensors": {"model": {"x": CodedTensor("later", "F32", (2,), 0.0)}}, "aliases": {"model": {"y": "z"}}},
+        {"tensors": {"another": {"x": CodedTensor("later", "F32", (2,), 0.0)}}},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(built: Built, changes: dict) -> None:
     with pytest.raises(CorruptManifest):
         manifest.validate(broken(built.manifest, **changes))
+
+
+def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
+    """Each tensor where its parts are, with how it is stored; tensors of zeros can be told by their digests."""
+    rng = np.random.default_rng(1)
+    values = {name: rng.standard_normal((8, 300)).astype(np.float32) for name in ("a/exp_avg", "b/exp_avg")}
+    values["c/exp_avg"] = np.zeros((8, 300), np.float32)
+    stored = {"b/exp_avg": values["b/exp_avg"], "a/step": np.array(3, np.float32)}
+    for name in ("a/exp_avg", "c/exp_avg"):
+        parts = codings.encode("int8", values[name])
+        stored |= {name + part.suffix: parts[role] for role, part in codings.PARTS["int8"].items()}
+    whole = build(tmp_path / "stored", {"model": {}, "optim": stored}).manifest
+    told = {
+        name: CodedTensor("int8", "F32", (8, 300), 0.01 if name[0] == "a" else 0.0) for name in ("a/exp_avg", "c/exp_avg")
+    }
+    made = msgspec.structs.replace(whole, compacted=Compacted(AT, "int8", whole.bytes, "0" * 64, {"optim": told}))
+    manifest.validate(made)
+    shown = coded.contents(made).tensors["optim"]
+    assert sorted(shown) == ["a/exp_avg", "a/step", "b/exp_avg", "c/exp_avg"]
+    assert list(shown) == list(
+        dict.fromkeys(name.removesuffix(".scale").removesuffix(".q8") for name in whole.tensors["optim"])
+    )
+    assert bodies.describe(made).tensors == coded.count(made) == 4
+    form = coded.stored_form(made, "optim", "a/exp_avg")
+    assert form is not None and str(form) == "int8, off by 0.01"
+    assert (form.parts, form.bytes) == (("a/exp_avg.q8", "a/exp_avg.q8.scale"), 8 * 300 + 8 * 2 * 4)
+    assert coded.stored_form(made, "optim", "b/exp_avg") is None
+    assert [coded.is_zeros(shown[name]) for name in ("a/exp_avg", "b/exp_avg", "c/exp_avg")] == [False, False, True]
 
 
 def test_contents_are_those_that_were_saved(built: Built) -> None:

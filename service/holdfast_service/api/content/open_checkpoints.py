@@ -77,8 +77,8 @@ class Contents:
     def tensor_keys(self) -> list[tuple[str, Any, str]]:
         """(group, sort key, name) of every tensor and alias, in the order in which they are listed."""
         # In the manifest's order, which is nearly this one: sorted sooner.
-        held = [(group, name) for group, tensors in self.manifest.tensors.items() for name in tensors]
-        held += [(group, name) for group, aliases in self.manifest.aliases.items() for name in aliases]
+        held = [(group, name) for group, tensors in self.contents.tensors.items() for name in tensors]
+        held += [(group, name) for group, aliases in self.contents.aliases.items() for name in aliases]
         return sorted((group, natural_key(name), name) for group, name in held)
 
     @cached_property
@@ -86,8 +86,9 @@ class Contents:
         return Columns(self.manifest)
 
     def tensor(self, group: str, name: str) -> bodies.Tensor:
-        alias_of = self.manifest.aliases.get(group, {}).get(name)
-        entry = self.manifest.tensors[group][alias_of or name]
+        alias_of = self.contents.aliases.get(group, {}).get(name)
+        entry = self.contents.tensors[group][alias_of or name]
+        form = coded.stored_form(self.manifest, group, name)
         return bodies.Tensor(
             group=group,
             name=name,
@@ -96,9 +97,10 @@ class Contents:
             bytes=entry.nbytes,
             file=entry.file,
             start=entry.start,
-            extents=len(entry.extents),
+            extents=0 if form is not None else len(entry.extents),
             placement=entry.placement,
             alias_of=alias_of,
+            stored=None if form is None else bodies.StoredAs(**{**form._asdict(), "parts": list(form.parts)}),
         )
 
 

@@ -52,7 +52,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     if thinned or held.manifest.compacted is not None:
         raise NoSuchResource(
             f"the statistics of {run}@{step} are of the tensors that it had before it was thinned or compacted",
-            hint="`GET /v1/runs/{run}/layers` still has them, by layer",
+            hint=f"`GET /v1/runs/{run}/layers` still has them, by layer",
         )
     if len(listed) != len(found):
         raise CorruptStatistics(f"the stored statistics of {run}@{step} belong to another checkpoint")

@@ -48,6 +48,11 @@ def settled(parts: Sequence[tuple[str, DecodedPart]]) -> list[tuple[str, Decoded
         text = tables[0].values[GROUP][VALUE]
         return [(digest, part._replace(said=[_saying(table, text) for table in part.said])) for digest, part in parts]
     log.warning("step %d of %s is saved without its average: %s", tables[0].step, tables[0].run, _differences(tables))
+    return without(parts)
+
+
+def without(parts: Sequence[tuple[str, DecodedPart]]) -> list[tuple[str, DecodedPart]]:
+    """The parts of all nodes as if no average had been saved."""
     return [(digest + LEFT_OUT, _without(part)) for digest, part in parts]
 
 
@@ -103,7 +108,7 @@ def _saying(table: SlotTable, text: str) -> SlotTable:
 
 
 def _without(part: DecodedPart) -> DecodedPart:
-    """The part as if no average had been saved."""
+    """A node's part as if no average had been saved."""
     made = declaration.without(part.declaration, GROUP)
     boxes = (made.first_box[1:] - made.first_box[:-1]).tolist()
     said = [
@@ -112,7 +117,7 @@ def _without(part: DecodedPart) -> DecodedPart:
             groups=tuple(group for group in table.groups if group != GROUP),
             values={group: held for group, held in table.values.items() if group != GROUP},
             aliases={group: held for group, held in table.aliases.items() if group != GROUP},
-            digests=table.digests[: count * replica_claims.ROW_BYTES],  # of the group, which is the last, there are none
+            digests=table.digests[: count * replica_claims.ROW_BYTES],  # the group is the last
         )
         for table, count in zip(part.said, boxes, strict=True)
     ]

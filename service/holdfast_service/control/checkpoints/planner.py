@@ -17,14 +17,14 @@ import msgspec
 from holdfast_formats import rounding
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
-from holdfast_formats.errors import StateMismatch
+from holdfast_formats.errors import ReplicasDiffer, StateMismatch
 from holdfast_formats.region import Box, first_overlap, whole
-from holdfast_formats.staging import replica_claims
+from holdfast_formats.staging import replica_claims, slot_table
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.plan import BoxOrigin, PlannedAsset, PlannedFile, PlannedTensor, WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
-from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, own_spec
+from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, only_averages, own_spec
 
 _Key = tuple[str, str]
 _Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of every rank that holds it
@@ -46,11 +46,18 @@ def plan(tables: Sequence[SlotTable]) -> WritePlan:
     """The plan for one step from the tables of all ranks of the world, in any order.
 
     Boxes that several ranks hold are replicas: one holder is read, so that bytes are balanced over ranks. What ranks do not
-    hold alike, and need not, each has as a tensor of its own besides (`claims`). Raises `StateMismatch` when the tables are
-    not one world's, disagree on a tensor, or do not tile one exactly; `ReplicasDiffer` where replicas are none.
+    hold alike, and need not, each has as a tensor of its own besides (`claims`). An average of which ranks have different
+    parts is left out. Raises `StateMismatch` when the tables are not one world's, disagree on a tensor, or do not tile one
+    exactly; `ReplicasDiffer` where replicas are none.
     """
     ordered = sorted(tables, key=lambda t: t.rank)
     check_world(ordered)
+    try:
+        return merged(ordered, _placed(ordered))
+    except ReplicasDiffer as error:
+        if not only_averages(error, ordered):
+            raise
+    ordered = [slot_table.without(table, EMA) for table in ordered]
     return merged(ordered, _placed(ordered))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 from holdfast_formats.errors import ReplicasDiffer
 from holdfast_formats.region import Box, whole
 from holdfast_formats.staging import replica_claims
+from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
+
+log = logging.getLogger(__name__)
 
 NAMED_MAX = 5  # tensors in an error's text; its members have them all
 HINT = (
@@ -118,6 +122,15 @@ def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
         tensors=tensors,
         ranks=ranks,
     )
+
+
+def only_averages(error: ReplicasDiffer, tables: Sequence[SlotTable]) -> bool:
+    """Whether nothing differs but the average that the daemon keeps for these ranks; a log says which tensors of it."""
+    named = error.members["tensors"]
+    found = all(table.average is not None for table in tables) and all(name.startswith(f"{EMA}/") for name in named)
+    if found:
+        log.warning("step %d of %s is saved without its average: %s", tables[0].step, tables[0].run, error.detail)
+    return found
 
 
 def own_spec(spec: TensorSpec, rank: int) -> TensorSpec:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, FilePlan, pack
+from holdfast_formats.errors import ReplicasDiffer
 from holdfast_formats.staging import blocks, replica_claims
 from holdfast_formats.staging.blocks import Grid, HeldSpans, Mask, Numbers, Share, SharePlan
 from holdfast_formats.staging.part import DecodedPart
@@ -24,7 +25,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control.checkpoints import joint_averages
 from holdfast_service.control.checkpoints import world as worlds
 from holdfast_service.control.checkpoints.planner import check_world, merged
-from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes
+from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, only_averages
 from holdfast_service.control.checkpoints.world import Holdings, Stretch, World
 
 REMEMBERED_MAX = 2  # all groups, and some of them
@@ -119,6 +120,15 @@ def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
     what the node with the number `me` writes. Raises what `planner.plan` does.
     """
     parts = joint_averages.settled(parts)
+    try:
+        return _planned(parts, me)
+    except ReplicasDiffer as error:  # every node comes to the same end
+        if not only_averages(error, [table for _, part in parts for table in part.said]):
+            raise
+    return _planned(joint_averages.without(parts), me)
+
+
+def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
     said: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
     check_world(said)
     file_bytes_max = said[0].file_bytes_max or FILE_BYTES_MAX

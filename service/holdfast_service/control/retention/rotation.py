@@ -37,7 +37,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.control.retention.thin_policy import ThinDecision, could_save, decide_thinning, older_of
+from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
@@ -178,11 +178,13 @@ class Rotation:
         decisions = decide(candidates, chosen, self._clock())
         thinning = decide_thinning(candidates, decisions, chosen)
         kept = sum(listed[decision.step].bytes for decision in decisions if decision.keep)
-        freed = {at: listed[at].bytes - (_bytes_after(listed[at], decision) or 0) for at, decision in thinning.items()}
+        foresight = Foresight(listed.values())
+        after = {at: _bytes_after(listed[at], decision, foresight) for at, decision in thinning.items()}
+        freed = {at: listed[at].bytes - (size or 0) for at, size in after.items()}
         return Preview(
             policy=chosen,
             verdicts=[
-                _verdict(decision, listed[decision.step], file, thinning[decision.step])
+                _verdict(decision, listed[decision.step], file, thinning[decision.step], after[decision.step])
                 for decision in decisions
                 if step in (None, decision.step)
             ],
@@ -190,7 +192,7 @@ class Rotation:
             bytes_removed=sum(made.bytes for made in listed.values()) - kept,
             bytes_thinned=sum(freed[at] for at, decision in thinning.items() if decision.thin),
             bytes_compacted=sum(freed[at] for at, decision in thinning.items() if decision.small is not None),
-            could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)]),
+            could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)], foresight),
             bytes_saved=sum(before.bytes - c.bytes for c in listed.values() if (before := c.thinned or c.compacted)),
         )
 
@@ -459,7 +461,9 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked
     return judged._replace(small=frozenset(RULES if unknown else c.small_bytes or ()), compact=c.compacted is not None)
 
 
-def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, thinning: ThinDecision) -> Verdict:
+def _verdict(
+    decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, thinning: ThinDecision, after: int | None
+) -> Verdict:
     return Verdict(
         step=decision.step,
         keep=decision.keep,
@@ -474,13 +478,13 @@ def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile, t
         thin_reason=thinning.why,
         compact=thinning.small is not None,
         compacted=listed.compacted is not None,
-        bytes_after=_bytes_after(listed, thinning),
+        bytes_after=after,
     )
 
 
-def _bytes_after(listed: bodies.CheckpointInfo, thinning: ThinDecision) -> int | None:
+def _bytes_after(listed: bodies.CheckpointInfo, thinning: ThinDecision, foresight: Foresight) -> int | None:
     if thinning.small is not None:
-        return (listed.small_bytes or {}).get(thinning.small, listed.bytes)
+        return foresight.bytes_after(listed, thinning.small)
     return (listed.thin_bytes or listed.bytes) if thinning.thin else None
 
 

@@ -7,7 +7,7 @@ and the newest healthy one, are never touched (I10). A compact one counts as who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.disk.compacting import RULES, OptimRule
@@ -76,11 +76,41 @@ def older_of(candidates: Sequence[Candidate], decisions: Sequence[Decision]) -> 
     return [c for c in candidates if c.step in stays and c.verified and not c.holds and _newer(c, whole)]
 
 
-def could_save(listed: Sequence[CheckpointInfo]) -> dict[str, int]:
+class Foresight:
+    """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as it would
+    leave if it took all tensors that it is for. Which of them their values forbid is not known before they are read.
+    """
+
+    def __init__(self, listed: Iterable[CheckpointInfo]) -> None:
+        """`listed`: all checkpoints of the run."""
+        self._seen: dict[str, list[tuple[int, int]]] = {}  # by rule: bytes before, bytes that were saved
+        for made in sorted(listed, key=lambda one: one.step, reverse=True):
+            if made.compacted is not None and made.thinned is None:
+                seen = self._seen.setdefault(made.compacted.optim, [])
+                if len(seen) < _SEEN_MAX and self._saved(made.compacted.optim, made.compacted.bytes) is None:
+                    seen.append((made.compacted.bytes, made.compacted.bytes - made.bytes))
+
+    def bytes_after(self, made: CheckpointInfo, rule: str) -> int:
+        """What would be left of it; as many bytes as it has, if nothing is to be saved."""
+        if rule not in (made.small_bytes or {}):
+            return made.bytes
+        saved = self._saved(rule, made.bytes)
+        return (made.small_bytes or {})[rule] if saved is None else made.bytes - saved
+
+    def _saved(self, rule: str, size: int) -> int | None:
+        near = (saved for before, saved in self._seen.get(rule, ()) if abs(before - size) * _NEAR <= before)
+        return next(near, None)
+
+
+_SEEN_MAX = 8  # sizes: all groups, and some of them
+_NEAR = 100  # sizes that differ by less than one in so many are those of the same state
+
+
+def could_save(listed: Sequence[CheckpointInfo], foresight: Foresight) -> dict[str, int]:
     """About how many bytes each form would save of these checkpoints, of the forms that would save any."""
     saved = {"weights": sum(c.bytes - c.thin_bytes for c in listed if c.thin_bytes is not None)}
     for rule in RULES:
-        saved[rule] = sum(c.bytes - (c.small_bytes or {}).get(rule, c.bytes) for c in listed)
+        saved[rule] = sum(c.bytes - foresight.bytes_after(c, rule) for c in listed)
     return {form: size for form, size in saved.items() if size > 0}
 
 

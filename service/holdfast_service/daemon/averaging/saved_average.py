@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
-from holdfast_formats.staging import arena, average, average_history, replica_claims
+from holdfast_formats.staging import arena, average, average_history, replica_claims, slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES
 from holdfast_formats.staging.average import GROUP, VALUE, AverageHandover, AverageState
 from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_formats.tensors import StagedFragment, box_bytes
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot
 
@@ -72,27 +73,40 @@ def noted(sealed: SealedSlot) -> NotedAverage | None:
 def tell(parts: Mapping[int, SealedSlot], found: NotedAverage | None) -> None:
     """Have the tables of all ranks say what the average is, or nothing of the group where there is none."""
     for sealed in parts.values():
-        sealed.table = _without(sealed.table) if found is None else _with(sealed.table, found)
+        sealed.table = slot_table.without(sealed.table, GROUP) if found is None else _with(sealed, found)
 
 
-def _with(table: SlotTable, found: NotedAverage) -> SlotTable:
+def _with(sealed: SealedSlot, found: NotedAverage) -> SlotTable:
+    table = sealed.table
     values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(found.state)}}
     place = None if table.average is None else msgspec.structs.replace(table.average, history=found.history)
-    return msgspec.structs.replace(table, values=values, average=place)
+    return msgspec.structs.replace(table, values=values, average=place, digests=_claimed(sealed))
 
 
-def _without(table: SlotTable) -> SlotTable:
-    """The table as if the group had not been saved. Its boxes are the last."""
-    kept = tuple(fragment for fragment in table.fragments if fragment.spec.group != GROUP)
-    boxes = sum(len(fragment.boxes) for fragment in kept)
-    return msgspec.structs.replace(
-        table,
-        groups=tuple(group for group in table.groups if group != GROUP),
-        fragments=kept,
-        values={group: held for group, held in table.values.items() if group != GROUP},
-        aliases={group: held for group, held in table.aliases.items() if group != GROUP},
-        digests=table.digests[: boxes * replica_claims.ROW_BYTES],
-    )
+def _claimed(sealed: SealedSlot) -> bytes:
+    """The digests of the slot's table, with what the rank claims to hold of the average: that other ranks which hold a box
+    have the same in it.
+    """
+    table = sealed.table
+    if not table.digests:  # of a world of one, or of a version that says nothing of its boxes
+        return b""
+    place, octets = handover(sealed), np.frombuffer(sealed.data, np.uint8)
+    boxes = [box for fragment in table.fragments if fragment.spec.group == GROUP for box in _boxes(fragment)]
+    rows = np.zeros((len(boxes), 2), "<u8")
+    for number in set(range(len(boxes))) - set(place.apart):
+        begin, size = boxes[number]
+        if size:
+            rows[number, 0] = replica_claims.sample(octets[begin : begin + size], table.step)
+    return table.digests[: len(table.digests) - rows.nbytes] + rows.tobytes()
+
+
+def _boxes(fragment: StagedFragment) -> Iterator[tuple[int, int]]:
+    """Where each box of a fragment begins in the slot, and its bytes."""
+    at = fragment.slot_offset
+    for box in fragment.boxes:
+        size = box_bytes(fragment.spec, box)
+        yield at, size
+        at += size
 
 
 def agreed(parts: Mapping[int, SealedSlot]) -> AverageHandover:

@@ -71,9 +71,11 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     full, directory = pair.made, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)
     stored = of_committed(source, full).listing.tensors
-    looked = [_look(full, source, stored, one, going) for one in compacting.candidates(full, rule)]
+    chosen = list(compacting.candidates(full, rule))
+    _refuse_full(tier, full, compacting.least_new_bytes(full, chosen))  # before all of it is read
+    looked = [_look(full, source, stored, one, going) for one in chosen]
     planned = compacting.plan(full, pair.encoded, rule, [one.encoded for one in looked], utc_now())
-    _refuse_full(tier, planned)
+    _refuse_full(tier, full, sum(file.bytes for file in planned.files))
     second_names.prove(tier, place, planned.proof, going)
     streaming.forget(tier, place.path)  # notes of an earlier start: all is written anew
     staged = store.begin(place)
@@ -84,10 +86,10 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     return made
 
 
-def _refuse_full(tier: Tier, planned: CompactPlan) -> None:
-    needed, free = sum(file.bytes for file in planned.files) + SPARE_BYTES, tier.free_bytes()
+def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
+    """`NoSpace` if there is no room for so many bytes beside the checkpoint."""
+    needed, free = new + SPARE_BYTES, tier.free_bytes()
     if needed > free:
-        full = planned.full
         raise NoSpace(
             f"{full.run}@{full.step} needs {needed} bytes beside it to be stored in fewer, and {free} are free",
             hint="free space; it stays as it is until then",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
-from holdfast_formats.disk import manifest, verification
+from holdfast_formats.disk import manifest, thinning, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.naming import CheckpointId
@@ -53,9 +53,16 @@ def trusted_pair(
 
 
 def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
-    """The labels of the tiers that hold this very checkpoint: their manifest is the same, byte for byte."""
-    found = _pairs(others, CheckpointId(pair.made.run, pair.made.step))
-    return [label for label, other in found if other.encoded == pair.encoded]
+    """The labels of the tiers that hold this very checkpoint, first those whose manifest is the same, byte for byte; others
+    have it as it was before it was thinned or compacted, or since, and so the files that stayed.
+    """
+    found = list(_pairs(others, CheckpointId(pair.made.run, pair.made.step)))
+    same = [label for label, other in found if other.encoded == pair.encoded]
+    return same + [label for label, other in found if label not in same and _origin(other) == _origin(pair)]
+
+
+def _origin(pair: ManifestPair) -> str:
+    return thinning.origin_sha256(pair.made, manifest.stated_sha256(pair.commit))
 
 
 def _of(pair: ManifestPair, which: CheckpointId) -> ManifestPair:

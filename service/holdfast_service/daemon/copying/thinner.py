@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -33,6 +34,7 @@ from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 600.0  # after which it is tried again where there was no room, or a reader came first: nobody tells of either
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 
 
@@ -54,6 +56,7 @@ class Thinner:
         self._node, self._pace, self._suspect = node, pace, suspect
         self._changed = threading.Condition()
         self._due: dict[str, None] = {}
+        self._again: dict[str, float] = {}  # runs that are looked at again, and when
         self._closed = threading.Event()
         self._busy = False
         self._refused: set[str] = set()  # what could not be done, of which manifest
@@ -99,9 +102,15 @@ class Thinner:
                 self._suspect(run, due.step, error)
             except NoSpace as error:  # others may need less, or free some
                 log.warning("%s@%s stays as it is for now: %s", run, due.step, error.detail)
+                self._try_again(run)
             except (Conflict, NotFound) as error:  # a reader, a mark or a removal came first
                 log.info("%s@%s stays as it is for now: %s", run, due.step, error.detail)
+                self._try_again(run)
         return done
+
+    def _try_again(self, run: str) -> None:
+        with self._changed:
+            self._again.setdefault(run, time.monotonic() + AGAIN_S)
 
     def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Whether it is due in the same way now: those before it may have taken hours, and the policy may be another."""
@@ -167,7 +176,12 @@ class Thinner:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._due or self._closed.is_set())
+            while not self._due and not self._closed.is_set():
+                soonest = min(self._again.values(), default=None)
+                self._changed.wait(None if soonest is None else max(soonest - time.monotonic(), 0))
+                for run in [run for run, at in self._again.items() if at <= time.monotonic()]:
+                    del self._again[run]
+                    self._due[run] = None
             if self._closed.is_set():
                 return None
             run = next(iter(self._due))

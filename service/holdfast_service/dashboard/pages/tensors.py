@@ -12,7 +12,7 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import TensorStatistics
 from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at
+from holdfast_service.dashboard.asking import Asked, Shown, ViewerApi, at, shown
 from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -74,9 +74,13 @@ async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted
     held = await contents.held(api, run, made.step)
     measured = await contents.statistics(api, held)
     many = held.tensors > contents.STATISTICS_MAX
+    there: Shown[FoundTensors] = Shown(None, measured.error)
     if many and wanted.sort in SORTED_THERE:
-        found = await _sorted_there(api, held, wanted)
-    else:
+        there = await shown(_sorted_there(api, held, wanted))
+        if there.error is not None and not there.absent:  # there may be no statistics, as of one that was compacted
+            raise there.error
+    found = there.value
+    if found is None:
         found = await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
     return page(
         request,
@@ -84,7 +88,7 @@ async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted
         run=run,
         made=made,
         found=found,
-        why=measured.error if found.known is None else None,
+        why=there.error if found.known is None else None,
         sorts=("bytes", *SORTED_THERE) if many else tuple(SORTS),
         begun=wanted.cursor is not None,
         shown_at_once=TENSORS_SHOWN,
