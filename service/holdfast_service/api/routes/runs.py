@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
-from holdfast_service.api.content import open_checkpoints, selectors
+from holdfast_service.api.content import deaths, open_checkpoints, selectors
 from holdfast_service.api.content.marks import Marks
 from holdfast_service.api.door.needs import READS, READS_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes import summaries
-from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Wired
+from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
@@ -56,10 +56,15 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
     dependencies=WRITES_RUN_JSON,
     summary="Set owner and notes, archive a run or take it back, acknowledge its death",
 )
-def patch_run(request: Request, services: Wired, run: str, change: RunChange) -> RunAbout:
+def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""
     found = _one(request, services, run)
-    services.abouts.change(run, change, found.life, trains=found.state == "running")
+    services.abouts.change(run, change, found.life, trains=found.state == "running", by=viewer.name)
+    summed = summaries.summaries_of(request)
+    if change.acknowledged is None:
+        summed.renew()
+    else:
+        deaths.said(summed, run)
     found = _one(request, services, run)
     return services.abouts.of(run, found.life, found.life_since)
 

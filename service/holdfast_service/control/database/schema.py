@@ -80,7 +80,7 @@ class OwnerRow(CatalogTable):
 class RunRow(CatalogTable):
     """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are
     what is known of its ranks. From `owner` on stands what its files say: `archived` is when it was put away, `acknowledged`
-    the attempt whose death somebody has seen.
+    the attempt whose death somebody has seen, with who and when.
     """
 
     __tablename__ = "runs"
@@ -93,6 +93,8 @@ class RunRow(CatalogTable):
     owner: Mapped[str | None] = mapped_column(FreeText)
     archived: Mapped[str | None] = mapped_column(_TIME)
     acknowledged: Mapped[int | None]
+    acknowledged_by: Mapped[str | None] = mapped_column(String(128))
+    acknowledged_at: Mapped[str | None] = mapped_column(_TIME)
 
 
 class AttemptRow(CatalogTable):

@@ -102,6 +102,11 @@ class Summaries:
         there = [summary for summary in self._board.get() if visible(summary.run)]
         return sorted(seen(there, self.acknowledgements.known()), key=_key)
 
+    def renew(self) -> None:
+        """Somebody has changed what is said of a run, and looks whether it is."""
+        self._rows.renew()
+        self._board.renew()
+
     def _keys(self, after: str | None, limit: int, prefix: str, order: Order) -> list[str]:
         if order == "attention":
             return self._by_attention(after, limit, prefix)
@@ -205,7 +210,8 @@ def key_of(run: str, item: Attention) -> AlertKey:
 
 
 def _seen(summary: RunSummary, known: Mapping[AlertKey, Acknowledgement]) -> RunSummary:
-    marked = [item.model_copy(update={"acknowledged": known.get(key_of(summary.run, item))}) for item in summary.attention]
+    found = ((item, known.get(key_of(summary.run, item))) for item in summary.attention)
+    marked = [item if one is None else item.model_copy(update={"acknowledged": one}) for item, one in found]
     return summary.model_copy(update={"attention": marked})
 
 

@@ -10,6 +10,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
 from holdfast_service.control.catalog.listing import GOING_ON
+from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.database.schema import (
     AnswerRow,
@@ -98,7 +99,8 @@ def forget(catalog: Catalog, run: str) -> None:
             session.delete(row)
             return
         row.attempt, row.keep_last, row.life, row.since = 0, None, None, None
-        row.owner, row.archived, row.acknowledged = None, None, None
+        for name in RunSettings._fields:
+            setattr(row, name, None)
 
 
 def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
