@@ -241,6 +241,15 @@ class EventRow(CatalogTable):
     detail: Mapped[dict[str, Any]] = mapped_column(JsonText)
 
 
+class ForgottenEventsRow(CatalogTable):
+    """The newest event of a run ("": of no run) that is not kept any more. Ids have holes, so nothing else says that."""
+
+    __tablename__ = "forgotten_events"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    newest: Mapped[int]
+
+
 class JobRow(CatalogTable):
     """Work that outlasts a request. `key` follows from kind and request: the same work going on is the same job.
 
