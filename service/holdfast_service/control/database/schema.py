@@ -205,7 +205,7 @@ class StatisticsRow(CatalogTable):
 
 
 class ReplicaRow(CatalogTable):
-    """A copy of a checkpoint in another tier, as far as it is known."""
+    """A copy of a checkpoint in another tier, as far as it is known. `heir`: its run was renamed to that."""
 
     __tablename__ = "replicas"
     __table_args__ = (Index("replicas_summed", "run", "tier", "state", "step"),)
@@ -218,6 +218,7 @@ class ReplicaRow(CatalogTable):
     since: Mapped[str] = mapped_column(_TIME)
     checked: Mapped[str | None] = mapped_column(_TIME)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    heir: Mapped[str | None] = mapped_column(_NAME)
 
 
 class EventRow(CatalogTable):

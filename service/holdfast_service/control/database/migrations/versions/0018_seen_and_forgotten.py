@@ -1,4 +1,4 @@
-"""Who has seen that a run died, and when; and which events of each run are not kept any more."""
+"""Who has seen that a run died, which events of each run are not kept any more, and whose a renamed run's copies are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _TIME = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
 def upgrade() -> None:
     op.add_column("runs", sa.Column("acknowledged_by", sa.String(128)))
     op.add_column("runs", sa.Column("acknowledged_at", _TIME))
+    op.add_column("replicas", sa.Column("heir", _NAME))
     op.create_table(
         "forgotten_events",
         sa.Column("run", _NAME, primary_key=True),
@@ -33,5 +34,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("forgotten_events")
+    op.drop_column("replicas", "heir")
     op.drop_column("runs", "acknowledged_at")
     op.drop_column("runs", "acknowledged_by")
