@@ -191,7 +191,14 @@ class RunSummary(Body):
     good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint of which nothing bad is known")
     copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
     trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="metrics that the trainer gave with the newest checkpoint, the first 32 by name"
+    )
     attention: list[Attention] = Field(default_factory=list)
+
+
+# What runs are sorted by, beside `attention` and `metric:NAME`; with a minus, the largest first.
+RUN_SORTS = ("name", "state", "age", "exposed", "stall", "goodput", "storage", "checkpoints", "newest")
 
 
 class Overview(Body):

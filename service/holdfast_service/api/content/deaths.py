@@ -20,7 +20,10 @@ def see(services: Services, viewer: Principal, found: Summaries, run: str) -> Ac
     summary = found.one(run)
     _alert(summary)
     _change(services, viewer, found, summary, seen=True)
-    return _alert(found.one(run)).acknowledged or _none()
+    made = _alert(found.one(run)).acknowledged
+    if made is None:  # somebody has taken it back in this moment
+        raise _none()
+    return made
 
 
 def take_back(services: Services, viewer: Principal, found: Summaries, run: str) -> None:

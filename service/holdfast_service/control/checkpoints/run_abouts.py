@@ -36,6 +36,7 @@ class RunAbouts:
     def of(self, run: str, life: RunLife, since: str | None) -> RunAbout:
         """What is remembered of a run that does this; `CorruptManifest` if its file cannot be read."""
         file, launches = self._files.read(run), launch_records.read(self._tier, run)
+        seen = _seen(file, self._catalog.run(run).attempt)
         return RunAbout(
             run=run,
             life=life,
@@ -43,7 +44,7 @@ class RunAbouts:
             owner=file.owner or launch_records.owner_of(launches),
             notes=file.notes or launch_records.notes_of(launches),
             archived=file.archived or None,
-            acknowledged=(seen := _seen(file, self._catalog.run(run).attempt)),
+            acknowledged=seen,
             acknowledged_by=(file.acknowledged_by or None) if seen else None,
             acknowledged_at=(file.acknowledged_at or None) if seen else None,
             launches=launches[::-1],
