@@ -95,6 +95,23 @@ def test_runs_by_prefix(api: Api) -> None:
     assert list(api.runs("x")) == []
 
 
+def test_runs_by_any_part_of_their_name_and_by_a_column(service: Served) -> None:
+    """In the same order as their summaries, page by page; what is no column is refused."""
+
+    def listed(path: str, **query: str) -> list[str]:
+        page = httpx.get(f"{service.url}{path}", params=query, trust_env=False).json()
+        names = [run.get("name") or run["run"] for run in page["items"]]
+        return names + (listed(path, **{**query, "cursor": page["next"]}) if page["next"] else [])
+
+    for path in ("/v1/runs", "/v1/summaries"):
+        assert listed(path, q="IN") == ["tiny"] and listed(path, q="t l") == ["tall"]
+        assert listed(path, prefix="t", sort="-name") == ["tiny", "tall"]
+        largest = listed(path, sort="-storage", limit="2")
+        assert sorted(largest) == sorted(listed(path, q="")) and largest == listed(path, sort="storage")[::-1]
+        refused = httpx.get(f"{service.url}{path}", params={"sort": "colour"}, trust_env=False)
+        assert (refused.status_code, refused.json()["code"]) == (400, "invalid-request")
+
+
 @pytest.mark.parametrize(
     "query", ["state=sound", "step_min=-1", "step_max=1e99", "since=yesterday", f"label={'x' * 200}", "label=a%00b"]
 )

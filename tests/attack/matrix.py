@@ -132,6 +132,9 @@ GET    /nodes                                                    read  seen
 POST   /nodes/{name}/forget                                      admin all  form
 GET    /daemons                                                  read  seen
 GET    /notifications                                            admin all
+GET    /quotas                                                   read  seen
+POST   /quotas                                                   admin all  form
+POST   /quotas/{pattern}/remove                                  admin all  form
 POST   /notifications/{name}/test                                admin all  form
 GET    /jobs                                                     read  seen
 GET    /import                                                   read  seen

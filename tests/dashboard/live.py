@@ -36,6 +36,8 @@ def live(directory: Path, checkpoints: int = 4) -> Iterator[Live]:
     """Both runs, from the moment on at which each has some checkpoints."""
     with ExitStack() as stack:
         daemon = stack.enter_context(running(directory / "root", listen="127.0.0.1:0"))
+        for pattern, most in (("tiny-*", 3 * 10**9), ("vision-*", 10**12)):
+            httpx.put(f"{daemon.url}/v1/quotas/{pattern}", json={"quota_bytes": most}, trust_env=False).raise_for_status()
         for run, more in ((RUN, ()), (FAULTY, (str(FAULT_AT),))):
             command = [sys.executable, "-m", "tests.dashboard.training", str(daemon.socket), run, *more]
             stack.callback(_end, subprocess.Popen(command, cwd=Path(__file__).parents[2]))

@@ -35,6 +35,7 @@ def pages(at: Live) -> dict[str, str]:
         "import": "/import",
         "events": "/events",
         "audit": "/audit",
+        "quotas": "/quotas",
         "tokens": "/tokens",
         "api": "/api",
         "login": "/login",

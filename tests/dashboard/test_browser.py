@@ -17,7 +17,7 @@ from .live import FAULT_AT, FAULTY, RUN, Live, live
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
 PAGES = (
     *("overview", "run", "checkpoint", "files", "map", "tensors", "restore", "compare"),
-    *("retention", "health", "nodes", "jobs", "events", "tokens", "login"),
+    *("retention", "health", "nodes", "jobs", "events", "quotas", "tokens", "login"),
 )
 
 
@@ -86,6 +86,40 @@ def test_an_alert_is_acknowledged_and_taken_back(shown: Window) -> None:
     expect(page.get_by_role("status")).to_contain_text("counts again")
     expect(page.get_by_role("link", name="Restore step").first).to_be_visible()
     assert page.title().startswith("(") and "icon-error-" in (page.locator("#icon").get_attribute("href") or "")
+
+
+def test_runs_are_found_sorted_and_measured(shown: Window, at: Live) -> None:
+    """By any part of a name, by the heads of columns, and by a metric, which becomes a column."""
+    page = shown.go("/")
+    page.get_by_role("link", name="Run", exact=True).click()
+    expect(page.locator("th[aria-sort='ascending']")).to_have_text("Run")
+    names = page.locator(".board tbody th a")
+    expect(names).to_have_text([RUN, FAULTY])
+    page.get_by_role("link", name="Run", exact=True).click()
+    expect(names).to_have_text([FAULTY, RUN])
+    page.get_by_label("Metric").select_option("loss")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("link", name="loss", exact=True).click()
+    expect(page.locator("th[aria-sort='ascending']")).to_have_text("loss")
+    assert "sort=metric%3Aloss" in page.url
+    page.get_by_label("Run contains").fill("NAN")
+    page.get_by_role("button", name="Show").click()
+    expect(names).to_have_text([FAULTY])
+
+
+def test_a_teams_quota_is_set_and_removed(shown: Window) -> None:
+    """Its use is shown; with the keyboard alone."""
+    page = shown.go("/quotas")
+    row = page.locator("tr", has=page.get_by_role("rowheader", name="speech-*"))
+    page.get_by_label("Runs").fill("speech-*")
+    page.get_by_label("May hold").fill("1.5")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_contain_text("The quota was set")
+    expect(row).to_contain_text("1.5 GB")
+    page.on("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Remove").click()
+    expect(page.get_by_role("status")).to_contain_text("removed")
+    expect(row).to_have_count(0)
 
 
 def test_runs_are_overlaid(shown: Window) -> None:

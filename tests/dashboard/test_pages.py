@@ -21,7 +21,8 @@ STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
     "/find?q=t": ("tiny", "other"),
     "/": ("tiny", "other", "Saves in progress"),
-    "/?q=ti&sort=name": ("tiny",),
+    "/?q=IN&sort=-name": ("tiny",),
+    "/?metric=loss&sort=metric:loss": ("tiny", "loss", "2.5", "lowest loss first"),
     "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
     "/runs/tiny/about": ("Owner and notes", "No launch has said anything of itself"),
@@ -46,6 +47,7 @@ PAGES = {
     "/nodes": ("node-1", "Catalog and storage answer"),
     "/daemons": ("Daemons", "This daemon watches no other one", "tiny"),
     "/notifications": ("Notifications", "This daemon notifies nobody"),
+    "/quotas": ("Quotas of teams", "No team has a quota", "Set a quota"),
     "/jobs": ("Jobs", "Import a checkpoint"),
     "/import": ("Import a checkpoint", "a Hugging Face model", "Dry run"),
     "/merge": ("Merge checkpoints", "as mergekit's", "its newest", "Dry run"),
@@ -110,11 +112,11 @@ def test_csp_allows_nothing_from_elsewhere() -> None:
 
 
 def test_runs_are_those_that_the_api_lists(pages: httpx.Client) -> None:
-    """What was typed goes to the API as a prefix, and the page has the runs that it answers, or says that there is none."""
-    listed = [run["name"] for run in pages.get("/v1/runs", params={"prefix": "nobody"}).json()["items"]]
+    """What was typed goes to the API, and the page has the runs that it answers, or says that there is none."""
+    listed = [run["name"] for run in pages.get("/v1/runs", params={"q": "nobody"}).json()["items"]]
     page = Page(pages.get("/?q=nobody").text)
     assert ("/runs/other" in page.addresses()) == ("other" in listed)
-    assert ("No run starts with “nobody”" in page.text) == (not listed)
+    assert ("No run contains “nobody”" in page.text) == (not listed)
 
 
 def test_failed_saves_say_why(pages: httpx.Client) -> None:

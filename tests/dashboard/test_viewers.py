@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from urllib.parse import unquote
 
 import pytest
 
@@ -38,6 +39,7 @@ PAGES = (
     "/trash",
     "/compare",
     "/events",
+    "/quotas",
     "/audit",
     "/tokens",
     "/api",
@@ -45,7 +47,15 @@ PAGES = (
 WRITES = {"/runs/team-a/checkpoints/3/pin", f"{CHECKPOINT}/pin", f"{CHECKPOINT}/labels", f"{CHECKPOINT}/jobs"}
 WRITES |= {f"/runs/team-a/{what}" for what in ("marks", "life", "about")}
 CHANGES_RUN = {f"/runs/team-a/{what}" for what in ("policy/preview", "rename")} | {REMOVAL}
-CHANGES_ALL = {"/import", "/merge", "/tokens", "/tokens/NAME/revoke", "/tokens/NAME/rotate"}
+CHANGES_ALL = {
+    "/quotas",
+    "/quotas/team-*/remove",
+    "/import",
+    "/merge",
+    "/tokens",
+    "/tokens/NAME/revoke",
+    "/tokens/NAME/rotate",
+}
 LINKS = {"/tokens": "all", "/audit": "some", "/import": "all", f"{CHECKPOINT}/remove": "run"}
 
 
@@ -55,6 +65,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     build_root(root, {"team-a": (3,)})  # an older one, which may be removed
     with guarded(root, Policy(tokens=True)) as made:
         services = made.running.services
+        services.team_quotas.set("team-*", 10**9)
         with services.catalog.database.write() as session:
             for kind, run in (("verify", "team-a"), ("scrub", None), ("export", "team-a")):
                 job = JobRow(kind=kind, key=kind, state="running", run=run, step=5, request={"kind": kind})
@@ -81,7 +92,7 @@ def offered(door: Guarded, token: str) -> tuple[set[str], set[str], dict[str, st
                 if path == "/runs/team-a/policy" and "takes the scope admin" in page.text:
                     continue  # it shows what is in force
                 assert buttons, path
-                forms.add(re.sub(r"(?<=/tokens/)[^/]+", "NAME", form.attributes.get("action", path)))
+                forms.add(re.sub(r"(?<=/tokens/)[^/]+", "NAME", unquote(form.attributes.get("action", path))))
     return forms, links, texts
 
 

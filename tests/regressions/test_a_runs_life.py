@@ -47,6 +47,12 @@ def life(daemon: RunningDaemon, run: str) -> str:
     return said if said == of(daemon, run).life else "they differ"
 
 
+def seen(daemon: RunningDaemon, run: str) -> bool:
+    """Whether an alert says that it died, and that somebody has acknowledged that."""
+    (item,) = of(daemon, run).attention
+    return item.code == "run-lost" and item.acknowledged is not None and bool(item.acknowledged.by and item.acknowledged.at)
+
+
 def about(daemon: RunningDaemon, run: str) -> RunAbout:
     with Api(daemon.url) as api:
         return runs.about(api, run)
@@ -100,12 +106,15 @@ def test_a_killed_run_stays_dead_until_somebody_deals_with_it(tmp_path: Path) ->
         found = of(daemon, "r")
         assert found.life == "died" and found.verdict.startswith("Died") and "step 1" in found.verdict
         assert "state       idle" in holdfast("acknowledge", "r", "--url", daemon.url)
-        assert life(daemon, "r") == "idle" and not of(daemon, "r").attention
+        shown = holdfast("note", "r", "--url", daemon.url)
+        assert "death seen  by " in shown and " ago" in shown
+        assert life(daemon, "r") == "idle" and seen(daemon, "r")
         daemon.kill()
     for catalog in root.glob("catalog.sqlite*"):  # what people have set is in the run's own file
         catalog.unlink()
     with running(root, listen="127.0.0.1:0") as daemon:
         wait_until(lambda: life(daemon, "r") == "idle")
+        assert seen(daemon, "r")
         with trainer(daemon, "r", "two", 2) as rank:
             heard(rank, "committed 2")
             assert life(daemon, "r") == "training"

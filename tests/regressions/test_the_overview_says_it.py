@@ -4,13 +4,16 @@ until it is dealt with; an orderly end is no alert.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import pytest
 
 from holdfast.rest import summaries
 from holdfast.rest.api import Api
+from tests.crash.disks import memory_disk
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.dashboard.reading import Page
 from tests.forked import Forked
@@ -93,3 +96,44 @@ def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path
         httpx.post(f"{daemon.url}/v1/replicas/far/retry").raise_for_status()
         wait_until(lambda: ("far", "replica-lost") not in alerts(daemon), LIMIT_S)
         assert ("ill", "checkpoint-unhealthy") in alerts(daemon)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_full_disk_is_said_until_there_is_room(tmp_path: Path) -> None:
+    """By a real file system: where others have taken the room, and where not one byte is left, for the catalog neither."""
+    with ExitStack() as stack:
+        disk = stack.enter_context(memory_disk(tmp_path / "disk", "24m"))
+        daemon = stack.enter_context(running(disk / "root", listen="127.0.0.1:0"))
+        trainer(stack, daemon, "filled", "goes-on")
+        wait_until(lambda: commits(daemon, "filled") >= 2, LIMIT_S)
+        filler = disk / "filler"
+        filler.write_bytes(bytes(free(disk) - LEFT_BYTES))
+        wait_until(lambda: ("filled", "saves-failing") in alerts(daemon), LIMIT_S)
+        assert "no-space" in alerts(daemon)["filled", "saves-failing"]
+        page = Page(httpx.get(daemon.url).text).text
+        for said in (
+            "Saves fail",
+            "no-space",
+            "free space on the storage, or keep fewer checkpoints",
+            "Choose what to keep",
+        ):
+            assert said in page
+        with open(filler, "ab", buffering=0) as more:
+            while free(disk):
+                more.write(bytes(min(free(disk), 2**16)))
+        wait_until(lambda: lacks_room(daemon), LIMIT_S)
+        filler.unlink()
+        wait_until(lambda: not lacks_room(daemon), LIMIT_S)
+
+
+LEFT_BYTES = 2**20 - 2**16  # less than what the daemon leaves to the catalog, with which this is recorded
+
+
+def free(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize
+
+
+def lacks_room(daemon: RunningDaemon) -> bool:
+    """Whether that is listed, in the one way or the other."""
+    return bool({("filled", "saves-failing"), ("filled", "disk-nearly-full")} & alerts(daemon).keys())

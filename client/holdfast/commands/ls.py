@@ -10,11 +10,12 @@ import typer
 from holdfast.read.library import Library, RunListing, ServiceLibrary, open_library
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
-from holdfast.terminal import console
+from holdfast.terminal import console, run_lists
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RUN_SORTS
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[
@@ -35,6 +36,14 @@ Healthy = Annotated[
     bool, typer.Option("--healthy", help="Only checkpoints in which the service found no new NaN or infinities.")
 ]
 
+Sort = Annotated[
+    str,
+    typer.Option(
+        "--sort",
+        metavar="COLUMN",
+        help=f"Sort runs by {', '.join(RUN_SORTS)}, metric:NAME, each with a minus for the largest first, or by attention.",
+    ),
+]
 All = Annotated[bool, typer.Option("--all", help="List archived runs too.")]
 
 
@@ -47,6 +56,7 @@ def ls(  # noqa: PLR0913 — one an option
     url: Url = None,
     healthy: Healthy = False,
     everything: All = False,
+    sort: Sort = "name",
     as_json: AsJson = False,
 ) -> None:
     """List runs, or the checkpoints of one run, newest first."""
@@ -54,25 +64,30 @@ def ls(  # noqa: PLR0913 — one an option
         wanted = Filter(label=label, state=state, since=filters.since(since))
         if run is None and (healthy or wanted != NO_FILTER):
             raise InvalidRequest("--label, --state, --since and --healthy need a run", hint="pass the run's name")
+        if run is not None and sort != "name":
+            raise InvalidRequest("--sort sorts runs, not the checkpoints of one", hint="leave out the run's name")
         with closing(open_library(root, url)) as library:
             if run is None:
-                _list_runs(library, everything, as_json)
+                _list_runs(library, everything, sort, as_json)
             else:
                 _list_checkpoints(library, run, wanted, healthy, as_json)
 
 
-def _list_runs(library: Library, everything: bool, as_json: bool) -> None:
-    found = library.runs()
+def _list_runs(library: Library, everything: bool, sort: str, as_json: bool) -> None:
+    found = run_lists.runs(library, sort)
     runs = [run for run in found if everything or run.life != "archived"]
     if as_json:
         console.print_json([run.model_dump() for run in runs])
         return
+    extra = run_lists.extra(library, sort)
     right = ("NEWEST", "CHECKPOINTS", "BYTES")
-    table = console.table("RUN", *right, "STATE", right=right, drop=("CHECKPOINTS",))
+    columns = ("RUN", *right, "STATE", *([extra.title] if extra else []))
+    table = console.table(*columns, right=(*right, *columns[5:]), drop=("CHECKPOINTS",))
     for run in runs:
         newest = "-" if run.newest is None else str(run.newest)
         life = run.life if isinstance(library, ServiceLibrary) else "-"
-        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life)
+        more = [extra.values.get(run.name, "-")] if extra else []
+        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life, *more)
     console.show(table if runs else f"No runs in {library.label}.")
     if left := len(found) - len(runs):
         _warn(f"{left} archived {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")

@@ -80,7 +80,7 @@ def render(shown: list[RunSummary]) -> list[Table | Text]:
     table = console.table(*_COLUMNS, right=_COLUMNS[2:-1], drop=_DROPPED, wrap=_COLUMNS[-1:])
     for summary in shown:
         table.add_row(Text(summary.run), *_cells(summary), _flag(summary))
-    advice = [(summary.run, item) for summary in shown for item in summary.attention]
+    advice = [(summary.run, item) for summary in shown for item in summary.attention if item.acknowledged is None]
     lines = [
         Text.assemble(
             ("✖ " if item.level == "error" else "! ", "bold red" if item.level == "error" else "yellow"),
@@ -113,8 +113,9 @@ def _cells(summary: RunSummary) -> list[str]:
 
 
 def _flag(summary: RunSummary) -> Text:
-    codes = " ".join(item.code for item in summary.attention)
-    return Text(codes, style="bold red" if any(item.level == "error" for item in summary.attention) else "yellow")
+    counted = [item for item in summary.attention if item.acknowledged is None]
+    style = "bold red" if any(item.level == "error" for item in counted) else "yellow"
+    return Text(" ".join(item.code for item in counted), style=style)
 
 
 def human_seconds(seconds: float | None) -> str:

@@ -102,9 +102,9 @@ class Api(JobsApi):
     def health(self) -> bodies.Health:
         return self._get("/healthz", bodies.Health)
 
-    def runs(self, prefix: str = "") -> Iterator[bodies.Run]:
-        """Runs by name; with `prefix`, those whose names begin with it."""
-        return self._pages("/v1/runs", bodies.Run, {"prefix": prefix or None})
+    def runs(self, prefix: str = "", sort: str = "name") -> Iterator[bodies.Run]:
+        """Runs by name, or by a column of `RUN_SORTS`; with `prefix`, those whose names begin with it."""
+        return self._pages("/v1/runs", bodies.Run, {"prefix": prefix or None, "sort": None if sort == "name" else sort})
 
     def run(self, run: str) -> bodies.Run:
         return self._get(_run_path(run), bodies.Run)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Literal
 from urllib.parse import quote
 
 from holdfast.rest.api import Api
 from holdfast_formats.rest.observed import RunSummary
 
 PAGE_ITEMS = 100
-Order = Literal["name", "attention"]
 
 
 def summary(api: Api, run: str) -> RunSummary:
@@ -19,7 +17,9 @@ def summary(api: Api, run: str) -> RunSummary:
     return api.get(f"/v1/runs/{quote(run, safe='')}/summary", RunSummary)
 
 
-def summaries(api: Api, prefix: str = "", order: Order = "name", most: int | None = None) -> Iterator[RunSummary]:
-    """The summaries of all runs whose name begins with `prefix`, page by page; at most `most`."""
+def summaries(api: Api, prefix: str = "", order: str = "name", most: int | None = None) -> Iterator[RunSummary]:
+    """The summaries of all runs whose name begins with `prefix`, page by page; at most `most`. `order` is one of
+    `RUN_SORTS`, with a minus for the largest first, `metric:NAME` or `attention`.
+    """
     query = {"prefix": prefix or None, "sort": order, "limit": str(PAGE_ITEMS if most is None else min(most, PAGE_ITEMS))}
     return islice(api.pages("/v1/summaries", RunSummary, query), most)

@@ -24,6 +24,9 @@ def lines(found: RunAbout) -> Iterator[Text]:
     facts = {"state": f"{found.life}{since}", "owner": found.owner or "nobody is named", "notes": found.notes or "none"}
     if found.archived:
         facts["archived"] = console.human_age(found.archived)
+    if found.acknowledged:
+        when = f", {console.human_age(found.acknowledged_at)}" if found.acknowledged_at else ""
+        facts["death seen"] = f"by {found.acknowledged_by or 'somebody'}{when}"
     for name, value in facts.items():
         yield Text(f"{name:<11} {value}")
     for launch in found.launches[:LAUNCHES_SHOWN]:

@@ -82,8 +82,8 @@ Remedy = Literal[
 class Acknowledgement(Body):
     """Somebody has seen an alert. It ends with the alert, or at `until`: then the alert counts again."""
 
-    by: str = Field(description="name of the token")
-    at: str = Field(description="RFC 3339, UTC")
+    by: str | None = Field(description="name of the token; null if an earlier version did not note it, as of the time")
+    at: str | None = Field(description="RFC 3339, UTC")
     until: str | None = Field(default=None, description="when it ends by itself; null: when the alert has ended")
 
 
@@ -191,7 +191,14 @@ class RunSummary(Body):
     good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint of which nothing bad is known")
     copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
     trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="metrics that the trainer gave with the newest checkpoint, the first 32 by name"
+    )
     attention: list[Attention] = Field(default_factory=list)
+
+
+# What runs are sorted by, beside `attention` and `metric:NAME`; with a minus, the largest first.
+RUN_SORTS = ("name", "state", "age", "exposed", "stall", "goodput", "storage", "checkpoints", "newest")
 
 
 class Overview(Body):

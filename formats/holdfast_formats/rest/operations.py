@@ -78,7 +78,9 @@ class Gap(Body):
     """Sent in an event stream if requested events are not kept any more: the stream goes on at the oldest one."""
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
-    oldest: int = Field(description="the oldest stored ID, 0 if there is none")
+    oldest: int = Field(
+        description="the ID with which the stream goes on: the oldest stored one of those that the token sees"
+    )
 
 
 class JobRequest(Body):

@@ -34,6 +34,8 @@ class RunAbout(Body):
     notes: str = Field(description="as they were set, else what the newest launch says")
     archived: str | None = Field(default=None, description="when it was archived; null if it is not")
     acknowledged: bool = Field(default=False, description="whether somebody has seen that it died")
+    acknowledged_by: str | None = Field(default=None, description="name of the token with which that was said")
+    acknowledged_at: str | None = Field(default=None, description="when that was said")
     launches: list[RunLaunch] = Field(description="the newest launches, the newest first")
 
 
@@ -45,7 +47,7 @@ class RunChange(Body):
     owner: str | None = Field(default=None, max_length=OWNER_LENGTH_MAX)
     notes: str | None = Field(default=None, max_length=NOTES_LENGTH_MAX)
     archived: bool | None = Field(default=None, description="put it away, or take it back; a new launch takes it back too")
-    acknowledged: bool | None = Field(default=None, description="true: its death was seen, so it raises no alert")
+    acknowledged: bool | None = Field(default=None, description="true: its death was seen, as with its alert `run-lost`")
 
 
 class TrashedRun(Body):

@@ -38,11 +38,12 @@ def _with_state(row: dict[str, Any]) -> dict[str, Any]:
 
 OF_ALL = {
     "runs": DownloadTable(
-        "/v1/summaries", (*_SUMMARY, "goodput_lost", "failed", "dropped", "saves"), ("prefix", "q", "sort")
+        "/v1/summaries", (*_SUMMARY, "goodput_lost", "failed", "dropped", "saves", "metrics"), ("prefix", "q", "sort")
     ),
     "jobs": DownloadTable("/v1/jobs", _JOB, ("state", "kind", "run")),
     "events": DownloadTable("/v1/events", ("id", "at", "level", "kind", "run", "step", "node", "text"), ("run", "kind")),
     "nodes": DownloadTable("/v1/nodes", _NODE),
+    "quotas": DownloadTable("/v1/quotas", ("pattern", "used_bytes", "quota_bytes", "runs")),
     "saves": DownloadTable("/v1/rounds", _ROUND, ("run", "state", "step_min", "step_max", "since")),
     "tokens": DownloadTable("/v1/tokens", ("name", "scope", "runs", "created", "used", "expires", "revoked")),
 }

@@ -65,6 +65,14 @@ class Form:
             raise InvalidRequest(f"{name}: {self.text(name)!r} is not a whole number", hint="go back and change the field")
         return int(text)
 
+    def real(self, name: str) -> float | None:
+        """A number, None if the field is empty; `InvalidRequest` for anything else."""
+        text = self.text(name)
+        try:
+            return float(text) if text else None
+        except ValueError as error:
+            raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field") from error
+
 
 async def _posted(request: Request) -> Form:
     """The form; `InvalidRequest` if another site's page sent it: the cookie alone must not be enough to act."""

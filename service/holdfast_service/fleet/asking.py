@@ -142,7 +142,7 @@ def _checked(summary: RunSummary) -> RunSummary:
     )
     if not fine:
         raise NotReached(_NONE)
-    return summary.model_copy(update={"attention": [_cut(item) for item in attention]})
+    return summary.model_copy(update={"attention": [_cut(item) for item in attention], "metrics": {}})
 
 
 def _steps(attention: Iterable[Attention]) -> Iterator[int]:

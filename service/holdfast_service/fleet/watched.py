@@ -247,7 +247,7 @@ def _daemon(url: str, state: _State, runs: Sequence[_Run], whole: bool) -> Watch
 
 
 def _urgency(summary: RunSummary, daemon: str) -> tuple[bool, int, int, bool, str, str]:
-    levels = [item.level for item in summary.attention]
+    levels = [item.level for item in summary.attention if item.acknowledged is None]
     errors, warnings = levels.count("error"), levels.count("warning")
     return (not levels, -errors, -warnings, summary.state != "running", summary.run, daemon)
 

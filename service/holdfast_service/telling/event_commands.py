@@ -89,11 +89,11 @@ class EventCommands:
         found = self._events.following(self._position, READ_MAX)
         if self._position > found.newest:  # the catalog was made anew
             self._position = found.newest
-        elif self._position and found.oldest > self._position + 1:
+        elif self._position and self._position < found.forgotten:
             with self._lock:
                 self.counts["dropped"] += 1
             log.warning(
-                "--on-event is too slow: events %d to %d are not kept any more", self._position + 1, found.oldest - 1
+                "--on-event is too slow: events from %d to %d are not kept any more", self._position + 1, found.forgotten
             )
         for event in found.events:
             if self._closing.is_set():

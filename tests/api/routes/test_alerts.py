@@ -76,6 +76,35 @@ def test_what_is_acknowledged_is_listed_and_counts_no_more(http: httpx.Client) -
     assert kinds.count("alert-acknowledged") == 3
 
 
+def death(http: httpx.Client) -> tuple[str, bool, list[str]]:
+    """As the run says it, as `about` does, and what of it counts."""
+    about = http.get("/v1/runs/tiny/about").raise_for_status().json()
+    assert about["life"] == http.get("/v1/runs/tiny").json()["life"] == http.get("/v1/runs/tiny/summary").json()["life"]
+    board = {one["run"]: one["life"] for one in http.get("/v1/summaries?sort=attention").json()["items"]}
+    assert about["life"] == board["tiny"]
+    return about["life"], about["acknowledged"], [code for run, code in listed(http, acknowledged=False) if run == "tiny"]
+
+
+def test_a_death_is_dealt_with_by_its_run_or_by_its_alert(http: httpx.Client) -> None:
+    """Either is the other; who saw it first stays, and what is taken back leaves nothing behind, not even a snooze."""
+    died, seen = ("died", False, ["run-lost"]), ("idle", True, [])
+    assert death(http) == died
+    made = http.put(DIED, json={}).raise_for_status().json()
+    assert made["until"] is None and death(http) == seen
+    assert http.get("/v1/overview").json()["newest_lost"] is None
+    about = http.patch("/v1/runs/tiny", json={"acknowledged": True}).raise_for_status().json()
+    assert (about["acknowledged_by"], about["acknowledged_at"]) == (made["by"], made["at"])
+    assert http.patch("/v1/runs/tiny", json={"acknowledged": False}).json()["acknowledged_by"] is None
+    assert death(http) == died
+    http.put(DIED, json={"for_s": 60}).raise_for_status()
+    assert death(http) == ("died", False, [])
+    http.patch("/v1/runs/tiny", json={"acknowledged": True}).raise_for_status()
+    assert death(http) == seen and listed(http, acknowledged=True) == [("tiny", "run-lost")]
+    assert http.get("/v1/runs/tiny/summary").json()["attention"][0]["acknowledged"]["until"] is None
+    assert http.delete(DIED).status_code == 204 and death(http) == died
+    assert http.delete(DIED).json()["code"] == "no-such-resource"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [

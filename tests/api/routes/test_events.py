@@ -21,6 +21,7 @@ from holdfast_service.api.content import event_wait
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.routes import events as module
 from holdfast_service.control.catalog import events as ring
+from holdfast_service.control.database.visible import limited_to
 from tests.api.guarded import guarded
 from tests.checkpoints import build_root
 from tests.proxies import Proxy
@@ -137,6 +138,31 @@ def test_a_catalog_that_was_made_anew_is_a_gap(service: Served) -> None:
         next(frames)
         assert next(frames)["data"] == {"asked": 500, "oldest": 1}
         assert [number for number, _ in take(frames, 2)] == [1, 2]
+
+
+def test_events_of_others_are_no_gap(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that are kept, nor those that are not: who may see some runs hears of a gap in their events alone."""
+    monkeypatch.setattr(ring, "EVENTS_MAX", 4)
+    monkeypatch.setattr(ring, "TRIM_EVERY", 2)
+    events = service.services.events
+
+    def told(position: int, pattern: str, run: str | None = None) -> tuple[bool, list[int]]:
+        with limited_to(pattern):
+            frames, *_ = module.EventStreams(events)._read(module.WantedEvents(None, run, None), position)
+        return "event: gap" in frames, [int(at) for at in re.findall(r"id: (\d+)\nevent: mark", frames)]
+
+    add(service, 3, "b")
+    add(service, 1, "a")
+    assert told(0, "a") == (False, [4]) and told(4, "a") == (False, [])
+    add(service, 4, "b")
+    assert events.bounds() == (5, 8)
+    assert told(4, "a") == (False, []), "all that it had seen is gone, and it has seen all"
+    assert told(3, "a") == (True, []) and told(4, "a*") == (False, [])
+    add(service, 1, "a")
+    assert told(4, "a") == told(4, "*", "a") == (False, [9])
+    assert told(2, "a") == (True, [9]) and told(2, "b") == (True, [5, 6, 7, 8])
+    assert told(3, "*", "b") == (False, [5, 6, 7, 8]) and told(3, "*") == (True, [5, 6, 7, 8, 9])
+    assert told(8, "none") == (True, []) and told(0, "none") == (False, [])
 
 
 def test_heartbeats(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,3 +68,19 @@ def test_failure_behind_the_back_is_asked_again() -> None:
             if failed.wait(0.01):
                 break
         assert failed.is_set()
+
+
+def test_renewed_while_it_is_made() -> None:
+    """What was being made when somebody changed what it is about is given to who asked before, and to nobody else."""
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(0)
+        if len(made) == 1:
+            remembered.renew()
+        return len(made)
+
+    remembered = Remembered(make, 1000, 1000)
+    assert [remembered.get() for _ in range(3)] == [1, 2, 2]
+    remembered.renew()
+    assert remembered.get() == 3

@@ -58,7 +58,8 @@ def test_states(life: Life | None, settings: RunSettings, state: RunLife) -> Non
     """A death that was seen in an earlier attempt says nothing of a later one; a living rank is stronger than an archive."""
     found = summarise(facts(life, settings))
     assert found.life == state and found.verdict
-    assert ("run-lost" in {item.code for item in found.attention}) == (state == "died")
+    counted = {item.code for item in found.attention if item.acknowledged is None}
+    assert ("run-lost" in counted) == (state == "died")
     assert found.life_since is not None or (life is None and state == "idle")
 
 
@@ -84,6 +85,7 @@ def test_verdicts_say_what_to_do() -> None:
     assert "A new launch takes it back" in summarise(facts("ended", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
     assert "somebody has seen that" in summarise(facts("lost", SEEN)).verdict
+    assert "ann has seen that" in summarise(facts("lost", SEEN._replace(acknowledged_by="ann"))).verdict
 
 
 def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:

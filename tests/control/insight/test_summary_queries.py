@@ -16,7 +16,9 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
+from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.insight import summary_rows
+from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.insight.summary_rows import SAVES
 from holdfast_service.storage import PosixTier
@@ -24,6 +26,7 @@ from tests.control.published import a_row
 from tests.databases import sqlite_url
 
 BEGAN = "2030-01-01T00:00:00.000Z"
+BY_NEED = WantedRuns.parse(sort="attention")
 NOW = seconds_of("2030-01-01T01:00:00.000Z")
 QUERIES_MAX = 13
 
@@ -119,17 +122,48 @@ def test_run_without_anything_and_no_run(catalog: Catalog, summaries: Summaries)
         summaries.one("nope")
 
 
-def test_pages_by_name_and_prefix(catalog: Catalog, summaries: Summaries) -> None:
-    """Pages go on behind their cursor; a prefix is text and no pattern."""
-    for run in ("a-1", "a-2", "a-3", "A-4", "b"):
+def test_pages_by_name_prefix_and_words(catalog: Catalog, summaries: Summaries) -> None:
+    """Pages go on behind their cursor; prefix and words are text and no patterns, and words have no case."""
+    for run in ("a-1", "a-2", "a-3", "A-4", "b_x"):
         fill(catalog, run, 1)
-    first = summaries.page(None, 2, "a-")
+    first = summaries.page(None, 2, WantedRuns.parse("a-"))
     assert [made.run for made in first.items] == ["a-1", "a-2"]
-    behind = summaries.page(first.next, 2, "a-")
+    behind = summaries.page(first.next, 2, WantedRuns.parse("a-"))
     assert ([made.run for made in behind.items], behind.next) == (["a-3"], None)
-    assert summaries.page(None, 10, "%").items == []
+    for wanted, names in (
+        (("%",), []),
+        (("", "%"), []),
+        (("", "_"), ["b_x"]),
+        (("", "-4 a"), ["A-4"]),
+        (("a", "-", "-name"), ["a-3", "a-2", "a-1"]),
+        (("", "X", "-storage"), ["b_x"]),
+    ):
+        assert [made.run for made in summaries.page(None, 10, WantedRuns.parse(*wanted)).items] == names, wanted
     with pytest.raises(InvalidRequest):
-        summaries.page(first.next, 2, order="attention")
+        summaries.page(first.next, 2, BY_NEED)
+
+
+def test_pages_by_a_column(catalog: Catalog, summaries: Summaries) -> None:
+    """Behind their cursor in that order; one of another order, or one that is made up, is refused."""
+    for run, count in (("a", 2), ("b", 5), ("c", 3)):
+        fill(catalog, run, count)
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("c", 2)).metrics = {"loss": 0.5, "n": 3}
+        session.get_one(CheckpointRow, ("a", 1)).metrics = {"loss": 1.5}
+        session.get_one(CheckpointRow, ("b", 4)).metrics = {"other": 1}
+    for sort, names in (("-storage", "bca"), ("checkpoints", "acb"), ("metric:loss", "cab"), ("-metric:loss", "acb")):
+        listed, cursor = "", None
+        while True:
+            found = summaries.names(cursor, 1, WantedRuns.parse(sort=sort))
+            listed += "".join(found.items)
+            if (cursor := found.next) is None:
+                break
+            with pytest.raises(InvalidRequest):
+                summaries.names(cursor, 1, WantedRuns.parse(sort="age"))
+        assert listed == names, sort
+    assert summaries.one("c").metrics == {"loss": 0.5, "n": 3.0}
+    with limited_to("c"):
+        assert summaries.names(None, 10, WantedRuns.parse(sort="-storage")).items == ["c"]
 
 
 def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
@@ -141,7 +175,7 @@ def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
         session.get_one(CheckpointRow, ("failing", 3)).healthy = False
     listed, cursor = [], None
     while True:
-        found = summaries.page(cursor, 1, order="attention")
+        found = summaries.page(cursor, 1, BY_NEED)
         listed += [made.run for made in found.items]
         if (cursor := found.next) is None:
             break
@@ -149,7 +183,7 @@ def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
     with catalog.database.write() as session:
         session.get_one(CheckpointRow, ("failing", 3)).healthy = True
     Events(catalog.database, "node", lambda: BEGAN).add("checkpoint-verified", "as a check does", "failing", 3)
-    newest = summaries.page(None, 1, order="attention").items[0]
+    newest = summaries.page(None, 1, BY_NEED).items[0]
     assert (newest.run, "checkpoint-unhealthy" in {item.code for item in newest.attention}) == ("failing", False)
 
 

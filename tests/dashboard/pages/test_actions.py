@@ -228,7 +228,7 @@ def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     service.app.state.summaries._lives = lambda: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
     page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)
-    assert "raises no alert until it dies again" in page.text and "somebody has seen that" in page.text
+    assert "raises no alert until it dies again" in page.text and "It died, and anybody here has seen that" in page.text
     assert "acknowledge" not in [e.attributes.get("value") for e in page.all("input")]
     assert "c0ffee" in Page(browser.get("/runs/tiny/about").text).text
     odd = {"git": "v1", "command": {"a": [1]}, "host": ["<b>"], "items": {"keys": None}, "config": {"lr": 1}}

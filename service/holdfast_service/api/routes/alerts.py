@@ -12,6 +12,7 @@ from holdfast_formats.errors import InUse, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, AcknowledgeRequest, Alert, Overview
 from holdfast_service.api import problems
+from holdfast_service.api.content import deaths
 from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON, READS, WRITES_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes.nodes import told_nodes
 from holdfast_service.api.routes.summaries import summaries_of
@@ -20,10 +21,12 @@ from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.pages import decode_cursor, page
 from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
+from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.summary_queries import Summaries, key_of
 
 router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
 EVERYBODY = Principal("alerts", "admin")  # as whom it is looked what there is
+TAKEN_BACK = "no longer acknowledged"
 Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
 Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
 
@@ -61,9 +64,13 @@ def acknowledge(  # noqa: PLR0913 - what a request has
     request: Request, services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
 ) -> Acknowledgement:
     """It is counted no more until it has ended and occurs anew, or until the given time is over. 404 if there is no such
-    alert now.
+    alert now. `run-lost` without a time is as `acknowledged` of the run: it is idle then.
     """
     found = summaries_of(request)
+    if code == DEATH and not subject and body.for_s is None:
+        made = deaths.see(services, viewer, found, run)
+        _tell(services, viewer, AlertKey(run, code), "acknowledged", None)
+        return made
     there = {key_of(run, item) for item in found.one(run).attention}
     return _acknowledge(services, viewer, found, _existing(AlertKey(run, code, subject), there), body)
 
@@ -75,7 +82,12 @@ def acknowledge(  # noqa: PLR0913 - what a request has
     summary="Take back the acknowledgement of an alert of a run",
 )
 def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
-    _take_back(services, viewer, summaries_of(request), AlertKey(run, code, subject))
+    found = summaries_of(request)
+    if code == DEATH and not subject:
+        deaths.take_back(services, viewer, found, run)
+        _tell(services, viewer, AlertKey(run, code), TAKEN_BACK, None)
+    else:
+        _take_back(services, viewer, found, AlertKey(run, code, subject))
 
 
 @router.put(
@@ -154,7 +166,7 @@ def _take_back(services: Services, viewer: Principal, found: Summaries, key: Ale
     if key not in found.acknowledgements.known([key.run]):
         raise NoSuchResource(f"the alert {key.code!r} is not acknowledged", hint="`GET /v1/alerts` says which are")
     found.acknowledgements.remove([key])
-    _tell(services, viewer, key, "no longer acknowledged", None)
+    _tell(services, viewer, key, TAKEN_BACK, None)
 
 
 def _tell(services: Services, viewer: Principal, key: AlertKey, what: str, until: str | None) -> None:

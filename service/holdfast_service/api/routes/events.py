@@ -77,9 +77,10 @@ class EventStreams:
         found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
         frames: list[str] = []
         # Behind the newest one: the catalog was made anew, and counts from the beginning again.
-        if found.oldest > position + 1 or position > found.newest:
-            frames.append(_gap(Gap(asked=position, oldest=found.oldest)))
-            position = max(found.oldest - 1, 0)
+        if position < found.forgotten or position > found.newest:
+            oldest = found.oldest or (found.forgotten + 1 if found.forgotten else 0)
+            frames.append(_gap(Gap(asked=position, oldest=oldest)))
+            position = max(oldest - 1, 0)
             if not found.events:
                 return "".join(frames), position, found.newest > position
         events = [event for event in found.events if event.id > position]
@@ -129,7 +130,8 @@ async def get_events(
 ) -> Response:
     """A stream starts with new events, unless `after` or `Last-Event-ID` gives a position.
 
-    An `event: gap` means that events at the start are no longer stored; it contains the oldest stored ID.
+    An `event: gap` means that events at the start are no longer stored; it contains the oldest stored ID. It is about
+    events that the token may see alone.
     """
     accepted = weights(request.headers.get("accept", ""))
     if accepted.get(MEDIA_TYPE, 0.0) <= accepted.get("application/json", 0.0):

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Query, Request
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
-from holdfast_service.api.content import open_checkpoints, selectors
+from holdfast_service.api.content import deaths, open_checkpoints, selectors
 from holdfast_service.api.content.marks import Marks
 from holdfast_service.api.door.needs import READS, READS_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes import summaries
-from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Wired
+from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.insight.run_orders import BY_NAME
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
-Prefix = Annotated[str, Query(max_length=128, description="only runs whose names start with this")]
 Label = Annotated[str | None, Query(max_length=128, description="only checkpoints with this label")]
 Sort = Annotated[
     str,
@@ -28,12 +28,18 @@ State = Annotated[
 ]
 
 
-@router.get("/runs", dependencies=READS, summary="Runs, sorted by name")
+@router.get("/runs", dependencies=READS, summary="Runs, by name or by a column of their summaries")
 def list_runs(
-    request: Request, services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = ""
+    request: Request, services: Wired, wanted: summaries.Wanted, cursor: Cursor = None, limit: Limit = 100
 ) -> bodies.Page[bodies.Run]:
-    page = services.catalog.runs(cursor, limit, prefix)
-    return page.model_copy(update={"items": summaries.summaries_of(request).states(page.items)})
+    """Any order but that by name is some seconds old."""
+    found = summaries.summaries_of(request)
+    if wanted.order == BY_NAME:
+        page = services.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
+    else:
+        names = found.names(cursor, limit, wanted)
+        page = bodies.Page(items=services.catalog.runs_named(names.items), next=names.next)
+    return page.model_copy(update={"items": found.states(page.items)})
 
 
 @router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
@@ -56,10 +62,15 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
     dependencies=WRITES_RUN_JSON,
     summary="Set owner and notes, archive a run or take it back, acknowledge its death",
 )
-def patch_run(request: Request, services: Wired, run: str, change: RunChange) -> RunAbout:
+def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""
     found = _one(request, services, run)
-    services.abouts.change(run, change, found.life, trains=found.state == "running")
+    services.abouts.change(run, change, found.life, trains=found.state == "running", by=viewer.name)
+    summed = summaries.summaries_of(request)
+    if change.acknowledged is None:
+        summed.renew()
+    else:
+        deaths.said(summed, run)
     found = _one(request, services, run)
     return services.abouts.of(run, found.life, found.life_since)
 

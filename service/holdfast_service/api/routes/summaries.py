@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.observed import RUN_SORTS, RunSummary
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import READS, READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Services
-from holdfast_service.control.insight.summary_queries import Order, Summaries
+from holdfast_service.control.insight.run_orders import WantedRuns
+from holdfast_service.control.insight.summary_queries import Summaries
 
+
+def wanted_runs(
+    prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
+    q: Annotated[str, Query(max_length=128, description="only runs whose names have every one of these words")] = "",
+    sort: Annotated[
+        str,
+        Query(
+            max_length=256,
+            description=f"sort by {', '.join(RUN_SORTS)}, or `metric:NAME`, each with a minus for the largest first; or by "
+            "`attention`",
+        ),
+    ] = "name",
+) -> WantedRuns:
+    return WantedRuns.parse(prefix, q, sort)
+
+
+Wanted = Annotated[WantedRuns, Depends(wanted_runs)]
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 
 
 @router.get(
     "/summaries",
     dependencies=READS,
-    summary="Summaries of all runs, sorted by name or by need for attention",
+    summary="Summaries of all runs, by name, by need for attention, or by a column",
     response_model=bodies.Page[RunSummary],
 )
-def list_summaries(
-    request: Request,
-    prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
-    sort: Annotated[
-        Order, Query(description="sort by name, or by need for attention, then those that train, then the newest commits")
-    ] = "name",
-    cursor: Cursor = None,
-    limit: Limit = 100,
-) -> Response:
-    found = summaries_of(request).page(cursor, limit, prefix, sort)
+def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limit: Limit = 100) -> Response:
+    """Any order but that by name is some seconds old. By need for attention, those that train come next, then the newest
+    commits.
+    """
+    found = summaries_of(request).page(cursor, limit, wanted)
     return Response(found.model_dump_json(), media_type="application/json")  # as it is: a page is asked for all the time
 
 

@@ -13,6 +13,7 @@ from holdfast_service.api import problems
 from holdfast_service.api.door.needs import READS
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
+from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.fleet.watched import Watch
 
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
@@ -32,13 +33,15 @@ def list_watched_runs(
     services: Wired,
     viewer: Viewer,
     prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
+    q: Annotated[str, Query(max_length=128, description="only runs whose names have every one of these words")] = "",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[WatchedRun]:
     """As each daemon said it last. What changes between two requests may be missed, or come twice."""
     after = decode_cursor("watched", cursor)
     first = 0 if after is None else integer(after) + 1
-    found = _watch(services).runs(lambda run: run.startswith(prefix) and viewer.sees(run), first, limit + 1)
+    wanted = WantedRuns.parse(prefix, q)
+    found = _watch(services).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
     numbered = list(enumerate(found, first))
     cut = page("watched", numbered, limit, lambda one: one[0])
     return bodies.Page(items=[run for _, run in cut.items], next=cut.next)

@@ -6,7 +6,7 @@ ordered.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, exists, func, select, update
@@ -299,10 +299,15 @@ class Catalog:
             _forget(session, run, step)
             lines.settle(session, run)
 
-    def runs(self, cursor: str | None, limit: int, prefix: str = "") -> bodies.Page[bodies.Run]:
-        """A page of all runs, or of those whose names begin with `prefix`, by name."""
+    def runs(self, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()) -> bodies.Page[bodies.Run]:
+        """A page of all runs, or of those whose names begin with `prefix` and have every one of the words, by name."""
         with self._read() as session:
-            return listing.runs(session, cursor, limit, prefix)
+            return listing.runs(session, cursor, limit, prefix, words)
+
+    def runs_named(self, names: Sequence[str]) -> list[bodies.Run]:
+        """Those of these runs that there are, in this order."""
+        with self._read() as session:
+            return listing.of_names(session, names)
 
     def search(self, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
         """Runs and checkpoints that have this text, the best first."""

@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Level
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import EventRow
+from holdfast_service.control.database.schema import EventRow, ForgottenEventsRow
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,13 @@ _ADDING = 0x486F_6C64_6661_7374  # PostgreSQL's advisory lock of whoever adds an
 
 
 class Following(NamedTuple):
-    """Events behind an id, oldest first, beside the oldest and the newest id that are kept; 0 when there is none."""
+    """Events behind an id, oldest first, beside the oldest that is kept, the newest that there was, and the newest of those
+    asked for that is not kept any more; 0 when there is none. All of the runs that the request may see alone.
+    """
 
     oldest: int
     newest: int
+    forgotten: int
     events: list[Event]
 
 
@@ -103,6 +106,9 @@ class Events:
             behind = select(EventRow.id).order_by(EventRow.id.desc()).offset(EVENTS_MAX).limit(1)
             last = session.scalar(behind)
             if last is not None:
+                gone = select(func.coalesce(EventRow.run, ""), func.max(EventRow.id)).where(EventRow.id <= last)
+                for run, number in session.execute(gone.group_by(EventRow.run)).all():
+                    session.merge(ForgottenEventsRow(run=run, newest=number))
                 session.execute(delete(EventRow).where(EventRow.id <= last))
 
     def skip_lost_ids(self) -> None:
@@ -128,7 +134,8 @@ class Events:
             # meanwhile is missed, and not passed over in silence.
             newest = _bounds(session)[1]
             found = [_event(row) for row in session.scalars(wanted)]
-            return Following(_bounds(session)[0], newest, found)
+            oldest, ever = _bounds(session)[0], _forgotten(session)
+            return Following(oldest, max(newest, ever), ever if run is None else _forgotten(session, run), found)
 
     def newest(
         self, cursor: str | None, limit: int, run: str | None = None, kind: str | None = None, after: int = 0
@@ -186,6 +193,11 @@ def _in_turn(session: Session) -> None:
 def _bounds(session: Session) -> tuple[int, int]:
     oldest, newest = session.execute(select(func.min(EventRow.id), func.max(EventRow.id))).one()
     return oldest or 0, newest or 0
+
+
+def _forgotten(session: Session, run: str | None = None) -> int:
+    wanted = select(func.max(ForgottenEventsRow.newest))
+    return session.scalar(wanted if run is None else wanted.where(ForgottenEventsRow.run == run)) or 0
 
 
 def _event(row: EventRow) -> Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
@@ -57,8 +57,28 @@ class Within(NamedTuple):
 EVERYTHING = Within()
 
 
-def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> bodies.Page[bodies.Run]:
-    """A page of the runs whose names begin with `prefix`, by name."""
+def named(prefix: str, words: Iterable[str]) -> Select[str]:
+    """Names of the runs whose names begin with `prefix` and have every one of the words, in whatever case."""
+    wanted = select(RunRow.name)
+    if prefix:
+        wanted = wanted.where(func.substr(RunRow.name, 1, len(prefix)) == prefix)
+    return wanted.where(*_having(words))
+
+
+def _having(words: Iterable[str]) -> Iterator[ColumnElement[bool]]:
+    return (RunRow.name.icontains(word, autoescape=True) for word in words)
+
+
+def of_names(session: Session, names: Sequence[str]) -> list[bodies.Run]:
+    """Those of these runs that there are, in this order."""
+    rows = {row.name: row for row in session.scalars(select(RunRow).where(RunRow.name.in_(names)))}
+    return summed(session, [rows[name] for name in names if name in rows])
+
+
+def runs(
+    session: Session, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()
+) -> bodies.Page[bodies.Run]:
+    """A page of the runs whose names begin with `prefix` and have every one of the words, by name."""
     after = decode_cursor("run", cursor)
     if after is not None and not naming.is_run_name(after):
         raise bad_cursor()
@@ -70,6 +90,7 @@ def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> 
             raise InvalidRequest(f"no run's name begins with {prefix!r}")
         behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # names are ASCII
         wanted = wanted.where(RunRow.name >= prefix, RunRow.name < behind)
+    wanted = wanted.where(*_having(words))
     return page("run", summed(session, session.scalars(wanted).all()), limit, lambda run: run.name)
 
 

@@ -12,22 +12,28 @@ from holdfast_service.control.database.schema import RunRow
 
 
 class RunSettings(NamedTuple):
-    """Who answers for a run, when it was archived, and the attempt whose death somebody has seen."""
+    """Who answers for a run, when it was archived, and the attempt whose death somebody has seen, with who and when."""
 
     owner: str | None = None
     archived: str | None = None
     acknowledged: int | None = None
+    acknowledged_by: str | None = None
+    acknowledged_at: str | None = None
+
+
+COLUMNS = tuple(getattr(RunRow, name) for name in RunSettings._fields)
 
 
 def note(catalog: Catalog, run: str, settings: RunSettings) -> None:
     with catalog.database.write(hasty=True) as session:
         row = lock_run(session, run)
-        row.owner, row.archived, row.acknowledged = settings
+        for name, value in settings._asdict().items():
+            setattr(row, name, value)
 
 
 def known(catalog: Catalog, runs: Collection[str] | None = None) -> dict[str, RunSettings]:
     """What is listed of these runs, or of all, as far as the request may see them."""
-    columns = select(RunRow.name, RunRow.owner, RunRow.archived, RunRow.acknowledged)
+    columns = select(RunRow.name, *COLUMNS)
     with catalog.database.read() as session:
         found = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
-        return {name: RunSettings(owner, archived, seen) for name, owner, archived, seen in found}
+        return {name: RunSettings(*said) for name, *said in found}

@@ -1,7 +1,7 @@
 """Replicas in the catalog: what is to be copied to which tier, what exists there, and what must be removed there.
 
 A copy is removed only after its checkpoint was *removed*: a checkpoint that is missing, because its disk is, keeps
-it.
+it. One of a renamed run is removed only after there is one under the new name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
@@ -58,10 +58,20 @@ class ReplicaBook:
             self._found(name, tier, run, step)
 
     def removals(self, name: str) -> list[tuple[str, int]]:
-        """Copies of checkpoints that were removed."""
+        """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name."""
         wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
+        wanted = wanted.where(~_awaits(name))
         with self._database.read() as session:
             return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
+
+    def renames(self, name: str) -> list[tuple[CheckpointId, str]]:
+        """Copies of renamed runs that have no copy under the new name yet, and that name."""
+        columns = (ReplicaRow.run, ReplicaRow.step, ReplicaRow.heir)
+        wanted = select(*columns).where(ReplicaRow.tier == name, ReplicaRow.state == "gone", _awaits(name))
+        order = wanted.order_by(ReplicaRow.heir, ReplicaRow.step.desc())
+        with self._database.read() as session:
+            found = session.execute(order.limit(DUE_MAX)).all()
+        return [(CheckpointId(run, step), heir) for run, step, heir in found if heir is not None]
 
     def due(self, name: str) -> list[bodies.CheckpointInfo]:
         """Verified checkpoints that have no copy in this tier, newest first."""
@@ -238,6 +248,16 @@ def _holds(tier: Tier, path: str, data: bytes) -> bool:
 
 def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
     return ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.step == step
+
+
+def _awaits(name: str) -> ColumnElement[bool]:
+    """That the checkpoint is there under another name, and has no copy in this tier."""
+    there = select(CheckpointRow.run).where(CheckpointRow.run == ReplicaRow.heir, CheckpointRow.step == ReplicaRow.step)
+    other = aliased(ReplicaRow)
+    copied = select(other.run).where(
+        other.tier == name, other.run == ReplicaRow.heir, other.step == ReplicaRow.step, other.state == "present"
+    )
+    return there.exists() & ~copied.exists()
 
 
 def _not_settled(name: str) -> ColumnElement[bool]:

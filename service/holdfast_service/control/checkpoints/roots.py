@@ -131,7 +131,8 @@ def settings_of(tier: Readable, run: str, file: RunFile | None = None) -> RunSet
     except CheckpointError:
         return None
     owner = file.owner or launch_records.owner_of(launch_records.read(tier, run))
-    return RunSettings(owner, file.archived or None, file.acknowledged or None)
+    seen = (file.acknowledged or None, file.acknowledged_by or None, file.acknowledged_at or None)
+    return RunSettings(owner, file.archived or None, *seen)
 
 
 def stamp(store: Store, run: str, step: int) -> str | None:

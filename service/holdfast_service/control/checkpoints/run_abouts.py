@@ -18,7 +18,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import launch_records, roots
 from holdfast_service.control.checkpoints.launch_records import LaunchRecords
-from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.control.checkpoints.run_files import BY_LENGTH_MAX, RunFile, RunFiles
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class RunAbouts:
     def of(self, run: str, life: RunLife, since: str | None) -> RunAbout:
         """What is remembered of a run that does this; `CorruptManifest` if its file cannot be read."""
         file, launches = self._files.read(run), launch_records.read(self._tier, run)
+        seen = _seen(file, self._catalog.run(run).attempt)
         return RunAbout(
             run=run,
             life=life,
@@ -43,20 +44,23 @@ class RunAbouts:
             owner=file.owner or launch_records.owner_of(launches),
             notes=file.notes or launch_records.notes_of(launches),
             archived=file.archived or None,
-            acknowledged=bool(file.acknowledged) and file.acknowledged == self._catalog.run(run).attempt,
+            acknowledged=seen,
+            acknowledged_by=(file.acknowledged_by or None) if seen else None,
+            acknowledged_at=(file.acknowledged_at or None) if seen else None,
             launches=launches[::-1],
         )
 
-    def change(self, run: str, change: RunChange, life: RunLife, trains: bool) -> None:
-        """Set what the change says; nothing of it where any of it is refused.
+    def change(self, run: str, change: RunChange, life: RunLife, trains: bool, by: str) -> None:
+        """Set what the change says, as the person `by`; nothing of it where any of it is refused.
 
         Raises `InUse` to archive a run whose ranks are connected (`trains`), `InvalidRequest` to acknowledge the death of
-        one that has not died.
+        one that has not died. Who has acknowledged it first stays.
         """
-        attempt = self._catalog.run(run).attempt
+        attempt, before = self._catalog.run(run).attempt, self._files.read(run)
+        seen = _seen(before, attempt)
         if change.archived and trains:
             raise InUse(f"ranks of {run} are connected", hint="stop its job first; a run that is training stays listed")
-        if change.acknowledged and life not in ("died", "archived"):
+        if change.acknowledged and not seen and life not in ("died", "archived"):
             raise InvalidRequest(
                 f"{run} has not died: it is {life}",
                 hint="only a death can be acknowledged; `holdfast show` says what it does",
@@ -65,8 +69,10 @@ class RunAbouts:
         own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set
         said = {name: getattr(change, name) for name in own if getattr(change, name) is not None}
         wanted: dict[str, Any] = {name: "" if text == own[name] else text for name, text in said.items()}
-        if change.acknowledged is not None:
-            wanted["acknowledged"] = attempt if change.acknowledged else 0
+        if change.acknowledged and not seen:
+            wanted |= {"acknowledged": attempt, "acknowledged_by": by[:BY_LENGTH_MAX], "acknowledged_at": self._now()}
+        elif change.acknowledged is False:
+            wanted |= {"acknowledged": 0, "acknowledged_by": "", "acknowledged_at": ""}
         told = list(_told(change))
 
         def act(file: RunFile) -> RunFile:
@@ -74,13 +80,11 @@ class RunAbouts:
                 return file.model_copy(update={**wanted, "archived": self._now() if change.archived else ""})
             return file.model_copy(update=wanted)
 
-        before = self._files.read(run)
         after = self._files.change(run, act)
         self._list(run, after)
         if after != before and told:
-            self._events.add(
-                "run-changed", f"the run was changed: {', '.join(told)}", run, **change.model_dump(exclude_none=True)
-            )
+            said = change.model_dump(exclude_none=True)
+            self._events.add("run-changed", f"the run was changed: {', '.join(told)}", run, by=by, **said)
 
     def launched(self, run: str, made: RunLaunch) -> None:
         """Remember what a launch says of itself; what cannot be remembered is logged. `CatalogUnavailable`: try again."""
@@ -111,6 +115,10 @@ class RunAbouts:
         said = roots.settings_of(self._tier, run, file)
         if said is not None:
             run_settings.note(self._catalog, run, said)
+
+
+def _seen(file: RunFile, attempt: int) -> bool:
+    return bool(file.acknowledged) and file.acknowledged == attempt
 
 
 def _told(change: RunChange) -> list[str]:

@@ -21,6 +21,7 @@ from holdfast_service.storage import Readable, Tier, vouched
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
 PATH_MAX = 4096
+BY_LENGTH_MAX = 128
 NEWER = ("keep_full", "optim", "optim_full")  # members of a policy that earlier versions refuse
 ANY_TAG = "*"  # If-Match: whatever is there now
 
@@ -51,7 +52,9 @@ class RunFile(BaseModel):
     owner: Annotated[str, Field(max_length=OWNER_LENGTH_MAX)] = ""
     notes: Annotated[str, Field(max_length=NOTES_LENGTH_MAX)] = ""
     archived: Annotated[str, Field(max_length=40)] = ""  # when
-    acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen
+    acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen,
+    acknowledged_by: Annotated[str, Field(max_length=BY_LENGTH_MAX)] = ""
+    acknowledged_at: Annotated[str, Field(max_length=40)] = ""  # by whom and when
 
     _usual: RetentionPolicy = PrivateAttr(default_factory=RetentionPolicy)  # not in the file
 
@@ -99,7 +102,8 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
     # Versions before these members read the file of who has none.
-    later = ("link_directories", "owner", "notes", "archived", "acknowledged")
+    seen = ("acknowledged", "acknowledged_by", "acknowledged_at")
+    later = ("link_directories", "owner", "notes", "archived", *seen)
     unused: dict[str, bool | set[str]] = {name: True for name in later if not getattr(file, name)}
     if file.policy is not None:
         unused["policy"] = {name for name in NEWER if getattr(file.policy, name) is None}

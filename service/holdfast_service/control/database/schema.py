@@ -80,7 +80,7 @@ class OwnerRow(CatalogTable):
 class RunRow(CatalogTable):
     """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are
     what is known of its ranks. From `owner` on stands what its files say: `archived` is when it was put away, `acknowledged`
-    the attempt whose death somebody has seen.
+    the attempt whose death somebody has seen, with who and when.
     """
 
     __tablename__ = "runs"
@@ -93,6 +93,8 @@ class RunRow(CatalogTable):
     owner: Mapped[str | None] = mapped_column(FreeText)
     archived: Mapped[str | None] = mapped_column(_TIME)
     acknowledged: Mapped[int | None]
+    acknowledged_by: Mapped[str | None] = mapped_column(String(128))
+    acknowledged_at: Mapped[str | None] = mapped_column(_TIME)
 
 
 class AttemptRow(CatalogTable):
@@ -203,7 +205,7 @@ class StatisticsRow(CatalogTable):
 
 
 class ReplicaRow(CatalogTable):
-    """A copy of a checkpoint in another tier, as far as it is known."""
+    """A copy of a checkpoint in another tier, as far as it is known. `heir`: its run was renamed to that."""
 
     __tablename__ = "replicas"
     __table_args__ = (Index("replicas_summed", "run", "tier", "state", "step"),)
@@ -216,6 +218,7 @@ class ReplicaRow(CatalogTable):
     since: Mapped[str] = mapped_column(_TIME)
     checked: Mapped[str | None] = mapped_column(_TIME)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    heir: Mapped[str | None] = mapped_column(_NAME)
 
 
 class EventRow(CatalogTable):
@@ -237,6 +240,15 @@ class EventRow(CatalogTable):
     step: Mapped[int | None]
     text: Mapped[str] = mapped_column(FreeText)
     detail: Mapped[dict[str, Any]] = mapped_column(JsonText)
+
+
+class ForgottenEventsRow(CatalogTable):
+    """The newest event of a run ("": of no run) that is not kept any more. Ids have holes, so nothing else says that."""
+
+    __tablename__ = "forgotten_events"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    newest: Mapped[int]
 
 
 class JobRow(CatalogTable):

@@ -8,6 +8,7 @@ from math import isfinite
 
 from holdfast_formats.moments import seconds_of, write
 from holdfast_formats.rest.observed import Attention, Remedy, RunSummary
+from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.facts import Facts, Save
 
 LATE_INTERVALS = 3.0  # no commit for so many intervals is too long,
@@ -19,6 +20,7 @@ OFF_BY = 3.0  # saving so many times more or less often than recommended is wort
 SAVES_LEFT_FEW = 3
 REPLICA_BEHIND = 3  # checkpoints
 CLOCK_S = 60.0
+DEATH = "run-lost"
 _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
 
 
@@ -41,7 +43,7 @@ def _follows(facts: Facts, found: set[str]) -> set[str]:
     follows = {"quota-nearly-full"} if why == "quota-exceeded" else {"disk-nearly-full"} if why == "no-space" else set()
     if "saves-failing" in found:
         follows.add("no-commit")
-    if "run-lost" in found and why == "round-aborted":  # the save that it was killed in
+    if DEATH in found and why == "round-aborted":  # the save that it was killed in
         follows.add("saves-failing")
     return follows
 
@@ -54,16 +56,18 @@ def weight(summary: RunSummary) -> tuple[int, int]:
 
 
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
-    if summary.life == "died":
+    """It stays in the list when somebody has seen it, until the run is resumed or archived."""
+    if facts.life == "lost" and summary.life != "archived":
         goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
         yield Attention(
             level="error",
-            code="run-lost",
+            code=DEATH,
             text="ranks disappeared without closing their Checkpointer",
             hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
             step=summary.newest,
             since=facts.since,
             remedy="resume",
+            acknowledged=run_lives.death_seen(facts),
         )
 
 

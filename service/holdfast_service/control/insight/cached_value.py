@@ -23,6 +23,7 @@ class Remembered(Generic[Value]):
         self._make, self._fresh_s, self._old_s = make, fresh_s, old_s
         self._making = threading.Lock()
         self._known: tuple[float, Value] | None = None
+        self._turn = 0
 
     def get(self) -> Value:
         """The value; raises what making it raises, when there is none that is recent enough."""
@@ -35,13 +36,20 @@ class Remembered(Generic[Value]):
             threading.Thread(target=self._again, name="holdfast-remembered", daemon=True).start()
         return known[1]
 
+    def renew(self) -> None:
+        """Whoever asks next is given a new value, and none that is being made already."""
+        self._turn += 1
+        self._known = None
+
     def _recent(self, age_s: float) -> tuple[float, Value] | None:
         known = self._known
         return known if known is not None and time.monotonic() - known[0] < age_s else None
 
     def _remember(self) -> Value:
+        turn = self._turn
         value = Context().run(self._make)  # not as the request that happens to come first: others are given it as well
-        self._known = (time.monotonic(), value)
+        if turn == self._turn:
+            self._known = (time.monotonic(), value)
         return value
 
     def _again(self) -> None:

@@ -43,6 +43,7 @@ class CheckpointFacts(NamedTuple):
     healthy_created: str | None = None  # of the newest healthy one,
     healthy_verified: bool = False  # and whether that is verified,
     healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too
+    metrics: Mapping[str, float] = NOTHING  # of the newest one
 
 
 class ReplicaCounts(NamedTuple):

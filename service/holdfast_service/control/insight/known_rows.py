@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from holdfast_service.control.catalog.run_settings import RunSettings
+from holdfast_service.control.catalog.run_settings import COLUMNS, RunSettings
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow, RoundRow, RunRow
 from holdfast_service.control.insight import summary_rows
@@ -68,9 +68,9 @@ def read(session: Session, runs: Collection[str]) -> dict[str, RunRows]:
 
 
 def _said(session: Session, runs: Collection[str] | None = None) -> dict[str, _Said]:
-    columns = select(RunRow.name, RunRow.attempt, RunRow.owner, RunRow.archived, RunRow.acknowledged)
+    columns = select(RunRow.name, RunRow.attempt, *COLUMNS)
     found = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
-    return {run: _Said(attempt, RunSettings(own, put, seen)) for run, attempt, own, put, seen in found}
+    return {run: _Said(attempt, RunSettings(*said)) for run, attempt, *said in found}
 
 
 class KnownRows:
@@ -90,6 +90,11 @@ class KnownRows:
             if self._clock() - self._looked > self._fresh_s:
                 Context().run(self._look)  # not as the request that happens to ask: others are given it as well
             return self._rows
+
+    def renew(self) -> None:
+        """Whoever asks next is told how it is then."""
+        with self._reading:
+            self._looked = float("-inf")
 
     def _look(self) -> None:
         now = self._clock()

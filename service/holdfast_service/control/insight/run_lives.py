@@ -10,7 +10,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from holdfast_formats import moments
-from holdfast_formats.rest.observed import RunLife, RunSummary
+from holdfast_formats.rest.observed import Acknowledgement, RunLife, RunSummary
 from holdfast_service.control.insight.facts import Facts
 
 IDLE_INTERVALS = 3.0  # no save has begun for so many of the usual intervals, and at least
@@ -33,11 +33,19 @@ def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
         return RunState("training", _text(facts.declared[0]) if facts.declared else None)
     if settings.archived is not None:
         return RunState("archived", settings.archived)
-    if facts.life == "lost" and settings.acknowledged != facts.attempt:
+    if facts.life == "lost" and death_seen(facts) is None:
         return RunState("died", facts.since)
     if facts.life == "ended":
         return RunState("finished", facts.since)
     return RunState("idle", facts.since)
+
+
+def death_seen(facts: Facts) -> Acknowledgement | None:
+    """Who has seen that its newest attempt died."""
+    settings = facts.settings
+    if settings.acknowledged != facts.attempt:
+        return None
+    return Acknowledgement(by=settings.acknowledged_by, at=settings.acknowledged_at)
 
 
 def last_sign(facts: Facts) -> float | None:
@@ -66,7 +74,8 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
         return f"Archived{since}; {_newest(summary)}. A new launch takes it back."
     if facts.life == "running":
         return f"Idle: its ranks are connected, but none has begun a save{since}. Look whether the trainer hangs."
-    died = " It died, and somebody has seen that." if facts.life == "lost" else ""
+    seen = death_seen(facts) if facts.life == "lost" else None
+    died = "" if seen is None else f" It died, and {seen.by or 'somebody'} has seen that."
     return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
 
 

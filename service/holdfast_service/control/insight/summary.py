@@ -17,6 +17,9 @@ from holdfast_service.control.insight.summary_rows import SAVES
 __all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
 
 
+METRICS_MAX = 32
+
+
 def summarise(facts: Facts) -> RunSummary:
     """The summary of one run; whatever cannot be known from `facts` is None."""
     held = facts.held
@@ -65,6 +68,7 @@ def summarise(facts: Facts) -> RunSummary:
             for tier, copied in sorted(facts.copies.items())
         ],
         trend=trend(facts.saves),
+        metrics=dict(sorted(held.metrics.items())[:METRICS_MAX]),
     )
     summary.life, summary.life_since = run_lives.state_of(facts, interval_s)
     summary.verdict = run_lives.verdict(facts, summary)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from holdfast_formats.errors import Damaged, NoSuchRun
-from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.listing import named
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -23,10 +23,10 @@ from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.database.visible import visible
 from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
-from holdfast_service.control.insight.attention import weight
 from holdfast_service.control.insight.cached_value import Remembered
 from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
 from holdfast_service.control.insight.known_rows import FRESH_S, KnownRows, RunRows, read
+from holdfast_service.control.insight.run_orders import ATTENTION, RunOrder, WantedRuns
 from holdfast_service.control.insight.summary import interval, summarise
 from holdfast_service.storage import Tier
 
@@ -34,10 +34,8 @@ POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
 POLICIES_READ = 10  # so many of a page at a time
 BOARD_FRESH_S, BOARD_OLD_S = 4.0, 10.0
 BATCH = 200
-Order = Literal["name", "attention"]
-_KEY = re.compile(r"[0-9]{19}[A-Za-z0-9._-]{1,128}")  # see `_key`
-_RUN_AT = 19
-_FAR_S = 10**12  # later than any commit, in seconds since 1970
+BY_NEED = RunOrder(ATTENTION)
+EVERY_RUN = WantedRuns()
 
 
 class _Policy(NamedTuple):
@@ -82,47 +80,61 @@ class Summaries:
             return made
         return seen(made, self.acknowledgements.known([one.run for one in made]))
 
-    def page(self, cursor: str | None, limit: int, prefix: str = "", order: Order = "name") -> bodies.Page[RunSummary]:
-        """A page of summaries of runs whose name begins with `prefix`: by name, or those first that need attention.
+    def page(self, cursor: str | None, limit: int, wanted: WantedRuns = EVERY_RUN) -> bodies.Page[RunSummary]:
+        """A page of summaries of these runs, in their order.
 
-        What stands where by attention is some seconds old; what is said of the runs of the page is not a second old.
+        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not a second old.
         """
-        kind = f"summary-{order}"
-        after = decode_cursor(kind, cursor)
-        keys = self._keys(after, bounded(limit) + 1, prefix, order)
-        cut = page(kind, keys, limit, lambda key: key)
+        cut = self.names(cursor, limit, wanted)
         rows = self._rows.all()
-        runs = [run for run in (_run_of(key, order) for key in cut.items) if run in rows]  # `_keys` are those that are seen
+        runs = [run for run in cut.items if run in rows]  # `names` are those that are seen
         return bodies.Page(items=self._summed(self._facts(runs, rows)), next=cut.next)
+
+    def names(self, cursor: str | None, limit: int, wanted: WantedRuns) -> bodies.Page[str]:
+        """A page of the names of these runs, as far as they may be seen, in their order."""
+        kind = f"summary-{wanted.order.kind}"
+        after, most = decode_cursor(kind, cursor), bounded(limit) + 1
+        keys = self._by_name(after, most, wanted) if wanted.order.by_name else self._by_value(after, most, wanted)
+        cut = page(kind, keys, limit, lambda key: key)
+        return bodies.Page(items=[wanted.order.run_of(key) for key in cut.items], next=cut.next)
 
     def board(self) -> list[RunSummary]:
         """The summaries of all runs that may be seen, those first that need attention, then those that train, then the
         others by age. They are some seconds old; what is acknowledged is not.
         """
+        return sorted(self._seen_board(), key=BY_NEED.key)
+
+    def _seen_board(self) -> list[RunSummary]:
         there = [summary for summary in self._board.get() if visible(summary.run)]
-        return sorted(seen(there, self.acknowledgements.known()), key=_key)
+        return seen(there, self.acknowledgements.known())
 
-    def _keys(self, after: str | None, limit: int, prefix: str, order: Order) -> list[str]:
-        if order == "attention":
-            return self._by_attention(after, limit, prefix)
-        wanted = select(RunRow.name).order_by(RunRow.name).limit(limit)
-        if prefix:
-            wanted = wanted.where(func.substr(RunRow.name, 1, len(prefix)) == prefix)
-        if after is not None:
-            wanted = wanted.where(RunRow.name > after)
+    def renew(self) -> None:
+        """Somebody has changed what is said of a run, and looks whether it is."""
+        self._rows.renew()
+        self._board.renew()
+
+    def _by_name(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
+        names = named(wanted.prefix, wanted.words).limit(limit)
+        if wanted.order.descends:
+            names = names.order_by(RunRow.name.desc())
+            names = names if after is None else names.where(RunRow.name < after)
+        else:
+            names = names.order_by(RunRow.name)
+            names = names if after is None else names.where(RunRow.name > after)
         with self._catalog.database.read() as session:
-            return list(session.scalars(wanted))
+            return list(session.scalars(names))
 
-    def _by_attention(self, after: str | None, limit: int, prefix: str) -> list[str]:
+    def _by_value(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
         """The keys of runs that are there and may be seen."""
-        if after is not None and _KEY.fullmatch(after) is None:
+        order = wanted.order
+        if after is not None and not order.is_key(after):
             raise bad_cursor()
-        keys = (_key(summary) for summary in self.board() if summary.run.startswith(prefix))
-        ahead = (key for key in keys if after is None or key > after)
+        keys = sorted(order.key(summary) for summary in self._seen_board() if wanted.has(summary.run))
+        ahead = iter(keys if after is None else keys[bisect_right(keys, after) :])
         found: list[str] = []
         with self._catalog.database.read() as session:
             while len(found) < limit and (batch := list(islice(ahead, BATCH))):
-                names = [_run_of(key, "attention") for key in batch]
+                names = [order.run_of(key) for key in batch]
                 there = set(session.scalars(select(RunRow.name).where(RunRow.name.in_(names))))
                 found += [key for key, name in zip(batch, names, strict=True) if name in there]
         return found[:limit]
@@ -205,18 +217,6 @@ def key_of(run: str, item: Attention) -> AlertKey:
 
 
 def _seen(summary: RunSummary, known: Mapping[AlertKey, Acknowledgement]) -> RunSummary:
-    marked = [item.model_copy(update={"acknowledged": known.get(key_of(summary.run, item))}) for item in summary.attention]
+    found = ((item, known.get(key_of(summary.run, item))) for item in summary.attention)
+    marked = [item if one is None else item.model_copy(update={"acknowledged": one}) for item, one in found]
     return summary.model_copy(update={"attention": marked})
-
-
-def _key(summary: RunSummary) -> str:
-    """In order these bring those first that need attention most, then those that train by name, then the newest commits."""
-    errors, warnings = weight(summary)
-    at = seconds_of(summary.last_commit) if summary.last_commit is not None else 0.0
-    age = 0 if summary.life == "training" else _FAR_S - 1 - int(min(max(at, 0.0), _FAR_S - 2.0))
-    need = f"{999 - min(errors, 999):03d}{999 - min(warnings, 999):03d}"
-    return f"{need}{int(summary.life != 'training'):d}{age:012d}{summary.run}"
-
-
-def _run_of(key: str, order: Order) -> str:
-    return key[_RUN_AT:] if order == "attention" else key

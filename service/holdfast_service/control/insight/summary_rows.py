@@ -39,7 +39,8 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
         .subquery()
     )
     newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, row.verified, row.abandoned)
-    joined = select(totals, *newest, row.damage.is_not(None).label("damaged")).join(
+    given = type_coerce(row.metrics, Text).label("metrics")
+    joined = select(totals, *newest, row.damage.is_not(None).label("damaged"), given).join(
         row, (row.run == totals.c.run) & (row.step == totals.c.newest)
     )
     hurt = select(row.run, func.count(), func.max(row.step)).where(row.run.in_(runs), row.damage.is_not(None))
@@ -67,6 +68,7 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
             verified_created=made.created,
             healthy_created=made.created,
             healthy_verified=True,
+            metrics=_decode(made.metrics),
         )
     if others:
         found |= _gone_through(session, others)
@@ -124,6 +126,7 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
             *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
             case((ill, judged.nonfinite), else_=last.nonfinite),
             *(verified.created, case((ill, at.unhealthy)), healthy.created, healthy.verified),
+            type_coerce(last.metrics, Text),
         )
         .join(last, (last.run == at.run) & (last.step == at.newest))
         .outerjoin(verified, (verified.run == at.run) & (verified.step == at.newest_verified))
@@ -131,7 +134,10 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
         .outerjoin(judged, (judged.run == at.run) & (judged.step == at.unhealthy))
     )
     rows = (tuple(values) for values in session.execute(wanted))
-    return {run: CheckpointFacts(count, int(size), *others) for run, count, size, *others in rows}
+    return {
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(told))
+        for run, count, size, *more, told in rows
+    }
 
 
 def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:

@@ -10,6 +10,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
 from holdfast_service.control.catalog.listing import GOING_ON
+from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.database.schema import (
     AnswerRow,
@@ -85,20 +86,26 @@ def refuse_foreign(tier: Tier, run: str) -> None:
         )
 
 
-def forget(catalog: Catalog, run: str) -> None:
+def forget(catalog: Catalog, run: str, heir: str | None = None) -> None:
     """The catalog knows nothing of the run any more, but copies in replicas, which are removed as those of every checkpoint
-    that is removed are; with the last one the run's row goes.
+    that is removed are; with the last one the run's row goes. Sound copies of a run that was renamed stay until its `heir`
+    has them.
     """
     with catalog.database.write() as session:
         row = lock_run(session, run)
         for table in OF_A_RUN:
             session.execute(delete(table).where(table.run == run))
-        session.execute(update(ReplicaRow).where(ReplicaRow.run == run).values(state="gone"))
+        copies = update(ReplicaRow)
+        if heir is not None:
+            session.execute(copies.where(ReplicaRow.run == run, ReplicaRow.state == "present").values(heir=heir))
+            session.execute(copies.where(ReplicaRow.heir == run).values(heir=heir))  # it was renamed before
+        session.execute(copies.where(ReplicaRow.run == run).values(state="gone"))
         if session.scalar(select(ReplicaRow.step).where(ReplicaRow.run == run).limit(1)) is None:
             session.delete(row)
             return
         row.attempt, row.keep_last, row.life, row.since = 0, None, None, None
-        row.owner, row.archived, row.acknowledged = None, None, None
+        for name in RunSettings._fields:
+            setattr(row, name, None)
 
 
 def _going_on(catalog: Catalog, run: str) -> Iterator[str]:

@@ -167,8 +167,8 @@ class RunRenaming:
             self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
 
     def _move_rows(self, run: str, name: str) -> None:
-        """What is known of the run, and was found of its checkpoints, is known under its new name. Copies in replicas are
-        removed, and made anew.
+        """What is known of the run, and was found of its checkpoints, is known under its new name. Copies in replicas get
+        it too, then the old ones are removed.
         """
         if run not in self._catalog.known_runs():  # an earlier start has moved them
             return
@@ -182,7 +182,7 @@ class RunRenaming:
             for table in run_removal.OF_A_RUN:
                 session.execute(delete(table).where(table.run == name))
                 session.execute(update(table).where(table.run == run).values(run=name))
-        run_removal.forget(self._catalog, run)
+        run_removal.forget(self._catalog, run, heir=name)
 
     def _mark(self, run: str) -> _Mark | None:
         path = f"{run}/{naming.RENAMED_FILE}"

@@ -21,6 +21,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, 
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
+from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
 from holdfast_service.daemon.copying.second_names import stage_again
 from holdfast_service.daemon.ports import ReplicaBook
@@ -111,6 +112,8 @@ class Replicator:
         if tier is not self._tier:
             self._book.opened(self.name, tier)
             self._tier = tier
+        if self._rename(self._tier):
+            return True
         done = self._remove(self._tier)
         now = time.monotonic()
         due = [c for c in self._book.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
@@ -150,6 +153,33 @@ class Replicator:
         self._book.present(self.name, which, made.bytes)
         return None
 
+    def _rename(self, tier: Tier) -> bool:
+        """Give a copy of a renamed run its new name; the old one is removed afterwards. What cannot be renamed is copied
+        anew, as everything that is due.
+        """
+        now = time.monotonic()
+        for which, run in self._book.renames(self.name):
+            if self._skipped.get(which, 0.0) > now or tier.list(naming.checkpoint_path(run, which.step)):
+                continue
+            try:
+                if self._renamed(tier, which, run):
+                    return True
+            except Unavailable:
+                raise
+            except CheckpointError as error:
+                log.warning("%s@%s in replica %s is not renamed to %s: %s", *which, self.name, run, error.detail)
+            self._skip(which)
+        return False
+
+    def _renamed(self, tier: Tier, which: CheckpointId, run: str) -> bool:
+        pair = renamed_copies.renamed(tier, which, run)
+        if renamed_copies.is_another(self._source, pair):
+            return False
+        self._publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
+        self._book.present(self.name, CheckpointId(run, which.step), pair.made.bytes)
+        log.info("%s@%s in replica %s is %s@%s now", *which, self.name, run, which.step)
+        return True
+
     def _remove(self, tier: Tier) -> bool:
         gone = self._book.removals(self.name)
         for run, step in gone:
@@ -188,12 +218,16 @@ class Replicator:
             self._skip(which)
 
     def _carry(self, tier: Tier, pair: ManifestPair) -> None:
-        made = pair.made
-        place = Place(made.run, made.step, naming.NO_ATTEMPT)
+        made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
+        self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, made, self._going()))
+
+    def _publish(self, tier: Tier, pair: ManifestPair, stage: Callable[[Place], None]) -> None:
+        """Publish what `stage` puts at a place."""
+        place = Place(pair.made.run, pair.made.step, naming.NO_ATTEMPT)
         staging = place.path
         tier.remove_tree(staging)
         try:
-            carry(self._source, naming.checkpoint_path(made.run, made.step), tier, staging, made, self._going())
+            stage(place)
             if not self.is_mine():
                 raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
             self._book.publish(tier, place, pair.encoded, pair.commit)

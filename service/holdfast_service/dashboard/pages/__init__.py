@@ -30,7 +30,7 @@ from . import (
     tensors,
     tokens,
 )
-from .run_care import life, marks, trash
+from .run_care import life, marks, team_quotas, trash
 
 router = APIRouter(include_in_schema=False)
 for _page in (
@@ -55,6 +55,7 @@ for _page in (
     marks,
     events,
     notifications,
+    team_quotas,
     audit,
     find,
     downloads,

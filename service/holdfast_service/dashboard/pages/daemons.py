@@ -27,8 +27,8 @@ async def show_daemons(
     """Watched daemons, unreachable ones first, and a page of their runs. Runs of this daemon are on the first page."""
     daemons, runs, here = await asyncio.gather(
         shown(api.page(WatchedDaemon, "/v1/watched/daemons")),
-        shown(api.page(WatchedRun, "/v1/watched/runs", prefix=q, cursor=cursor, limit=RUNS_SHOWN)),
-        shown(api.page(RunSummary, "/v1/summaries", prefix=q, sort="attention", limit=RUNS_SHOWN)),
+        shown(api.page(WatchedRun, "/v1/watched/runs", q=q, cursor=cursor, limit=RUNS_SHOWN)),
+        shown(api.page(RunSummary, "/v1/summaries", q=q, sort="attention", limit=RUNS_SHOWN)),
     )
     listed = [] if runs.value is None else runs.value.items
     if cursor is None and here.value is not None:
@@ -48,5 +48,5 @@ async def show_daemons(
 
 
 def _errors(one: WatchedRun) -> tuple[int, int]:
-    levels = [item.level for item in one.summary.attention]
+    levels = [item.level for item in one.summary.attention if item.acknowledged is None]
     return levels.count("error"), levels.count("warning")

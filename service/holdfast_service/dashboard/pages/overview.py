@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from fastapi import Query, Request
+from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Alert, Overview, RunSummary
+from holdfast_formats.rest.observed import RUN_SORTS, Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.dashboard import remedies, standing
 from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
@@ -25,8 +25,21 @@ RUNS_SHOWN = 50
 ALERTS_SHOWN = 200
 # Events after which nothing on a page of runs is different.
 KINDS = [kind for kind in EVENTS if kind not in ("request-refused", "token-changed", "commit-command-started")]
-SORTS = ("attention", "name")
+# The orders that the form offers, in words; the table's head has all of them.
+SORTS = {
+    "attention": "attention first",
+    "name": "by name",
+    "state": "by state, died first",
+    "age": "newest checkpoint first",
+    "-age": "oldest checkpoint first",
+    "-exposed": "costliest crash first",
+    "-stall": "longest stall first",
+    "goodput": "lowest goodput first",
+    "-storage": "most storage first",
+}
+METRIC = "metric:"
 Text = Annotated[str, Query(max_length=128)]
+Sort = Annotated[str, Query(max_length=256)]
 
 
 class RunLine(NamedTuple):
@@ -38,6 +51,31 @@ class RunLine(NamedTuple):
     says: str  # the same in words
     crash: str | None  # what it would cost now
     action: Button | None
+
+
+class WantedBoard(NamedTuple):
+    """How the board is arranged: search, order, and the metric that it shows."""
+
+    q: str
+    sort: str
+    metric: str
+
+    @property
+    def sorts(self) -> dict[str, str]:
+        """The orders that are offered."""
+        if not self.metric:
+            return SORTS
+        own = METRIC + self.metric
+        return {**SORTS, own: f"lowest {self.metric} first", f"-{own}": f"highest {self.metric} first"}
+
+
+def _wanted(q: Text = "", sort: Sort = "attention", metric: Text = "") -> WantedBoard:
+    """As it was asked for; by need for attention where there is no such order."""
+    column = sort.removeprefix("-")
+    if column.startswith(METRIC):
+        metric = column.removeprefix(METRIC)
+        return WantedBoard(q, sort if metric else "attention", metric)
+    return WantedBoard(q, sort if column in RUN_SORTS else "attention", metric)
 
 
 class OpenAlert(NamedTuple):
@@ -64,11 +102,10 @@ class AlertGroup(NamedTuple):
 
 @router.get("/")
 async def show_overview(
-    request: Request, api: Asked, q: Text = "", sort: Text = "attention", cursor: str | None = None
+    request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
 ) -> Response:
     """Lines of a page of runs, those first that need a person; above them what they need."""
-    order = sort if sort in SORTS else "attention"
-    asking = api.page(RunSummary, "/v1/summaries", prefix=q, sort=order, cursor=cursor, limit=RUNS_SHOWN)
+    asking = api.page(RunSummary, "/v1/summaries", q=wanted.q, sort=wanted.sort, cursor=cursor, limit=RUNS_SHOWN)
     summed, overview, alerts, health, nodes, going_on = await asyncio.gather(
         asking,
         api.get(Overview, "/v1/overview"),
@@ -80,8 +117,9 @@ async def show_overview(
     return page(
         request,
         "overview.html",
-        q=q,
-        sort=order,
+        asked=wanted,
+        keep=wanted._asdict(),
+        metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
         lines=[line(summary) for summary in summed.items],
         next=summed.next,
         first=cursor is None,

@@ -65,7 +65,7 @@ def as_policy(form: Form) -> RetentionPolicy:
     said["optim"] = form.text("optim") or None
     said["every_seconds"] = _hours(form, "every_hours")
     said["within_seconds"] = _hours(form, "within_hours")
-    gigabytes = _real(form, "quota_gigabytes")
+    gigabytes = form.real("quota_gigabytes")
     said["quota_bytes"] = None if gigabytes is None else round(gigabytes * 1e9)
     steps = [part for part in form.text("steps").replace(",", " ").split() if part]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in steps):
@@ -85,16 +85,8 @@ def _counts(form: Form) -> list[int]:
     return [int(text or 1) for text in form.all("count")]
 
 
-def _real(form: Form, name: str) -> float | None:
-    text = form.text(name)
-    try:
-        return float(text) if text else None
-    except ValueError as error:
-        raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field") from error
-
-
 def _hours(form: Form, name: str) -> float | None:
-    hours = _real(form, name)
+    hours = form.real(name)
     return None if hours is None else hours * HOUR_S
 
 

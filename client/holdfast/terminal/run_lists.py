@@ -1,0 +1,80 @@
+"""Lists of runs in an order, with the column that they are sorted by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from holdfast.read.library import Library, ServiceLibrary
+from holdfast.terminal import console
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RunSummary
+
+METRIC = "metric:"
+
+
+class ExtraColumn(NamedTuple):
+    """What a list of runs has no column of, by run."""
+
+    title: str
+    values: Mapping[str, str]
+
+
+def runs(library: Library, sort: str) -> list[bodies.Run]:
+    """All runs of a library, sorted; `InvalidRequest` for an order that a directory alone cannot tell."""
+    if sort == "name":
+        return library.runs()
+    if isinstance(library, ServiceLibrary):
+        return list(library.api.runs(sort=sort))
+    key = _OF_A_DIRECTORY.get(sort.removeprefix("-"))
+    if key is None:
+        raise InvalidRequest(
+            f"runs of a directory cannot be sorted by {sort!r}",
+            hint=f"one of {', '.join(_OF_A_DIRECTORY)}; or ask a service: --url",
+        )
+    found = sorted(library.runs(), key=lambda run: run.name)
+    return sorted(found, key=key, reverse=sort.startswith("-"))
+
+
+def extra(library: Library, sort: str) -> ExtraColumn | None:
+    """The column that a service sorts by, where every list has not got it already."""
+    name = sort.removeprefix("-")
+    metric = name.removeprefix(METRIC) if name.startswith(METRIC) else None
+    if not isinstance(library, ServiceLibrary) or (metric is None and name not in _SHOWN):
+        return None
+    from holdfast.rest.summaries import summaries
+
+    shown = _SHOWN[name] if metric is None else (lambda run: _number(run.metrics.get(metric)))
+    title = (metric or name).upper()
+    return ExtraColumn(title, {run.run: shown(run) for run in summaries(library.api)})
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else console.human_seconds(value)
+
+
+def _newest(values: list[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+_OF_A_DIRECTORY: Mapping[str, Callable[[bodies.Run], str | int]] = {
+    "name": lambda run: run.name,
+    "newest": lambda run: -1 if run.newest is None else run.newest,
+    "checkpoints": lambda run: run.checkpoints,
+    "storage": lambda run: run.bytes,
+}
+_SHOWN: Mapping[str, Callable[[RunSummary], str]] = {
+    "age": lambda run: "-" if run.good is None else console.human_age(run.good.created),
+    "exposed": lambda run: _seconds(run.exposed_s),
+    "stall": lambda run: _seconds(_newest(run.trend.stall_s)),
+    "goodput": lambda run: _share(_newest(run.trend.goodput)),
+}

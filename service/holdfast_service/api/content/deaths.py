@@ -1,0 +1,57 @@
+"""That somebody has seen that a run died: its run.json says so, whether the run or its alert was acknowledged.
+
+Only for how long an alert is snoozed is in the catalog, as of every alert.
+"""
+
+from __future__ import annotations
+
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
+from holdfast_formats.rest.runs import RunChange
+from holdfast_service.api.services import Services
+from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.insight.acknowledgements import AlertKey
+from holdfast_service.control.insight.attention import DEATH
+from holdfast_service.control.insight.summary_queries import Summaries
+
+
+def see(services: Services, viewer: Principal, found: Summaries, run: str) -> Acknowledgement:
+    """Acknowledge it by its alert; `NoSuchResource` where there is none."""
+    summary = found.one(run)
+    _alert(summary)
+    _change(services, viewer, found, summary, seen=True)
+    made = _alert(found.one(run)).acknowledged
+    if made is None:  # somebody has taken it back in this moment
+        raise _none()
+    return made
+
+
+def take_back(services: Services, viewer: Principal, found: Summaries, run: str) -> None:
+    """It counts again; `NoSuchResource` where nobody has seen it."""
+    summary = found.one(run)
+    if _alert(summary).acknowledged is None:
+        raise _none()
+    _change(services, viewer, found, summary, seen=False)
+
+
+def said(found: Summaries, run: str) -> None:
+    """run.json says since just now whether somebody has seen it: no alert is snoozed beside that."""
+    found.acknowledgements.remove([AlertKey(run, DEATH)])
+    found.renew()
+
+
+def _change(services: Services, viewer: Principal, found: Summaries, summary: RunSummary, seen: bool) -> None:
+    change = RunChange(acknowledged=seen)
+    services.abouts.change(summary.run, change, summary.life, trains=summary.state == "running", by=viewer.name)
+    said(found, summary.run)
+
+
+def _alert(summary: RunSummary) -> Attention:
+    item = next((item for item in summary.attention if item.code == DEATH), None)
+    if item is None:
+        raise NoSuchResource(f"there is no alert {DEATH!r} now", hint="`GET /v1/alerts` lists those that there are")
+    return item
+
+
+def _none() -> NoSuchResource:
+    return NoSuchResource(f"the alert {DEATH!r} is not acknowledged", hint="`GET /v1/alerts` says which are")

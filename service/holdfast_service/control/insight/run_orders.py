@@ -1,0 +1,118 @@
+"""Orders of lists of runs, and which runs are listed. Pure: summaries in, keys out.
+
+A key is text that sorts as its run does in the list, with the run's name at its end; a cursor is the key of the last run.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import NamedTuple, get_args
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.moments import seconds_of
+from holdfast_formats.rest.observed import RUN_SORTS, RunLife, RunSummary
+from holdfast_service.control.insight.attention import weight
+
+ATTENTION, METRIC = "attention", "metric"
+_FAR_S = 10**12  # later than any commit, in seconds since 1970
+_NAME = "[A-Za-z0-9._-]{1,128}"
+_NEED, _VALUE = "[0-9]{19}", "0[0-9a-f]{16}|10{16}"
+_LIVES: tuple[RunLife, ...] = ("died", "training", "idle", "finished", "archived")
+assert set(_LIVES) == set(get_args(RunLife))
+
+
+class RunOrder(NamedTuple):
+    """By a column of `RUN_SORTS`, by need for attention, or by a metric. What has no value comes last either way."""
+
+    column: str = "name"
+    descends: bool = False
+    metric: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> RunOrder:
+        """`bytes`, `-bytes`, `metric:loss`; `InvalidRequest` for what is none."""
+        descends = text.startswith("-")
+        column, _, metric = text.removeprefix("-").partition(":")
+        is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column == ATTENTION and not descends)
+        if not is_one or (metric and column != METRIC):
+            hint = f"one of {', '.join(RUN_SORTS)}, each with a minus for the largest first; metric:NAME; attention"
+            raise InvalidRequest(f"runs cannot be sorted by {text!r}", hint=hint)
+        return cls(column, descends, metric)
+
+    @property
+    def by_name(self) -> bool:
+        return self.column == "name"
+
+    @property
+    def kind(self) -> str:
+        """Names the order in cursors, so that those of another one are refused."""
+        return f"{'-' * self.descends}{self.column}{self.metric and '=' + self.metric.replace(':', '=')}"
+
+    def key(self, summary: RunSummary) -> str:
+        """See the module; not for the order by name."""
+        if self.column == ATTENTION:
+            return _by_need(summary)
+        value = summary.metrics.get(self.metric) if self.column == METRIC else _VALUES[self.column](summary)
+        if value is None or not isfinite(value):
+            return f"1{0:016x}{summary.run}"
+        return f"0{_sortable(value, self.descends):016x}{summary.run}"
+
+    def is_key(self, text: str) -> bool:
+        return re.fullmatch(f"(?:{_NEED if self.column == ATTENTION else _VALUE}){_NAME}", text) is not None
+
+    def run_of(self, key: str) -> str:
+        return key if self.by_name else key[19:] if self.column == ATTENTION else key[17:]
+
+
+BY_NAME = RunOrder()
+
+
+class WantedRuns(NamedTuple):
+    """Runs whose names begin with `prefix` and contain every one of the words, in whatever case, in an order."""
+
+    prefix: str = ""
+    words: tuple[str, ...] = ()
+    order: RunOrder = BY_NAME
+
+    @classmethod
+    def parse(cls, prefix: str = "", q: str = "", sort: str = "name") -> WantedRuns:
+        return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort))
+
+    def has(self, run: str) -> bool:
+        return run.startswith(self.prefix) and all(word in run.lower() for word in self.words)
+
+
+def _newest(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+_VALUES: Mapping[str, Callable[[RunSummary], float | None]] = {
+    "state": lambda run: float(_LIVES.index(run.life)),
+    "age": lambda run: None if run.good is None else -seconds_of(run.good.created),
+    "exposed": lambda run: run.exposed_s,
+    "stall": lambda run: _newest(run.trend.stall_s),
+    "goodput": lambda run: _newest(run.trend.goodput),
+    "storage": lambda run: float(run.bytes),
+    "checkpoints": lambda run: float(run.checkpoints),
+    "newest": lambda run: None if run.newest is None else float(run.newest),
+}
+assert {*_VALUES, "name"} == set(RUN_SORTS)
+
+
+def _sortable(value: float, descends: bool) -> int:
+    """64 bits that sort as the numbers do, or the other way round."""
+    (bits,) = struct.unpack(">Q", struct.pack(">d", value + 0.0))  # -0.0 is 0.0
+    ordered = bits ^ (2**64 - 1 if bits >> 63 else 2**63)
+    return int(ordered ^ (2**64 - 1)) if descends else int(ordered)
+
+
+def _by_need(summary: RunSummary) -> str:
+    """First those that need attention most, then those that train by name, then the newest commits."""
+    errors, warnings = weight(summary)
+    at = seconds_of(summary.last_commit) if summary.last_commit is not None else 0.0
+    age = 0 if summary.life == "training" else _FAR_S - 1 - int(min(max(at, 0.0), _FAR_S - 2.0))
+    need = f"{999 - min(errors, 999):03d}{999 - min(warnings, 999):03d}"
+    return f"{need}{int(summary.life != 'training'):d}{age:012d}{summary.run}"
