@@ -140,6 +140,8 @@ def test_the_login_proxy_sends_what_the_daemon_reads(known_flags: set[str]) -> N
     sent = {header["name"].lower() for header in proxy["injectRequestHeaders"]}
     assert sent == {SECRET_HEADER, *(f"{read.headers}-{name}".lower() for name in IDENTITY)}
     assert not any(header.get("preserveRequestValue") for header in proxy["injectRequestHeaders"])
+    (provider,) = proxy["providers"]  # of claims that are not named none is read, not even the audience
+    assert provider["oidcConfig"].keys() == {"issuerURL", "audienceClaims", "groupsClaim", "emailClaim", "userIDClaim"}
     assert set(re.findall(r"^([A-Z0-9_]+)=", (place / "example.env").read_text(), re.MULTILINE)) == set(
         re.findall(r"\$\{([A-Z0-9_]+)", (place / "compose.yml").read_text())
     ) | {one["environment"] for one in compose["secrets"].values()}
