@@ -38,7 +38,7 @@ DOORS = (
         f"{_API}/door/scopes.py",
         "    return [*asked, *([at[1]] if at else [])]\n",
         "    return asked\n",
-        (_DOORS,),
+        ("tests/api/door/test_scopes.py",),
     ),
     Mutation(
         "the runs of a token, in lists",
