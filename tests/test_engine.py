@@ -19,7 +19,8 @@ from tests.engine import BUILD_S, Engine, base_image, engine, missing
 
 TOP = Path(__file__).parent.parent
 EXAMPLES = TOP / "deploy" / "compose"
-HEALTHY_S = 180.0
+HEALTHY_S = 300.0
+PATIENT = {"interval": "2s", "timeout": "120s", "retries": 60}  # a busy machine takes longer to ask after health
 # What the daemon of this container answers to its owner; and what one that is reached by name answers, with its status.
 ASK_OWN = """
 import httpx, sys
@@ -31,6 +32,19 @@ ASK = """
 import httpx, json, sys
 answer = httpx.get(sys.argv[1], headers=json.loads(sys.argv[2]), trust_env=False)
 print(json.dumps([answer.status_code, answer.text]))
+"""
+# A rank of the crash lab, whose standard input ends, and with it the rank, when each of its saves has ended.
+ACT = """
+import subprocess, sys
+rank = ["/data", "/run/holdfast/holdfast.sock", "demo", "0", "1", sys.argv[1], "1,2,3", "1048576"]
+command, ended = [sys.executable, "-m", "tests.crash.acting_rank", *rank], 0
+with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    for line in started.stdout:
+        print(line, end="", flush=True)
+        ended += line.startswith(("committed", "aborted", "refused"))
+        if ended == 3:
+            started.stdin.close()
+sys.exit(started.returncode)
 """
 pytestmark = pytest.mark.engine
 
@@ -63,6 +77,7 @@ def project(made: Engine, name: str, directory: Path, compose: Mapping[str, Any]
     for about in services.values():
         about.pop("build", None)
         about.pop("ports", None)
+        about["healthcheck"] = PATIENT
     file = directory / "docker-compose.yml"
     file.write_text(yaml.safe_dump({**compose, "services": services}))
     found = Project(made, name, file)
@@ -94,9 +109,7 @@ def run(made: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proj
     trainer["image"] = "holdfast"
     trainer["volumes"] += [f"{TOP}/tests:/tests/tests:ro"]
     trainer["environment"] = {"PYTHONPATH": "/tests"}
-    # It ends with its standard input; by then all it saves is committed. Its only argument is the launch.
-    rank = "python -m tests.crash.acting_rank /data /run/holdfast/holdfast.sock demo 0 1 $$0 1,2,3 1048576"
-    trainer["entrypoint"], trainer["command"] = ["sh", "-c", f"sleep 15 | {rank}"], ["launch-1"]
+    trainer["entrypoint"], trainer["command"] = ["python", "-c", ACT], ["launch-1"]
     volumes: dict[str, Any] = {name: {} for name in ("data", "socket")}
     directory = tmp_path_factory.mktemp("compose")
     with project(made, "holdfast-test", directory, {"services": services, "volumes": volumes}) as found:
