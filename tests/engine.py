@@ -72,7 +72,7 @@ def engine(directory: Path) -> Iterator[Engine]:
         yield made
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
         subprocess.run(["ip", "link", "delete", "docker0"], capture_output=True, check=False)
         _forget_chains()
 

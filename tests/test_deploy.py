@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from holdfast_service.api.door.heads import IDENTITY
 from holdfast_service.api.door.logins import SECRET_HEADER, LoginsFile
 from holdfast_service.config import parse
+from holdfast_service.daemon.arena.callers import prepare_directory
 
 TOP = Path(__file__).parent.parent
 PROJECT = (TOP / "pyproject.toml").read_text()  # tomllib needs Python 3.11, we support 3.10
@@ -131,15 +133,53 @@ def test_the_login_proxy_sends_what_the_daemon_reads(known_flags: set[str]) -> N
     read = LoginsFile.model_validate_json((place / "logins.json").read_text())
     (subnet,) = compose["networks"]["behind"]["ipam"]["config"]
     assert read.proxies == [subnet["subnet"]] and compose["networks"]["behind"]["internal"]
-    assert read.secret_file.name in compose["services"]["holdfast"]["secrets"]
+    (given,) = compose["services"]["holdfast"]["secrets"]
+    assert read.secret_file.name == given["source"] and compose["services"]["holdfast"]["user"].startswith(given["uid"])
     assert "ports" not in compose["services"]["holdfast"] and compose["services"]["holdfast"]["networks"] == ["behind"]
     proxy = yaml.safe_load((place / "oauth2-proxy.yaml").read_text())
     sent = {header["name"].lower() for header in proxy["injectRequestHeaders"]}
     assert sent == {SECRET_HEADER, *(f"{read.headers}-{name}".lower() for name in IDENTITY)}
     assert not any(header.get("preserveRequestValue") for header in proxy["injectRequestHeaders"])
+    (provider,) = proxy["providers"]  # of claims that are not named none is read, not even the audience
+    assert provider["oidcConfig"].keys() == {"issuerURL", "audienceClaims", "groupsClaim", "emailClaim", "userIDClaim"}
     assert set(re.findall(r"^([A-Z0-9_]+)=", (place / "example.env").read_text(), re.MULTILINE)) == set(
         re.findall(r"\$\{([A-Z0-9_]+)", (place / "compose.yml").read_text())
     ) | {one["environment"] for one in compose["secrets"].values()}
+
+
+def test_the_login_proxys_compose_file_follows_its_schema() -> None:
+    """The Compose specification's own; docker-compose 1 knows no secrets of the environment."""
+    tool = shutil.which(Path(sys.executable).with_name("check-jsonschema")) or shutil.which("check-jsonschema")
+    if tool is None:
+        pytest.skip("check-jsonschema is not installed (pip install check-jsonschema)")
+    path = TOP / "deploy" / "compose" / "logins" / "compose.yml"
+    command = [tool, "--builtin-schema", "vendor.compose-spec", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize("name", ["holdfast", "many-nodes", "watcher"])
+def test_the_socket_of_a_pod_is_where_the_daemon_takes_it(name: str, tmp_path: Path) -> None:
+    """Kubernetes lets everybody write to an emptyDir, and the daemon refuses such a directory unless it is sticky, as those
+    in memory are.
+    """
+    found = 0
+    for document in yaml.safe_load_all((TOP / "deploy" / "kubernetes" / f"{name}.yaml").read_text()):
+        pod = document["spec"]["template"]["spec"] if "template" in document.get("spec", {}) else {}
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
+            if not container["image"].startswith("holdfast:") or "args" not in container:
+                continue
+            socket = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]], {}).socket
+            (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == str(socket.parent)]
+            made = volumes[mount["name"]].get("emptyDir")
+            if made is not None:
+                directory = tmp_path / str(found)
+                directory.mkdir()
+                directory.chmod(0o1777 if made.get("medium") == "Memory" else 0o777)
+                prepare_directory(directory / socket.name)
+                found += 1
+    assert found == 1
 
 
 def test_the_trainers_flags_exist(compose: dict[str, Any]) -> None:

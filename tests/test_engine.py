@@ -1,20 +1,90 @@
-"""The image and the Compose file with a real engine (make engine): built, healthy, and a save that crosses containers."""
+"""The image and the Compose files with a real engine (make engine): built, healthy, and a save that crosses containers; a
+watcher over two daemons; and Holdfast behind a login proxy.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
+from tests.daemons import wait_until
 from tests.engine import BUILD_S, Engine, base_image, engine, missing
 
 TOP = Path(__file__).parent.parent
-PROJECT = "holdfast-test"
+EXAMPLES = TOP / "deploy" / "compose"
+HEALTHY_S = 300.0
+PATIENT = {"interval": "2s", "timeout": "120s", "retries": 60}  # a busy machine takes longer to ask after health
+# What the daemon of this container answers to its owner; and what one that is reached by name answers, with its status.
+ASK_OWN = """
+import httpx, sys
+from holdfast.rest.owner_token import OwnersToken
+url = "http://127.0.0.1:8420"
+print(httpx.get(url + sys.argv[1], auth=OwnersToken(url), trust_env=False).raise_for_status().text)
+"""
+ASK = """
+import httpx, json, sys
+answer = httpx.get(sys.argv[1], headers=json.loads(sys.argv[2]), trust_env=False)
+print(json.dumps([answer.status_code, answer.text]))
+"""
+# A rank of the crash lab, whose standard input ends, and with it the rank, when each of its saves has ended.
+ACT = """
+import subprocess, sys
+rank = ["/data", "/run/holdfast/holdfast.sock", "demo", "0", "1", sys.argv[1], "1,2,3", "1048576"]
+command, ended = [sys.executable, "-m", "tests.crash.acting_rank", *rank], 0
+with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    for line in started.stdout:
+        print(line, end="", flush=True)
+        ended += line.startswith(("committed", "aborted", "refused"))
+        if ended == 3:
+            started.stdin.close()
+sys.exit(started.returncode)
+"""
 pytestmark = pytest.mark.engine
+
+
+class Project(NamedTuple):
+    """A Compose file that is run."""
+
+    made: Engine
+    name: str
+    file: Path
+
+    def run(self, *words: str) -> str:
+        return self.made.run("docker-compose", "--project-name", self.name, "--file", str(self.file), *words)
+
+    def up(self, *services: str) -> None:
+        """Start services, and wait until they are healthy."""
+        self.run("up", "--detach", *services)
+        for service in services:
+            container = self.run("ps", "--quiet", service).strip()
+            limit = time.monotonic() + HEALTHY_S
+            while health(self.made, container) != "healthy":
+                assert time.monotonic() < limit, self.made.docker("logs", container)
+                time.sleep(0.5)
+
+
+@contextmanager
+def project(made: Engine, name: str, directory: Path, compose: Mapping[str, Any]) -> Iterator[Project]:
+    """A Compose file without what is built, and without ports of this machine; all that it made is removed in the end."""
+    services = {service: {**about} for service, about in compose["services"].items()}
+    for about in services.values():
+        about.pop("build", None)
+        about.pop("ports", None)
+        about["healthcheck"] = PATIENT
+    file = directory / "docker-compose.yml"
+    file.write_text(yaml.safe_dump({**compose, "services": services}))
+    found = Project(made, name, file)
+    try:
+        yield found
+    finally:
+        found.run("down", "--volumes", "--timeout", "30")
 
 
 @pytest.fixture(scope="module")
@@ -31,39 +101,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(made: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """The Compose file with a trainer that needs no torch: a rank of the crash lab's, in the service's image."""
     compose = yaml.safe_load((TOP / "docker-compose.yml").read_text())
     services = {name: compose["services"][name] for name in ("holdfast", "trainer")}
-    for service in services.values():
-        service.pop("build")
-    services["holdfast"]["ports"] = []
     trainer = services["trainer"]
     trainer["image"] = "holdfast"
     trainer["volumes"] += [f"{TOP}/tests:/tests/tests:ro"]
     trainer["environment"] = {"PYTHONPATH": "/tests"}
-    # It ends with its standard input; by then all it saves is committed. Its only argument is the launch.
-    rank = "python -m tests.crash.acting_rank /data /run/holdfast/holdfast.sock demo 0 1 $$0 1,2,3 1048576"
-    trainer["entrypoint"], trainer["command"] = ["sh", "-c", f"sleep 15 | {rank}"], ["launch-1"]
-    path = tmp_path_factory.mktemp("compose") / "docker-compose.yml"
-    path.write_text(yaml.safe_dump({"services": services, "volumes": {name: {} for name in ("data", "socket")}}))
-    return path
+    trainer["entrypoint"], trainer["command"] = ["python", "-c", ACT], ["launch-1"]
+    volumes: dict[str, Any] = {name: {} for name in ("data", "socket")}
+    directory = tmp_path_factory.mktemp("compose")
+    with project(made, "holdfast-test", directory, {"services": services, "volumes": volumes}) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def up(made: Engine, file: Path) -> Iterator[str]:
+def up(run: Project) -> str:
     """The daemon's container, healthy."""
-    compose = ("docker-compose", "--project-name", PROJECT, "--file", str(file))
-    made.run(*compose, "up", "--detach", "holdfast")
-    container = made.run(*compose, "ps", "--quiet", "holdfast").strip()
-    try:
-        limit = time.monotonic() + 90
-        while health(made, container) != "healthy":
-            assert time.monotonic() < limit, made.docker("logs", container)
-            time.sleep(0.5)
-        yield container
-    finally:
-        made.run(*compose, "down", "--volumes", "--timeout", "30")
+    run.up("holdfast")
+    return run.run("ps", "--quiet", "holdfast").strip()
 
 
 def health(made: Engine, container: str) -> str:
@@ -96,23 +153,21 @@ def test_daemon_serves_as_its_user(made: Engine, up: str) -> None:
     assert nodes == []
 
 
-def test_save_crosses_containers(made: Engine, up: str, file: Path) -> None:
+def test_save_crosses_containers(made: Engine, up: str, run: Project) -> None:
     """A rank in another container gets its memory over the shared socket; what it sealed is committed and verified."""
-    compose = ("docker-compose", "--project-name", PROJECT, "--file", str(file))
-    said = made.run(*compose, "run", "--rm", "trainer").splitlines()
+    said = run.run("run", "--rm", "trainer").splitlines()
     assert [line for line in said if line.startswith("committed")] == ["committed 1", "committed 2", "committed 3"]
     assert "waited" in inside(made, up, "sh", "-c", "holdfast wait --idle && echo waited")
     listed = json.loads(inside(made, up, "holdfast", "ls", "demo", "--json"))
     assert [(found["step"], found["verified"]) for found in listed] == [(3, True), (2, True), (1, True)]
-    again = made.run(*compose, "run", "--rm", "trainer", "launch-2").splitlines()
+    again = run.run("run", "--rm", "trainer", "launch-2").splitlines()
     assert "restored 3" in again  # read through the volume, every byte compared
 
 
-def test_ipc_is_shared(made: Engine, up: str, file: Path) -> None:
+def test_ipc_is_shared(made: Engine, up: str, run: Project) -> None:
     """The trainer sees the daemon's /dev/shm, of the size that the Compose file gives it."""
     inside(made, up, "touch", "/dev/shm/from-the-daemon")
-    compose = ("docker-compose", "--project-name", PROJECT, "--file", str(file))
-    shown = made.run(*compose, "run", "--rm", "--entrypoint", "sh", "trainer", "-c", "ls /dev/shm; df -k /dev/shm | tail -1")
+    shown = run.run("run", "--rm", "--entrypoint", "sh", "trainer", "-c", "ls /dev/shm; df -k /dev/shm | tail -1")
     assert "from-the-daemon" in shown and str(2**20) in shown
 
 
@@ -120,3 +175,66 @@ def test_orderly_end(made: Engine, up: str) -> None:
     """SIGTERM ends it within the grace period, with nothing left to kill."""
     made.docker("stop", "--time", "60", up)
     assert made.docker("inspect", "--format", "{{.State.ExitCode}}", up).strip() == "0"
+
+
+def test_a_watcher_says_which_daemon_does_not_answer(made: Engine, tmp_path: Path) -> None:
+    """As the head of its file has it: a token of each daemon, then the watcher, which Prometheus may ask, as the others."""
+    compose = yaml.safe_load((EXAMPLES / "watcher.yml").read_text())
+    del compose["services"]["prometheus"]
+    watcher, given = compose["services"]["watcher"], tmp_path / "watcher"
+    watcher["volumes"] = [volume.replace("../../watcher", str(given)) for volume in watcher["volumes"]]
+    daemons = {f"daemon-{number}:8420": f"daemon-{number}" for number in (1, 2)}
+    with project(made, "holdfast-test-watcher", tmp_path, compose) as examples:
+        examples.up(*daemons.values())
+        given.mkdir()
+        create = ("holdfast", "token", "create", "watcher")
+        tokens = {at: examples.run("exec", "-T", name, *create) for at, name in daemons.items()}
+        (given / "tokens").write_text("".join(f"http://{at} {token}" for at, token in tokens.items()))
+        (given / "notify.toml").write_text('[[target]]\nname = "me"\nkind = "webhook"\nurl = "http://receiver.example/"\n')
+        for path in given.iterdir():
+            path.chmod(0o600)
+        owned = ("--user", "0", "--entrypoint", "chown", "--volume", f"{given}:/given", "holdfast")
+        made.docker("run", "--rm", *owned, "-R", "10001:10001", "/given")
+        examples.up("watcher")
+
+        def reachable() -> dict[str, bool]:
+            said = examples.run("exec", "-T", "watcher", "python", "-c", ASK_OWN, "/v1/watched/daemons")
+            return {one["name"]: one["reachable"] for one in json.loads(said)["items"]}
+
+        wait_until(lambda: reachable() == dict.fromkeys(daemons, True))
+        (target,) = json.loads(examples.run("exec", "-T", "watcher", "holdfast", "notify", "ls", "--json"))
+        assert target["name"] == "me"
+        for at in (*daemons, "watcher:8420"):
+            asked = ("exec", "-T", "watcher", "python", "-c", ASK, f"http://{at}/metrics", "{}")
+            status, text = json.loads(examples.run(*asked))
+            assert status == 200 and "holdfast_" in text
+        examples.run("stop", "daemon-2")
+        wait_until(lambda: reachable() == {"daemon-1:8420": True, "daemon-2:8420": False})
+
+
+def test_only_the_login_proxy_says_who_is_there(made: Engine, tmp_path: Path) -> None:
+    """A container in the proxy's network, with the secret: the person's groups count. Without it nobody is believed."""
+    place, secret = EXAMPLES / "logins", "4e" * 32
+    compose = yaml.safe_load((place / "compose.yml").read_text())
+    daemon = compose["services"]["holdfast"]
+    daemon["volumes"] = [volume.replace("./", f"{place}/") for volume in daemon["volumes"]]
+    daemon["secrets"] = [one["source"] for one in daemon["secrets"]]  # docker-compose 1 knows only secrets in files
+    (tmp_path / "secret").write_text(secret)
+    (tmp_path / "secret").chmod(0o644)
+    proxy = {"image": "holdfast", "entrypoint": ["python", "-c", ASK], "networks": ["behind"]}
+    compose["services"] = {"holdfast": daemon, "proxy": proxy}
+    compose["secrets"] = {name: {"file": str(tmp_path / "secret")} for name in daemon["secrets"]}
+    with project(made, "holdfast-test-logins", tmp_path, compose) as examples:
+        examples.up("holdfast")
+
+        def whoami(**said: str) -> tuple[int, dict[str, Any]]:
+            headers = {"Host": "holdfast.example", **{name.replace("_", "-"): value for name, value in said.items()}}
+            url = "http://holdfast:8420/v1/whoami"
+            status, text = json.loads(examples.run("run", "--rm", "-T", "proxy", url, json.dumps(headers)))
+            return status, json.loads(text)
+
+        person = {"X_Forwarded_User": "ada", "X_Forwarded_Email": "ada@example.com", "X_Forwarded_Groups": "staff,team-a"}
+        assert whoami()[0] == 401 and whoami(**person)[0] == 403
+        status, found = whoami(**person, X_Holdfast_Proxy_Secret=secret)
+        assert (status, found["name"], found["by"]) == (200, "ada@example.com", "login")
+        assert {(grant["scope"], grant["runs"]) for grant in found["grants"]} == {("write", "team-a-*"), ("read", "*")}

@@ -43,6 +43,15 @@ def test_compose_file_follows_its_schema() -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+def test_docker_compose_reads_the_file() -> None:
+    """Also the first version of it."""
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed (apt-get install docker-compose)")
+    command = ["docker-compose", "-f", str(COMPOSE_FILE), "config", "--quiet"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_the_compose_file_watches_each_of_its_daemons() -> None:
     """By addresses at which they listen and by names that they take; their roots and sockets are their own."""
     started = {name: parse(SERVICES[name]["command"], {}) for name in (*DAEMONS, "watcher")}

@@ -7,6 +7,7 @@ from tests.crash.mutants import Mutation
 _API = "service/holdfast_service/api"
 _TOKENS = "service/holdfast_service/control/access/tokens.py"
 _DOORS = "tests/api/door/test_middleware.py"
+_LOGINS = "tests/api/door/test_logins.py"
 _CALLERS = "tests/daemon/arena/test_callers.py"
 
 DOORS = (
@@ -37,7 +38,7 @@ DOORS = (
         f"{_API}/door/scopes.py",
         "    return [*asked, *([at[1]] if at else [])]\n",
         "    return asked\n",
-        (_DOORS,),
+        ("tests/api/door/test_scopes.py",),
     ),
     Mutation(
         "the runs of a token, in lists",
@@ -73,6 +74,34 @@ DOORS = (
         "told=cookie is not None or login is not None)",
         "told=login is not None)",
         (_DOORS,),
+    ),
+    Mutation(
+        "the secret of a login proxy",
+        f"{_API}/door/logins.py",
+        "        if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not",
+        "        if not",
+        (_LOGINS,),
+    ),
+    Mutation(
+        "the address of a login proxy",
+        f"{_API}/door/logins.py",
+        " or not self._is_proxy(peer):\n",
+        ":\n",
+        (_LOGINS,),
+    ),
+    Mutation(
+        "the runs of a token, of watched daemons",
+        "service/holdfast_service/fleet/watched.py",
+        "(one for one in merged if sees(one[0].summary.run))",
+        "iter(merged)",
+        ("tests/fleet/test_watched.py",),
+    ),
+    Mutation(
+        "the limit of a token",
+        f"{_API}/door/limits.py",
+        "                if holder.requests < 1:\n",
+        "                if False:\n",
+        ("tests/api/door/test_limits.py",),
     ),
     Mutation(
         "a token on loopback addresses",

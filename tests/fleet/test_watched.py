@@ -193,3 +193,4 @@ def test_what_somebody_may_see(tmp_path: Path) -> None:
         wait_until(lambda: len(watch.runs()) == 2)
         (seen,) = watch.daemons({"llama"}.__contains__)
         assert (seen.runs, seen.ranks, seen.problem) == (1, 0, None) and watch.daemons({"nobody"}.__contains__) == []
+        assert [one.summary.run for one in watch.runs({"llama"}.__contains__)] == ["llama"]
