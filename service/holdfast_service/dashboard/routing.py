@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
@@ -19,6 +20,8 @@ from .rendering import as_page
 FORM_BYTES_MAX = 256 * 1024
 FIELDS_MAX = 256
 _OWN_SITE = ("same-origin", "none")
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class PageRoute(APIRoute):
@@ -56,6 +59,10 @@ class Form:
     def all(self, name: str) -> list[str]:
         return [value.strip() for value in self._fields.get(name, [])]
 
+    def lines(self, name: str) -> str:
+        """Text of several lines, which a browser ends as HTTP does."""
+        return self.text(name).replace("\r\n", "\n")
+
     def number(self, name: str) -> int | None:
         """A whole number, None if the field is empty; `InvalidRequest` for anything else."""
         text = self.text(name).replace(" ", "").replace("_", "")
@@ -64,6 +71,16 @@ class Form:
         if not (text.isascii() and text.isdigit() and len(text) < 20):
             raise InvalidRequest(f"{name}: {self.text(name)!r} is not a whole number", hint="go back and change the field")
         return int(text)
+
+
+def filled(model: type[Model], said: dict[str, Any], hint: str = "go back and change the field") -> Model:
+    """The body that a form asks for; `InvalidRequest` names the field that is wrong."""
+    try:
+        return model.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the form"
+        raise InvalidRequest(f"{where}: {first['msg']}", hint=hint) from error
 
 
 async def _posted(request: Request) -> Form:
