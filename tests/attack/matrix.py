@@ -151,6 +151,7 @@ POST   /tokens/{name}/rotate                                     admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form
 GET    /api                                                      read  seen
 POST   /v1/links                                                read  none
+DELETE /v1/links                                                read  none
 GET    /enter                                                   open  none
 GET    /csv/{table}                                              read  seen
 GET    /runs/{run}/csv/{table}                                   read  path

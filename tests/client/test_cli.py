@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from holdfast import Api
 from holdfast.cli import app
-from holdfast.commands import serve
+from holdfast.commands import serve, watch
 from holdfast.read.library import parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
@@ -403,3 +403,10 @@ class TestDiff:
         flip(built.path / entry.file, entry.start + 9)
         result = call("diff", "tiny@10", "tiny@20", "--root", root)
         assert result.exit_code == 5 and "layers.0.q.weight" in result.output
+
+
+def test_lines_of_watch_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON leaves what is no ASCII as it is, and among that are characters that a terminal obeys."""
+    watch._line({"text": "a\x9b2J\u202eb"})
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == {"text": "a\x9b2J\u202eb"} and shown.isascii()

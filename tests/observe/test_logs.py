@@ -94,6 +94,18 @@ def test_text_says_what_the_message_does_not() -> None:
     assert TextLines().format(a_record("plain")).endswith("plain")
 
 
+@pytest.mark.parametrize("formatter", [TextLines(), JsonLines("n")])
+def test_what_others_say_is_no_line_and_steers_no_terminal(formatter: logging.Formatter) -> None:
+    """A rank's error, for example: its lines are indented, and escapes are shown as such."""
+    try:
+        raise ValueError("\x9b2J\n2030-01-01 INFO x: forged")
+    except ValueError:
+        record = a_record("%s", "a\x1b[2Jb\u202e\n2030-01-01 INFO x: forged")
+        record.exc_info = sys.exc_info()
+    shown = formatter.format(record)
+    assert not set(shown) & set("\x1b\x9b\u202e") and "\n2030" not in shown and "forged" in shown
+
+
 def test_api_md_lists_the_fields() -> None:
     """docs/api.md has every field that a line can have, in the order of the line, and no other."""
     try:

@@ -185,6 +185,18 @@ def test_links_and_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
         links.redeem(codes[0])
 
 
+def test_nobody_signs_others_out() -> None:
+    """Whoever has a token for a little can make links and sessions without end, and gives up their own alone."""
+    links = owner.Links()
+    session = links.redeem(links.offer("hf_owner"))
+    code = links.offer("hf_owner")
+    for _ in range(owner.SESSIONS_MAX + 9):
+        links.redeem(links.offer("hf_other"))
+    kept = [links.offer("hf_other") for _ in range(owner.LINKS_MAX + 9)]
+    assert links.token_of(session) == "hf_owner" and links.token_of(links.redeem(code)) == "hf_owner"
+    assert links.token_of(links.redeem(kept[-1])) == "hf_other"
+
+
 def test_each_start_has_another_token(surroundings: Path, tmp_path: Path) -> None:
     """A client goes on over a restart; what a killed daemon left is swept; after an orderly end nothing is left."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -117,6 +117,13 @@ def test_texts_are_cut_and_can_be_sent_whatever_they_are() -> None:
         assert len(told.text) <= 6 * 2000 and as_alert("ops", told, False, None).model_dump_json()
 
 
+def test_a_text_with_control_characters_does_not_keep_its_message_from_being_taken() -> None:
+    """Mail servers refuse a NUL, and chats a message that has one: other alerts of the message would be told to nobody."""
+    world = World(target(after_s=0))
+    (told,) = plan(world.target, {NoticeKey("a", "b"): alert(text="x\0\x1b[2J\u202e\ny")}, {}, {}, T0).firing
+    assert told.text == "x\\x00\\x1b[2J\\u202e\ny"
+
+
 def test_never_again_and_no_recovery() -> None:
     world = World(target(after_s=0, repeat_s=0, recovery=False))
     assert world.look(T0, LOST) == [("firing", "llama")]

@@ -100,6 +100,11 @@ def told(web: Web) -> list[tuple[str, str, str]]:
     return [(one["status"], one["run"], one["id"]) for got in web.got for one in json.loads(got.body)["alerts"]]
 
 
+def kinds(one: Daemon) -> list[str]:
+    """The events there are. One that tells of a message comes after it was noted that the message was accepted."""
+    return [event.kind for event in one.events.after(0, 9)]
+
+
 def runs(web: Web) -> list[tuple[str, str]]:
     return [(status, run) for status, run, _ in told(web)]
 
@@ -116,8 +121,7 @@ def test_an_alert_and_its_end(database: Database, web: Web, tmp_path: Path) -> N
         listed = one.notifier.targets()[0]
         assert (listed.firing, listed.failed, listed.dropped, listed.problem) == (0, 0, 0, None)
         assert len({alert for _, _, alert in told(web)}) == 1
-        kinds = [event.kind for event in one.events.after(0, 9)]
-        assert kinds == ["notification-sent"] * 2
+        wait_until(lambda: kinds(one) == ["notification-sent"] * 2)
 
 
 def test_a_daemon_that_is_started_again_goes_on(database: Database, web: Web, tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -
     with daemon(database, targets(tmp_path, web)) as one:
         one.fire("llama", "short")
         wait_until(lambda: one.notifier.targets()[0].failed >= 3)
-        assert "status 500" in (one.notifier.targets()[0].problem or "")
+        wait_until(lambda: "status 500" in (one.notifier.targets()[0].problem or ""))
         del one.alerts[NoticeKey("short", "run-lost")]
         wait_until(lambda: one.notifier.targets()[0].dropped == 1)
         web.status = 200
@@ -165,7 +169,7 @@ def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -
         listed = one.notifier.targets()[0]
         assert (listed.firing, listed.problem) == (1, None) and one.notifier.counts["dropped"] == 1
         assert len({alert for _, run, alert in told(web) if run == "llama"}) == 1
-        assert [event.kind for event in one.events.after(0, 9)] == ["notification-failed", "notification-sent"]
+        wait_until(lambda: kinds(one) == ["notification-failed", "notification-sent"])
         assert web.url not in " ".join(event.text for event in one.events.after(0, 9))
 
 

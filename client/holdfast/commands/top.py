@@ -17,9 +17,9 @@ from holdfast.rest.summaries import summaries
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast.terminal.tables import Table
-from holdfast.terminal.visible import visible
 from holdfast_formats.errors import Unavailable
 from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.visible import visible
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8
@@ -70,7 +70,7 @@ def _looked(look: Callable[[], list[RunSummary]]) -> list[Table | Text]:
     try:
         return render(look())
     except Unavailable as error:  # it may come back
-        return [Text(f"{error.code}: {error.detail}", style="bold red")]
+        return [Text(f"{error.code}: {visible(error.detail)}", style="bold red")]
 
 
 def render(shown: list[RunSummary]) -> list[Table | Text]:

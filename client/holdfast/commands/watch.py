@@ -15,6 +15,7 @@ from holdfast.terminal import console
 from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
+from holdfast_formats.visible import visible_json
 
 _COLOURS = {"info": "green", "warning": "yellow", "error": "bold red"}
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -63,4 +64,4 @@ def _say_line(gap: Gap) -> None:
 
 
 def _line(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(visible_json(json.dumps(value, ensure_ascii=False)), flush=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from holdfast.terminal.tables import Table
-from holdfast.terminal.visible import visible_json, visible_lines
 from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, exit_status
+from holdfast_formats.visible import visible_json, visible_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.terminal.visible import visible
+from holdfast_formats.visible import visible
 
 if TYPE_CHECKING:
     from rich.text import Text

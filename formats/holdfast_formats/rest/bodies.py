@@ -356,7 +356,11 @@ class Node(Body):
         default_factory=list, description="the moving averages that it keeps, for the runs that may be seen"
     )
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
-    sealed: int = Field(default=0, description="saves of which all ranks of this node have sealed, and that have not ended")
+    sealed: int = Field(
+        default=0,
+        description="saves of which all ranks of this node have sealed, and that have not ended; only shown to tokens for "
+        "all runs",
+    )
     live: bool = Field(default=True, description="whether the node has given a sign of life lately")
     state: NodeState = Field(
         default="live",
@@ -389,7 +393,9 @@ class Node(Body):
         default=None,
         description="why and since when the catalog does not answer, and how many records wait; None while it answers",
     )
-    catalog_waiting: int = Field(default=0, description="records of saves and events that wait for the catalog")
+    catalog_waiting: int = Field(
+        default=0, description="records of saves and events that wait for the catalog; only shown to tokens for all runs"
+    )
 
 
 class Health(Body):

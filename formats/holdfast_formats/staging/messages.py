@@ -7,9 +7,11 @@ everybody who may write to the run: what only local ranks may say belongs into `
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from holdfast_formats.body import Body
 from holdfast_formats.lineage import Existing, Intent
@@ -20,7 +22,27 @@ WORLD_MAX = 2**18  # ranks of a run: what is kept of each must not fill the daem
 INFO_BYTES_MAX = 65_536  # of JSON, of what a trainer says about its launch
 COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
 
+PROBLEM_MEMBERS_MAX, PROBLEM_NAME_MAX, PROBLEM_TEXT_MAX = 32, 64, 4096  # of a problem; characters of each name and value
+
 _Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+def brief(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """A problem as it is kept: in the catalog and in events, for as long as these are. Long texts are cut, and what else is
+    long is left out.
+    """
+    kept = {name: value for name, value in problem.items() if len(name) <= PROBLEM_NAME_MAX and not _is_long(value)}
+    return {
+        name: value[:PROBLEM_TEXT_MAX] if isinstance(value, str) else value
+        for name, value in list(kept.items())[:PROBLEM_MEMBERS_MAX]
+    }
+
+
+def _is_long(value: Any) -> bool:
+    return not isinstance(value, str) and len(json.dumps(value, default=str)) > PROBLEM_TEXT_MAX
+
+
+Reported = Annotated[dict[str, Any], AfterValidator(brief)]
 
 
 class Introduction(Body):
@@ -92,7 +114,7 @@ class SlotRequest(Body):
 class AbandonRequest(Body):
     """Why a rank does not complete its part of a save; no rank's part is saved then."""
 
-    problem: dict[str, Any]
+    problem: Reported
 
 
 class StepQuestion(Body):
@@ -114,7 +136,7 @@ class RestoreResult(Body):
     """How this rank's restore of the turn's step ended: successfully, or with this problem."""
 
     step: int = Field(ge=0)
-    problem: dict[str, Any] | None = None
+    problem: Reported | None = None
     alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
 
 

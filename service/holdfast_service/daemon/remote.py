@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import (
     CheckpointError,
@@ -40,6 +41,13 @@ DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
 REAP_INTERVAL_S = 1.0
 
 
+class _Departed(NamedTuple):
+    """A rank that is gone: its run, and the problem that it is told."""
+
+    run: str
+    problem: dict[str, Any]
+
+
 class RemoteRanks:
     """All ranks over HTTP, by their IDs. Silent ones count as dead."""
 
@@ -57,7 +65,7 @@ class RemoteRanks:
         self.silence_max_s = silence_max_s
         self._lock = threading.Lock()
         self._ranks: dict[str, RemoteRank] = {}
-        self._departed: dict[str, dict[str, Any]] = {}  # by id: the problem that it is told
+        self._departed: dict[str, _Departed] = {}
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap_loop, name="holdfast-remote-reaper", daemon=True)
         self._reaper.start()
@@ -97,7 +105,7 @@ class RemoteRanks:
         with self._lock:
             self._refuse_too_many(made.holder)
             if rank_id in self._departed:
-                raise from_problem(self._departed[rank_id])
+                raise from_problem(self._departed[rank_id].problem)
             if rank_id in self._ranks:  # the same hello, sent again, was faster
                 return self._ranks[rank_id]
             before = [i for i, r in self._ranks.items() if (r.who.run, r.who.attempt, r.who.rank) == place]
@@ -125,17 +133,19 @@ class RemoteRanks:
             known.heard = time.monotonic()
         return known
 
-    def find(self, rank_id: str) -> RemoteRank:
-        """The rank of this id, heard of now; `RoundAborted` when it was given up, `NoSuchResource` when it said no hello."""
+    def find(self, rank_id: str, sees: Callable[[str], bool] = lambda run: True) -> RemoteRank:
+        """The rank of this id, heard of now; `RoundAborted` when it was given up, `NoSuchResource` when it said no hello, or
+        is of a run that whoever asks does not see.
+        """
         with self._lock:
             found = self._ranks.get(rank_id)
             departed = self._departed.get(rank_id)
-        if found is None:
-            if departed is not None:
-                raise from_problem(departed)
-            raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")
-        found.heard = time.monotonic()
-        return found
+        if found is not None and sees(found.who.run):
+            found.heard = time.monotonic()
+            return found
+        if departed is not None and sees(departed.run):
+            raise from_problem(departed.problem)
+        raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")
 
     def leave(self, rank_id: str) -> None:
         """Disconnect the rank; its sealed slots are saved."""
@@ -171,7 +181,7 @@ class RemoteRanks:
             rank = self._ranks.pop(rank_id, None)
             if rank is None:
                 return
-            self._departed[rank_id] = error.problem()
+            self._departed[rank_id] = _Departed(rank.who.run, error.problem())
             while len(self._departed) > DEPARTED_MAX:
                 del self._departed[next(iter(self._departed))]
         rank.who.parted = parted

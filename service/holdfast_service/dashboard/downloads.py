@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.visible import spreadsheet_cell
 
 ROWS_MAX = 20_000
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 class DownloadTable(NamedTuple):
@@ -61,7 +61,7 @@ OF_CHECKPOINT = {
 
 
 def csv_text(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A header and the rows. What a spreadsheet would take for a formula is text there, behind an apostrophe."""
+    """A header and the rows, in which no text is a formula or steers a terminal."""
     written = io.StringIO()
     writer = csv.writer(written)
     names = list(columns)
@@ -83,4 +83,4 @@ def _cell(value: Any) -> str | int | float:
         value = " ".join(f"{name}={one}" for name, one in value.items())
     elif not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False)
-    return f"'{value}" if value.startswith(_FORMULA) else value
+    return spreadsheet_cell(value)

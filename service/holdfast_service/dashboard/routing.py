@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from math import nan
+from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
@@ -18,7 +20,10 @@ from .rendering import as_page
 
 FORM_BYTES_MAX = 256 * 1024
 FIELDS_MAX = 256
+REAL_MAX = 1e15  # hours, gigabytes
 _OWN_SITE = ("same-origin", "none")
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class PageRoute(APIRoute):
@@ -56,6 +61,10 @@ class Form:
     def all(self, name: str) -> list[str]:
         return [value.strip() for value in self._fields.get(name, [])]
 
+    def lines(self, name: str) -> str:
+        """Text of several lines, which a browser ends as HTTP does."""
+        return self.text(name).replace("\r\n", "\n")
+
     def number(self, name: str) -> int | None:
         """A whole number, None if the field is empty; `InvalidRequest` for anything else."""
         text = self.text(name).replace(" ", "").replace("_", "")
@@ -69,9 +78,22 @@ class Form:
         """A number, None if the field is empty; `InvalidRequest` for anything else."""
         text = self.text(name)
         try:
-            return float(text) if text else None
-        except ValueError as error:
-            raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field") from error
+            found = float(text) if text else None
+        except ValueError:
+            found = nan
+        if found is not None and not -REAL_MAX < found < REAL_MAX:
+            raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field")
+        return found
+
+
+def filled(model: type[Model], said: dict[str, Any], hint: str = "go back and change the field") -> Model:
+    """The body that a form asks for; `InvalidRequest` names the field that is wrong."""
+    try:
+        return model.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the form"
+        raise InvalidRequest(f"{where}: {first['msg']}", hint=hint) from error
 
 
 async def _posted(request: Request) -> Form:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.visible import visible_json, visible_lines
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LogFormat = Literal["text", "json"]
@@ -75,14 +76,20 @@ class JsonLines(logging.Formatter):
             line["thread"] = record.threadName
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return visible_json(json.dumps(line, ensure_ascii=False, default=str))
 
 
 class TextLines(logging.Formatter):
-    """Format a record as a text line; run, step and code are appended unless the message names them."""
+    """Format a record as a text line; run, step and code are appended unless the message names them.
+
+    What others have said steers no terminal, and more lines of it are indented, so that none looks like a record.
+    """
 
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record)).replace("\n", "\n    ")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from holdfast_formats.moments import write
 from holdfast_formats.rest.observed import Attention
 from holdfast_formats.rest.telling import AlertLevel, NoticedAlert
+from holdfast_formats.visible import visible_lines
 from holdfast_service.control.database.visible import ALL, matches
 from holdfast_service.telling.targets import HttpTarget, MailTarget
 
@@ -143,7 +144,8 @@ def _said(told: Told, item: Attention) -> Told:
 
 
 def _text(text: str) -> str:
-    return text[:TEXT_MAX].encode(errors="backslashreplace").decode()
+    """One control character, which a mail server or a chat refuses, would keep all alerts of its message from everybody."""
+    return visible_lines(text[:TEXT_MAX])
 
 
 def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now: float) -> bool:

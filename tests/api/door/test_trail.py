@@ -79,7 +79,7 @@ def test_every_route_and_method_leaves_its_trace(closed: Guarded, monkeypatch: p
             seen.clear()
             answer = closed.ask(route.method, target, token, headers=dict(headers), content=body)
             refused = answer.status_code in (401, 403)
-            if route.is_page and route.path != "/logout":  # what it has asked the API for is recorded, and nothing twice
+            if route.is_page:  # what it has asked the API for is recorded, and nothing twice
                 assert len({act.request for act in seen}) <= 1 and all(act.via == "dashboard" for act in seen), (route, seen)
                 assert not refused or seen, route
             elif refused or kind is not None:
@@ -220,9 +220,19 @@ def test_signing_in_and_out_is_told(closed: Guarded) -> None:
     assert closed.ask("GET", link).status_code == 200
     cookie = {"Cookie": f"holdfast_token={token}", **FORM}
     assert closed.ask("POST", "/logout", headers=cookie).status_code == 303
+    assert closed.ask("GET", "/v1/runs", headers=cookie).status_code == 200  # the token is as good as before
     assert [one.kind for one in entries(closed, admin, who=name)] == ["signed-out", "signed-in", "link-made", "signed-in"]
     assert "" in {one.who for one in entries(closed, admin, kind="signed-in", refused="true")}
     assert "code=" not in closed.ask("GET", "/v1/audit?limit=1000", admin).text
+
+
+def test_a_browser_that_signs_out_has_no_session_any_more(closed: Guarded) -> None:
+    """Whoever has copied its cookie before is signed out too."""
+    link = closed.ask("POST", "/v1/links", closed.token()).json()["path"]
+    kept = closed.ask("GET", link).headers["set-cookie"].partition(";")[0]
+    assert closed.ask("GET", "/v1/runs", headers={"Cookie": kept}).status_code == 200
+    assert closed.ask("POST", "/logout", headers={"Cookie": kept, **FORM}).status_code == 303
+    assert closed.ask("GET", "/v1/runs", headers={"Cookie": kept}).status_code == 401
 
 
 def test_a_wrong_token_is_told_of_though_a_browser_is_led_away(closed: Guarded) -> None:

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from holdfast.cli import app
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
+from holdfast_service.api.routes.nodes import _Told
+from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.cluster.cluster import Crew
 from holdfast_service.dashboard.pages.nodes import behind
 from tests.checkpoints import build_root
@@ -63,6 +65,12 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
 
 def listed(http: httpx.Client) -> dict[str, dict[str, Any]]:
     return {node["name"]: node for node in http.get("/v1/nodes").raise_for_status().json()["items"]}
+
+
+def test_a_token_of_some_runs_counts_no_saves_of_others() -> None:
+    node = bodies.Node(**about("a", sealed=3, catalog_waiting=12, busy=True))
+    seen = _Told(node, {}, {}).seen_by(Principal("t", "write", "run"))
+    assert (seen.sealed, seen.catalog_waiting, seen.busy) == (0, 0, True)
 
 
 def test_members_are_told_of(http: httpx.Client) -> None:

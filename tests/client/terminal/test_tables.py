@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -12,7 +10,7 @@ from rich.text import Text
 
 from holdfast.terminal.rich_console import SafeConsole
 from holdfast.terminal.tables import CUT, Table, shortened, wrapped
-from holdfast.terminal.visible import visible, visible_json
+from holdfast_formats.visible import visible
 
 TEXTS = st.text(st.sampled_from("ab-./ é漢字\u0301\u200d👩\x1b\n\t\u202e\x9b\x00"), max_size=60)
 
@@ -81,13 +79,3 @@ def test_a_pipe_gets_no_escape() -> None:
     assert "[red]a\\x1b[2Jb[/red] :smile:" in shown
     assert "\x1b]0;" not in shown and "\x07" not in shown and "\u202e" not in shown
     assert "\x1b[1mx\\x1b]0;title\x1b[0m\\u202ey" in shown  # rich drops the bell itself
-
-
-@given(st.text())
-def test_json_means_the_same(text: str) -> None:
-    """JSON is escaped where a terminal would obey it, and stays the same document."""
-    if any("\ud800" <= one <= "\udfff" for one in text):
-        return
-    escaped = visible_json(json.dumps({"a": text}, ensure_ascii=False))
-    assert json.loads(escaped) == {"a": text}
-    assert not set(escaped) & set("\x7f\x9b\u202e\u2066\ufeff")

@@ -9,7 +9,9 @@ import pytest
 
 from holdfast_service.control.catalog import book as books
 from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.visible import limited_to
 
 
 def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +41,18 @@ def test_many_notes_are_told_one_after_another(tmp_path: Path, monkeypatch: pyte
     assert ended.wait(60.0) and done == list(range(1000))
     book.close()
     book.database.close()
+
+
+def test_what_is_decided_knows_all_runs_whoever_asks(tmp_path: Path) -> None:
+    """A rank that says hello with a token for one run may be the first: the attempts of all runs are learned, not of that
+    one alone, or a number would be given out twice (I6).
+    """
+    catalog = Catalog(Database.open(f"sqlite:///{tmp_path}/catalog.sqlite"))
+    for run in ("mine", "theirs"):
+        catalog.declare_attempt(run, "launch", 1, "2030-01-01T00:00:00Z")
+    book = Book(catalog.database)
+    with limited_to("mine"):
+        assert set(book.ask(catalog.declared, 60.0)) == {"mine", "theirs"}
+        assert set(catalog.declared()) == {"mine"}
+    book.close()
+    catalog.close()

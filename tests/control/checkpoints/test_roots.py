@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
 from holdfast_formats.errors import (
     CorruptManifest,
@@ -15,8 +18,9 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
+from holdfast_service.control.database.visible import limited_to
 from holdfast_service.storage import MemoryTier, PosixStore
 from tests.control.published import a_manifest, a_row, put_checkpoint
 
@@ -164,6 +168,21 @@ def test_reconcile_lists_what_it_never_knew_and_cannot_read(tier: MemoryTier, ca
     assert catalog.checkpoint("run", 1) == a_row("run", 1)
 
 
+def test_reconcile_looks_at_all_runs_whoever_asks(tier: MemoryTier, catalog: Catalog) -> None:
+    """A restore with a token for one run may be the reason: what is known of others' damaged checkpoints stays, and their
+    manifests are not all read again.
+    """
+    for run in ("mine", "theirs"):
+        put_checkpoint(tier, a_manifest(run, 1))
+    catalog.record_checkpoint(a_row("theirs", 1, verified=True), roots.stamp(PosixStore(tier), "theirs", 1))
+    tier.replace("theirs/checkpoints/step-00000001/manifest.json", b"{}")
+    with limited_to("mine"):
+        roots.reconcile(PosixStore(tier), catalog)
+    found = catalog.checkpoint("theirs", 1)
+    assert (found.state, found.created, found.metrics) == ("damaged", a_row("theirs", 1).created, {"loss": 2.5})
+    assert listed(catalog, "mine") == {1: False}
+
+
 def test_reconcile_goes_on_after_a_failing_disk(catalog: Catalog) -> None:
     """A checkpoint that cannot be read is a problem of its own, not of the others."""
 
@@ -178,3 +197,55 @@ def test_reconcile_goes_on_after_a_failing_disk(catalog: Catalog) -> None:
         put_checkpoint(tier, a_manifest("run", step))
     assert [(p.step, type(p.error)) for p in roots.reconcile(PosixStore(tier), catalog)] == [(1, StorageFailed)]
     assert listed(catalog, "run") == {2: False}
+
+
+class Meddled(MemoryTier):
+    """Once it is armed, something else happens behind the next time that a file of step 1 is read."""
+
+    def __init__(self, file: str, what: Callable[[MemoryTier], None]) -> None:
+        super().__init__()
+        self.armed, self._what, self._path = False, what, f"run/checkpoints/step-00000001/{file}"
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        found = super().read(path, offset, length)
+        if self.armed and path == self._path:
+            self.armed = False
+            self._what(self)
+        return found
+
+
+def test_reconcile_does_not_take_a_step_that_is_replaced_meanwhile_for_damaged(catalog: Catalog) -> None:
+    """COMMIT of one checkpoint and manifest of the next do not agree, and nothing is wrong with either."""
+
+    def replace(tier: MemoryTier) -> None:
+        newer = a_manifest("run", 1, attempt=2)
+        encoded = manifest.encode(newer)
+        for name, data in ((naming.MANIFEST, encoded), (naming.COMMIT, manifest.encode_commit(newer, encoded))):
+            tier.replace(f"run/checkpoints/step-00000001/{name}", data)
+        catalog.record_checkpoint(bodies.describe(newer, verified=True), roots.stamp(PosixStore(tier), "run", 1))
+
+    tier = Meddled(naming.COMMIT, replace)
+    put_checkpoint(tier, a_manifest("run", 1))
+    catalog.record_checkpoint(a_row("run", 1, verified=True))
+    tier.armed = True
+    roots.reconcile(PosixStore(tier), catalog, thorough=True)
+    found = catalog.checkpoint("run", 1)
+    assert (found.attempt, found.state, catalog.newest("run")) == (2, "verified", 1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_reconcile_does_not_bring_back_what_is_damaged_and_removed_meanwhile(catalog: Catalog, known: bool) -> None:
+    """Neither a checkpoint that was listed, nor one that nobody knew."""
+
+    def remove(tier: MemoryTier) -> None:
+        removal.discard(PosixStore(tier), "run", 1)
+        catalog.forget_checkpoint("run", 1)
+
+    tier = Meddled(naming.MANIFEST, remove)
+    put_checkpoint(tier, a_manifest("run", 1))
+    tier.replace("run/checkpoints/step-00000001/manifest.json", b"{}")
+    if known:
+        catalog.record_checkpoint(a_row("run", 1, verified=True))
+    tier.armed = True
+    roots.reconcile(PosixStore(tier), catalog)
+    assert listed(catalog, "run") == {}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_formats.visible import visible_lines
 from holdfast_service.dashboard import downloads
 from holdfast_service.dashboard.downloads import csv_text
 from tests.dashboard.reading import Page
@@ -49,14 +50,19 @@ def test_filters(browser: httpx.Client) -> None:
     assert browser.get("/runs/nope/csv/checkpoints").status_code == 404
 
 
-@given(st.text() | st.sampled_from(["=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "a,b", 'a"b']))
+@given(
+    st.text() | st.sampled_from(["=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "a,b", 'a"b'])
+)
 def test_formulas_are_text(text: str) -> None:
-    """What begins as a formula begins with an apostrophe; a number is a number, and everything else is what it was."""
+    """What begins as a formula begins with an apostrophe; a number is a number, and everything else is what it was, but for
+    characters that steer a terminal.
+    """
     written = csv_text(["a", "b"], [{"a": text, "b": -1.5}])
     row = list(csv.reader(io.StringIO(written, newline="")))[1]
     assert row[1] == "-1.5"
-    assert row[0] in (text, f"'{text}")
-    assert not row[0].startswith(("=", "+", "-", "@", "\t", "\r", "\n"))
+    assert row[0] in (visible_lines(text), f"'{visible_lines(text)}")
+    assert not row[0].startswith(("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20"))
+    assert written.encode() and not set(written) & set("\x1b\x9b\x00\u202e")
 
 
 def test_cells() -> None:

@@ -131,3 +131,13 @@ def test_the_socket_refuses_unknown_fields_and_http_ignores_them(message: wire.M
         type(message).model_validate({**message.model_dump(), "unknown": 1})
     for _, far in (pair for pair in PAIRS if pair[0] is type(message)):
         assert far.model_config.get("extra") is None
+
+
+def test_a_problem_is_kept_in_short() -> None:
+    """Whoever may write to a run could fill catalog and pages with what a body may hold; ordinary problems stay whole."""
+    usual = {"code": "state-mismatch", "detail": "tensor 'a' differs", "hint": "h", "members": [1, 2], "nothing": None}
+    assert messages.AbandonRequest(problem=usual).problem == usual
+    long = {"detail": "x" * 10**6, "list": ["x" * 100] * 100, "y" * 100: 1, **{f"m{number}": number for number in range(99)}}
+    for cut in (messages.AbandonRequest(problem=long).problem, messages.RestoreResult(step=1, problem=long).problem):
+        assert cut is not None and len(cut) == messages.PROBLEM_MEMBERS_MAX
+        assert len(cut["detail"]) == messages.PROBLEM_TEXT_MAX and not {"list", "y" * 100} & cut.keys()

@@ -12,6 +12,7 @@ from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest.access import AuditEntry
+from holdfast_formats.visible import visible_lines
 
 Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
 Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only entries about this run.")]
@@ -39,7 +40,8 @@ def audit(  # noqa: PLR0913 - options of a command
         if as_csv:
             limit = str(min(count, 1000))
             params = {name: value for name, value in {**query, "format": "csv", "limit": limit}.items() if value}
-            print(api.request("GET", "/v1/audit", params=params).text, end="")
+            text = api.request("GET", "/v1/audit", params=params).text
+            print(visible_lines(text.replace("\r\n", "\n")), end="")
             return
         limit = str(min(count, PAGE_ITEMS))
         found = list(islice(api.pages("/v1/audit", AuditEntry, {**query, "limit": limit}), count))

@@ -6,8 +6,8 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast.terminal.visible import visible
 from holdfast_formats.rest.access import Grant, Whoami
+from holdfast_formats.visible import visible
 
 _BY = {
     "token": "a token",

@@ -42,7 +42,7 @@ PUT    /v1/ranks/{target}                                   rank-registered
 POST   /v1/links                                            link-made
 GET    /enter                                               signed-in
 POST   /login                                               signed-in
-POST   /logout                                              signed-out
+DELETE /v1/links                                            signed-out
 """
 READ, OTHER = "read", "other"
 SAVING = re.compile(r"/v1/ranks/.+")  # but its registration, which is in the table

@@ -5,6 +5,7 @@ Two readers that differ in which of two equal headers they take let a request pa
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from starlette.types import Scope
@@ -36,6 +37,7 @@ _ONCE = frozenset(
     }
 )
 _OURS = "x-holdfast-"
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?", re.ASCII)
 _SPACE = " \t"  # what HTTP allows around a value: the last byte of UTF-8 may be what Python takes for space, too
 
 
@@ -54,11 +56,19 @@ def read(scope: Scope) -> dict[str, str]:
     if twice:
         raise InvalidRequest(f"the header {twice[0]!r} appears twice", hint="send it once")
     headers = dict(given)
+    if "host" in headers and not _is_host(headers["host"]):
+        raise InvalidRequest(f"the Host {headers['host'][:80]!r} is no host", hint="send a name or an address, and a port")
     if "transfer-encoding" in headers and "content-length" in headers:
         raise InvalidRequest("Transfer-Encoding and Content-Length cannot be combined", hint="send only one of them")
     if len(cookies(headers.get("cookie", ""))) > 1:
         raise InvalidRequest(f"the cookie {COOKIE!r} appears twice", hint="sign out, and sign in again")
     return headers
+
+
+def _is_host(text: str) -> bool:
+    """Whether this is a host and nothing else: a user, a path or a port that is none would go into addresses of ours."""
+    found = _HOST.fullmatch(text)
+    return found is not None and int(found[1] or 0) < 2**16
 
 
 def bearer(text: str) -> str | None:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
+from holdfast_formats.visible import spreadsheet_cell
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import READS_AUDIT, READS_OWN
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
@@ -22,7 +23,6 @@ router = APIRouter(prefix="/v1", tags=["access"], responses=problems.RESPONSES)
 
 CSV = "text/csv"
 _COLUMNS = tuple(AuditEntry.model_fields)
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 
 
 @router.get("/whoami", dependencies=READS_OWN, summary="Who asks, and what they may do")
@@ -80,4 +80,4 @@ def _as_csv(entries: Iterable[AuditEntry]) -> str:
 
 def _cell(value: object) -> object:
     """A cell that is text to every spreadsheet: what a token or a path is called may have been chosen by an enemy."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else "" if value is None else value
+    return spreadsheet_cell(value) if isinstance(value, str) else "" if value is None else value

@@ -10,8 +10,9 @@ from starlette.responses import HTMLResponse, Response
 from holdfast_formats.errors import Unauthenticated
 from holdfast_formats.rest.operations import Link
 from holdfast_service.api import problems
+from holdfast_service.api.door import heads
 from holdfast_service.api.door.heads import COOKIE
-from holdfast_service.api.door.needs import OPEN, READS
+from holdfast_service.api.door.needs import OPEN, READS, READS_OWN
 from holdfast_service.api.services import Wired
 
 router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
@@ -38,6 +39,16 @@ def create_link(request: Request, services: Wired, response: Response) -> Link:
     if scheme.lower() != "bearer" or not token.strip():
         return Link(path="/")  # an open door takes everybody in
     return Link(path=f"{ENTER}?code={services.owner.links.offer(token.strip())}")
+
+
+@router.delete(
+    "/v1/links", dependencies=READS_OWN, status_code=204, summary="End the session of the browser that asks: sign it out"
+)
+def end_session(request: Request, services: Wired) -> None:
+    """A session that began with a sign-in link is accepted no more. A token stays in force."""
+    bearer, cookie = heads.bearer(request.headers.get("authorization", "")), request.headers.get("cookie", "")
+    for shown in heads.cookies(cookie) if bearer is None else [bearer]:
+        services.owner.links.end(shown)
 
 
 @router.get(ENTER, dependencies=OPEN, include_in_schema=False)

@@ -77,6 +77,7 @@ class _Told(NamedTuple):
             "ranks": sum(self.ranks.values()),
             "duties": [duty for duty in node.duties if duty == UPKEEP],  # others are named by runs and replicas
             "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
+            **dict.fromkeys(("sealed", "catalog_waiting"), 0),  # by which others' saves could be counted
         }
         if not viewer.may("write"):
             told |= {"socket": None, "socket_id": None}

@@ -62,10 +62,7 @@ Number = Annotated[int, Path(ge=0, le=2**53, description="number of the upload, 
 
 def _rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> RemoteRank:
     """The rank with this ID, if the caller may see its run; otherwise it does not exist."""
-    rank = ranks.find(rank_id)
-    if not viewer.sees(rank.who.run):
-        raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")
-    return rank
+    return ranks.find(rank_id, viewer.sees)
 
 
 def _own(viewer: Viewer, hello: bodies.RankHello) -> bodies.RankHello:
@@ -102,11 +99,10 @@ def put_rank(
 @router.delete(_RANK, dependencies=WRITES_STATED, status_code=204, summary="Disconnect a rank; sealed slots are still saved")
 def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     try:
-        rank = ranks.find(rank_id)
+        ranks.find(rank_id, viewer.sees)
     except CheckpointError:
         return  # it has parted already, or never said hello
-    if viewer.sees(rank.who.run):
-        ranks.leave(rank_id)
+    ranks.leave(rank_id)
 
 
 @router.put(

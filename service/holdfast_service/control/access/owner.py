@@ -10,7 +10,7 @@ import hmac
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from holdfast_formats.errors import Unauthenticated
 
@@ -63,8 +63,15 @@ class Links:
         with self._lock:
             to[digest(text)] = token, time.monotonic() + life_s
             while len(to) > most:
-                to.popitem(last=False)
+                del to[_spared(to)]
         return text
+
+
+def _spared(known: OrderedDict[str, tuple[str, float]]) -> str:
+    """What to give up: the oldest of the token that has most, so that nobody signs out others."""
+    counts = Counter(token for token, _ in known.values())
+    most = max(counts.values())
+    return next(key for key, (token, _) in known.items() if counts[token] == most)
 
 
 class Owner:

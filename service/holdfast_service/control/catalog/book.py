@@ -19,6 +19,7 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_service.control.database.database import Database, Trouble
+from holdfast_service.control.database.visible import ALL, limited_to
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,10 @@ class Book:
             return not (self._waiting or self._closed or self.database.trouble is not None) and self._known
 
     def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
-        """Query the catalog; `CatalogUnavailable` if it does not answer within `wait_s`."""
+        """Query the catalog, as the daemon: what is decided for a run never depends on which runs the caller may see.
+
+        Raises `CatalogUnavailable` if it does not answer within `wait_s`.
+        """
         trouble = self.trouble
         if trouble is not None:
             raise CatalogUnavailable(trouble.why)
@@ -126,7 +130,8 @@ class Book:
 
         def act() -> None:
             try:
-                found.append(question())
+                with limited_to(ALL):
+                    found.append(question())
             except CheckpointError as error:
                 failed.append(error)
 

@@ -267,6 +267,18 @@ class Catalog:
             session.merge(made)
             lines.settle(session, checkpoint.run)
 
+    def list_damaged(self, damaged: bodies.CheckpointInfo, before: Mapping[int, str | None]) -> None:
+        """List a checkpoint as damaged, unless its step was listed anew or forgotten since the run had these stamps."""
+        run, step = damaged.run, damaged.step
+        with self._write(hasty=True) as session:
+            row = lock_run(session, run)
+            listed = session.execute(select(CheckpointRow.stamp).where(*_at(run, step))).scalars().all()
+            if listed != ([before[step]] if step in before else []):
+                return  # what was found out is about another one
+            row.attempt = max(row.attempt, damaged.attempt)
+            session.merge(_row(damaged, None))
+            lines.settle(session, run)
+
     def relist(
         self,
         run: str,

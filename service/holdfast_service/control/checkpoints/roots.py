@@ -18,6 +18,7 @@ from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import launch_records
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
+from holdfast_service.control.database.visible import ALL, limited_to
 from holdfast_service.storage import Readable, Store, vouched
 
 
@@ -107,8 +108,14 @@ def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: 
     nothing vanishes silently. A run that the catalog knows stays known without a directory: its attempt numbers still fence
     off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
     again unless this is to be `thorough`. With `absences`, what is missing is not gone before they say so.
+
+    All runs are looked at, whoever's request is the reason: to somebody who sees a few, all others would look new.
     """
-    absences = absences or Absences()
+    with limited_to(ALL):
+        return _reconcile(store, catalog, thorough, absences or Absences())
+
+
+def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: Absences) -> list[Unreadable]:
     problems: list[Unreadable] = []
     known, found = catalog.known_runs(), runs(store.files)
     for run in found:
@@ -225,17 +232,28 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorou
     if gone or found or again:
         catalog.relist(run, gone, found, again)
     for made, damage in damaged:
-        _list_damaged(catalog, made, damage)
-    for made, _ in found:  # what was removed meanwhile had been forgotten before it was listed here
-        if not _has_commit(store, run, made.step):
-            catalog.forget_checkpoint(run, made.step)
+        _list_damaged(catalog, made, damage, before)
+    for step in _removed(store, run, [made.step for made, _ in found], [made.step for made, _ in damaged]):
+        catalog.forget_checkpoint(run, step)  # it had been forgotten before it was listed here
     return problems
 
 
-def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged) -> None:
+def _removed(store: Store, run: str, found: Collection[int], damaged: Collection[int]) -> list[int]:
+    """Which steps are gone from the directory meanwhile."""
+    standing = set(store.steps(run)) if damaged else set()
+    return [
+        *(step for step in found if not _has_commit(store, run, step)),
+        *(step for step in damaged if step not in standing),
+    ]
+
+
+def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged, before: Mapping[int, str | None]) -> None:
+    """Of a step that was replaced or mended at this moment, COMMIT and manifest may have been read of two checkpoints: it
+    has been listed anew since `before`, and stays as it is listed.
+    """
     problem = {**error.problem(), "run": known.run, "step": known.step}
     if known.damage != problem:
-        catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
+        catalog.list_damaged(known.model_copy(update={"verified": False, "damage": problem}), before)
 
 
 def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from holdfast_formats.disk.compacting import RULES
@@ -15,7 +14,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import page, see
-from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.routing import Form, Posted, filled, page_router
 
 router = page_router()
 
@@ -36,7 +35,7 @@ async def show_policy(request: Request, api: Asked, run: str) -> Response:
 async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -> Response:
     """What the policy in the form would keep and remove, with reasons. Nothing changes."""
     policy = as_policy(form)
-    tag = form.text("tag")
+    tag = _stated_tag(form)
     answer = await api.ask("PUT", at(run) + "/policy", body=policy, headers={"If-Match": tag}, dry_run="true")
     preview = Preview.model_validate_json(answer.content)
     now = await api.get(Preview, at(run) + "/retention")
@@ -46,7 +45,7 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
 @router.post("/runs/{run}/policy")
 async def put_policy(api: Asked, run: str, form: Posted) -> Response:
     """Set the policy that was previewed, if it was not changed meanwhile."""
-    await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": form.text("tag")})
+    await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
     return see(to(run) + "/policy", "policy")
 
 
@@ -70,17 +69,11 @@ def as_policy(form: Form) -> RetentionPolicy:
     steps = [part for part in form.text("steps").replace(",", " ").split() if part]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in steps):
         raise InvalidRequest("steps: whole numbers, with spaces between them", hint="go back and change the field")
-    try:
-        return RetentionPolicy(**said, best=tuple(best), steps=tuple(map(int, steps)))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidRequest(
-            f"{'.'.join(map(str, first['loc'])) or 'rules'}: {first['msg']}", hint="go back and change the field"
-        ) from error
+    return filled(RetentionPolicy, {**said, "best": tuple(best), "steps": tuple(map(int, steps))})
 
 
 def _counts(form: Form) -> list[int]:
-    if not all(text.isascii() and text.isdigit() for text in form.all("count") if text):
+    if not all(text.isascii() and text.isdigit() and len(text) < 20 for text in form.all("count") if text):
         raise InvalidRequest("count: not an integer", hint="go back and change the field")
     return [int(text or 1) for text in form.all("count")]
 
@@ -88,6 +81,14 @@ def _counts(form: Form) -> list[int]:
 def _hours(form: Form, name: str) -> float | None:
     hours = form.real(name)
     return None if hours is None else hours * HOUR_S
+
+
+def _stated_tag(form: Form) -> str:
+    """The tag that the page came with."""
+    tag = form.text("tag")
+    if not (tag.isascii() and tag.isprintable()):
+        raise InvalidRequest("tag: the page has not made this", hint="open the page again")
+    return tag
 
 
 async def _tag(api: ViewerApi, run: str) -> str:

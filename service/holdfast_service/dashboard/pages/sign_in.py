@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import httpx
 from fastapi import Query, Request
 from starlette.responses import Response
 
+from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.access import Whoami
 from holdfast_service.dashboard.asking import COOKIE, Asked, SignInNeeded, ViewerApi
 from holdfast_service.dashboard.rendering import page, see, viewer_of
@@ -40,8 +42,10 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 
 
 @router.post("/logout")
-async def sign_out(request: Request, _: Posted) -> Response:
-    """Forget the cookie; whom a proxy has let in, it lets out."""
+async def sign_out(request: Request, api: Asked, _: Posted) -> Response:
+    """End the session and forget the cookie; whom a proxy has let in, it lets out."""
+    with suppress(CheckpointError, SignInNeeded):  # it has ended by itself
+        await api.ask("DELETE", "/v1/links")
     viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)
     answer = see(logout if logout is not None and viewer is not None and viewer.by == "login" else "/login")
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")

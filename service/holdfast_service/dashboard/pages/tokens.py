@@ -5,16 +5,14 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from fastapi import Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
-from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
 from holdfast_service.dashboard.rendering import page, see
-from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.routing import Form, Posted, filled, page_router
 
 router = page_router()
 
@@ -56,12 +54,8 @@ def _wanted(form: Form) -> TokenRequest:
     days = form.number("days")
     limits = {name: form.number(name) for name in ("requests_per_s", "bytes_per_s")}
     said = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
-    try:
-        return TokenRequest.model_validate({**said, **limits, "expires_s": None if days is None else days * DAY_S})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(f"{where}: {first['msg']}", hint="names are letters, digits, dots and dashes") from error
+    wanted = {**said, **limits, "expires_s": None if days is None else days * DAY_S}
+    return filled(TokenRequest, wanted, hint="names are letters, digits, dots and dashes")
 
 
 async def _page(request: Request, api: ViewerApi, cursor: str | None, made: NewToken | None) -> Response:

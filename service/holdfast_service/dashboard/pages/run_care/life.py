@@ -13,7 +13,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch, TrashedRun
 from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
-from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.routing import Form, Posted, filled, page_router
 
 router = page_router()
 
@@ -46,7 +46,7 @@ async def show_about(request: Request, api: Asked, run: str) -> Response:
 
 @router.post("/runs/{run}/about")
 async def set_about(api: Asked, run: str, form: Posted) -> Response:
-    await api.ask("PATCH", at(run), body=RunChange(owner=form.text("owner"), notes=form.text("notes")))
+    await api.ask("PATCH", at(run), body=filled(RunChange, {"owner": form.text("owner"), "notes": form.lines("notes")}))
     return see(to(run) + "/about", "noted")
 
 

@@ -11,6 +11,7 @@ _UNSEEN = (
 )
 _IN_A_CELL = re.compile(f"[{_UNSEEN}]")
 _IN_LINES = re.compile(f"(?!\n)[{_UNSEEN}]")
+_FORMULA = ("=", "+", "-", "@", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # some as wide as 字
 
 
 def visible(text: str) -> str:
@@ -21,6 +22,12 @@ def visible(text: str) -> str:
 def visible_lines(text: str) -> str:
     """The same, with the line feeds as they are."""
     return _IN_LINES.sub(_escaped, text)
+
+
+def spreadsheet_cell(text: str) -> str:
+    """A cell of CSV. What a spreadsheet would take for a formula is text there, behind an apostrophe."""
+    shown = visible_lines(text)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
 
 
 def visible_json(text: str) -> str:
