@@ -30,6 +30,8 @@ class Mode(NamedTuple):
 
 
 MODES = {"light": Mode(1280, 900, "light"), "dark": Mode(1280, 900, "dark"), "phone": Mode(390, 844, "light")}
+WIDE = Mode(1920, 1080, "light")
+PATIENCE_MS = 60_000  # a busy machine is no error
 
 
 class Window:
@@ -64,13 +66,15 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def window(browser: Browser, url: str, mode: Mode = MODES["light"]) -> Iterator[Window]:
-    """A window of its own, without anything of another one."""
+def window(browser: Browser, url: str, mode: Mode = MODES["light"], scripts: bool = True) -> Iterator[Window]:
+    """A window of its own, without anything of another one; where pages may run no `scripts`, as in a browser without."""
     context = browser.new_context(
         viewport={"width": mode.width, "height": mode.height},
         color_scheme="dark" if mode.colours == "dark" else "light",
         reduced_motion="reduce",
+        java_script_enabled=scripts,
     )
+    context.set_default_timeout(PATIENCE_MS)
     try:
         yield Window(context.new_page(), url)
     finally:
