@@ -113,11 +113,11 @@ def mark_checkpoints_of_a_run(hand: Hand) -> None:
     run = hand.own("marks")
     page = hand.go(f"/runs/{run}")
     hand.button("Pin step 10")
-    hand.says("Pinned")
+    hand.says("Pinned. This checkpoint")
     hand.button("Unpin step 10")
-    hand.says("Unpinned")
+    hand.says("Unpinned. The retention policy applies again")
     form = page.get_by_role("form", name="Chosen checkpoints")
-    for button, says in (("Pin", "Pinned"), ("Unpin", "Unpinned"), ("Label", "Labelled")):
+    for button, says in (("Pin", "Pinned. These"), ("Unpin", "applies to them again"), ("Label", "Labelled. Checkpoints")):
         for step in (15, 20):
             hand.tick(page.get_by_label(f"Choose step {step}", exact=True))
         if button == "Label":
@@ -146,9 +146,9 @@ def mark_and_remove_a_checkpoint(hand: Hand) -> None:
     run = hand.own("marks")
     page = hand.go(f"/runs/{run}/checkpoints/5")
     hand.button("Pin")
-    hand.says("Pinned")
+    hand.says("Pinned. This checkpoint")
     hand.button("Unpin")
-    hand.says("Unpinned")
+    hand.says("Unpinned. The retention policy")
     hand.fill("Label", "golden")
     hand.button("Add")
     hand.says("Labelled")
@@ -241,7 +241,7 @@ def copy_a_command(hand: Hand) -> None:
 @presses("GET /compare", "GET /")
 def find_and_compare_runs(hand: Hand) -> None:
     page = hand.go("/")
-    hand.fill("Run starts with", FINISHED[:6])
+    hand.fill("Run starts with", FINISHED[:5])
     hand.choose("Order", "name")
     hand.press(page.locator("form.filters").get_by_role("button", name="Show", exact=True))
     expect(page.locator("table.board tbody tr")).to_have_count(2)

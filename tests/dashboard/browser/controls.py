@@ -18,14 +18,15 @@ _BUTTONS = """() => [...document.querySelectorAll("button, input[type=submit], i
   return {
     text: (b.getAttribute("aria-label") || b.textContent).trim(), submits: !!form && b.type !== "button", id: b.id, data,
     method: form ? (b.getAttribute("formmethod") || form.method).toUpperCase() : "",
-    path: form ? new URL(b.formAction, location.href).pathname : "",
+    path: form ? new URL(b.getAttribute("formaction") || form.action, location.href).pathname : "",
     name: b.name ? `${b.name}=${b.value}` : "",
     fields: form ? [...new FormData(form)].filter(([, value]) => typeof value === "string") : [],
   };
 })"""
 # Where Tab stops: what is focusable and shown. Of radio buttons of one name there is one stop.
 _STOPS = """() => {
-  const all = [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex]")];
+  const root = document.querySelector("dialog[open]") || document;
+  const all = [...root.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex]")];
   const radios = new Set();
   window.stops = all.filter((e) => {
     if (e.tabIndex < 0 || e.disabled || e.type === "hidden" || !e.checkVisibility({ visibilityProperty: true })) return false;
@@ -44,6 +45,7 @@ _STOPS = """() => {
       window.unseen.push(`${target.outerHTML.slice(0, 160)} ring ${ring} ${Math.round(box.width)}x${Math.round(box.height)} in view ${inView}`);
     }
   });
+  (document.querySelector("dialog[open] input") || document.querySelector(".skip") || document.body).focus();
   return window.stops.length;
 }"""
 _MISSED = "() => window.stops.filter((e) => !window.reached.has(e) && e.isConnected).map((e) => e.outerHTML.slice(0, 160))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ from tests.dashboard.chromium import Window
 from .hands import labelled
 from .scene import FINISHED, ILL, LONG, MANY, STEPS, Scene
 
+_NUMBERS = itertools.count()
 Go = Callable[[Scene, Window], Page]
 
 
@@ -48,8 +50,24 @@ def _chosen(at: Scene, window: Window) -> Page:
     return page
 
 
+def _exported(at: Scene, window: Window) -> Page:
+    arguments = {"to": f"exported-{next(_NUMBERS)}", "as": "hf", "dtype": "float16"}
+    return _job(kind="export", run=FINISHED, step=60, arguments=arguments)(at, window)
+
+
+def _map(run: str, step: int) -> Go:
+    """The map of the first file that has tensors."""
+
+    def go(at: Scene, window: Window) -> Page:
+        files = at.ask(f"/v1/runs/{run}/checkpoints/{step}/files")["items"]
+        name = next(file["name"] for file in files if file["header_bytes"])
+        return window.go(f"/runs/{run}/checkpoints/{step}/map/{name}")
+
+    return go
+
+
 def _running(at: Scene, window: Window) -> Page:
-    return window.go(f"/jobs/{at.running_job(f'shown-{id(window)}')}")
+    return window.go(f"/jobs/{at.running_job(f'shown-{next(_NUMBERS)}')}")
 
 
 def _inside(path: str) -> Go:
@@ -76,7 +94,7 @@ def _palette(at: Scene, window: Window) -> Page:
     page = window.go("/jobs")
     page.keyboard.press("Control+k")
     page.keyboard.type("tiny")
-    page.get_by_role("option").first.wait_for()
+    page.locator("#palette-hits [role=option]").first.wait_for()
     return page
 
 
@@ -125,8 +143,8 @@ PLACES: Mapping[str, Go] = {
     "remove-refused": _address(f"{_RUN}/checkpoints/{STEPS[0]}/remove"),
     "files": _address("/runs/kept-mouse/checkpoints/5/files"),
     "files-long": _address(f"{_STEP}/files"),
-    "map": _address("/runs/kept-mouse/checkpoints/5/map/model-00001-of-00002.safetensors"),
-    "map-long": _address(f"{_STEP}/map/model-00001-of-00002.safetensors"),
+    "map": _map("kept-mouse", 5),
+    "map-long": _map(LONG, STEPS[-1]),
     "tensors": _address(f"/runs/{ILL}/checkpoints/50/tensors"),
     "tensors-long": _address(f"{_STEP}/tensors"),
     "tensor": _address("/runs/kept-mouse/checkpoints/5/extents?group=model&name=embed.weight"),
@@ -140,7 +158,7 @@ PLACES: Mapping[str, Go] = {
     "job-running": _running,
     "job-import": _job(kind="import", run="imported", step=0, arguments={"from": "model", "dry_run": True}),
     "job-merge": _job(kind="merge", run="merged", step=0, arguments={"recipe": _RECIPE, "dry_run": True}),
-    "job-export": _job(kind="export", run=FINISHED, step=60, arguments={"to": "exported", "as": "hf"}),
+    "job-export": _exported,
     "import": _address("/import"),
     "merge": _address("/merge"),
     "events": _address("/events"),

@@ -19,7 +19,7 @@ from holdfast_formats import moments, naming
 from holdfast_formats.rest.operations import NewToken
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow, NodeRow
-from tests.checkpoints import build_root, flip
+from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import running_postgres, why_not
 from tests.forked import Forked
@@ -80,8 +80,11 @@ class Scene(NamedTuple):
         with _database(self.catalog) as database, database.write() as session:
             request = {"kind": "export", "run": MANY, "step": 1, "arguments": {"to": key}}
             row = JobRow(kind="export", key=key, state="running", run=MANY, step=1, request=request, cancel=False, tries=1)
-            row.done_bytes, row.total_bytes, row.node = 1_234_567_890, 9_876_543_210, "another"
-            row.created = row.started = row.seen = moments.utc_now()
+            row.done_bytes, row.total_bytes = 1_234_567_890, 9_876_543_210
+            here = session.query(NodeRow).order_by(NodeRow.until.desc()).first() if self.shared else None
+            row.node, row.boot = (here.name, here.boot) if here else ("another", None)
+            row.created = row.started = moments.utc_now()
+            row.seen = moments.later(row.created, 86_400)  # nobody takes it for a job of a node that is gone
             session.add(row)
             session.flush()
             return row.id
@@ -89,7 +92,7 @@ class Scene(NamedTuple):
     def lost_node(self, name: str) -> None:
         """A node that was lost a while ago, made of this one."""
         with _database(self.catalog) as database, database.write() as session:
-            here = session.query(NodeRow).order_by(NodeRow.since).first()
+            here = session.query(NodeRow).order_by(NodeRow.until.desc()).first()
             assert here is not None
             about = {**here.about, "name": name, "replicas": {}}
             times = {"since": here.since - timedelta(days=2), "until": here.until - timedelta(hours=1)}
@@ -123,9 +126,15 @@ def scene(place: Path) -> Iterator[Scene]:
 
 
 def _roots(place: Path) -> None:
-    runs = {f"{name}-{way}": steps for name, steps in OWN.items() for way in WAYS}
-    build_root(place / "root", runs)
-    build_root(place / "root", {MANY: tuple(range(1, 31))}, {"model": {"w": np.ones((4, 4), np.float32)}})
+    for run, steps in {f"{name}-{way}": steps for name, steps in OWN.items() for way in WAYS}.items():
+        for step in steps:
+            build(place / "root" / naming.checkpoint_path(run, step), varied_arrays(step), run=run, step=step)
+    for step in range(1, 31):
+        arrays = {"model": {"w": np.full((4, 4), step, np.float32)}}
+        build(place / "root" / naming.checkpoint_path(MANY, step), arrays, run=MANY, step=step)
+    for way in WAYS:
+        file = sorted((place / "root" / naming.checkpoint_path(f"damaged-{way}", 10)).glob("model*.safetensors"))[0]
+        flip(file, file.stat().st_size - 1)
     name = "model.layers.0.a_module_with_a_name_that_goes_on_and_on_and_on.experts.127.down_proj.weight"
     wide = {"model": {name: np.ones((2, 3, 5, 7, 11), np.float32), "b": np.full(1000, np.nan, np.float32)}}
     build_root(place / "root", {LONG: STEPS}, wide)
@@ -165,10 +174,8 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
         stack.enter_context(one)
         stack.callback(one.kill)
     for way in WAYS:
-        run = f"damaged-{way}"
-        file = sorted((place / "root" / naming.checkpoint_path(run, 10)).glob("model*.safetensors"))[0]
-        flip(file, file.stat().st_size - 1)
-        at.done({"kind": "verify", "run": run, "step": 10})
+        at.done({"kind": "verify", "run": f"damaged-{way}", "step": 10})
+        at.done({"kind": "verify", "run": f"marks-{way}", "step": 25})
         size = at.ask(f"/v1/runs/full-{way}")["bytes"]
         tag = httpx.get(f"{at.url}/v1/runs/full-{way}/policy", trust_env=False).headers["etag"]
         policy = {**at.ask(f"/v1/runs/full-{way}/policy"), "quota_bytes": size + 1000}
