@@ -32,6 +32,7 @@ class Mode(NamedTuple):
 MODES = {"light": Mode(1280, 900, "light"), "dark": Mode(1280, 900, "dark"), "phone": Mode(390, 844, "light")}
 WIDE = Mode(1920, 1080, "light")
 PATIENCE_MS = 60_000  # a busy machine is no error
+REDRAWN_MS = 400  # plots follow the width of the window
 
 
 class Window:
@@ -52,6 +53,13 @@ class Window:
     def _elsewhere(self, address: str) -> None:
         if not address.startswith((self.url, "data:")):
             self.complaints.append(f"a request to {address}")
+
+
+def look(page: Page, mode: Mode) -> None:
+    """Look at a page that is open in another width or other colours."""
+    page.set_viewport_size({"width": mode.width, "height": mode.height})
+    page.emulate_media(color_scheme="dark" if mode.colours == "dark" else "light", reduced_motion="reduce")
+    page.wait_for_timeout(REDRAWN_MS)
 
 
 @contextmanager

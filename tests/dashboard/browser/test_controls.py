@@ -5,6 +5,9 @@ keyboard alone; each stop of the keyboard is seen and has a name.
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("playwright")
+
 from playwright.sync_api import Browser
 
 from tests.dashboard.chromium import MODES, window
