@@ -32,7 +32,8 @@ class Mode(NamedTuple):
 MODES = {"light": Mode(1280, 900, "light"), "dark": Mode(1280, 900, "dark"), "phone": Mode(390, 844, "light")}
 WIDE = Mode(1920, 1080, "light")
 PATIENCE_MS = 60_000  # a busy machine is no error
-REDRAWN_MS = 400  # plots follow the width of the window
+REDRAWN_MS = 300  # plots follow the width of the window
+_REDRAWN = "() => [...document.querySelectorAll('.uplot')].every((e) => Math.abs(e.clientWidth - e.parentElement.clientWidth) < 2)"
 
 
 class Window:
@@ -59,7 +60,10 @@ def look(page: Page, mode: Mode) -> None:
     """Look at a page that is open in another width or other colours."""
     page.set_viewport_size({"width": mode.width, "height": mode.height})
     page.emulate_media(color_scheme="dark" if mode.colours == "dark" else "light", reduced_motion="reduce")
-    page.wait_for_timeout(REDRAWN_MS)
+    for _ in range(PATIENCE_MS // REDRAWN_MS):
+        page.wait_for_timeout(REDRAWN_MS)
+        if page.evaluate(_REDRAWN):
+            return
 
 
 @contextmanager
