@@ -33,7 +33,9 @@ MODES = {"light": Mode(1280, 900, "light"), "dark": Mode(1280, 900, "dark"), "ph
 WIDE = Mode(1920, 1080, "light")
 PATIENCE_MS = 60_000  # a busy machine is no error
 REDRAWN_MS = 300  # plots follow the width of the window
-_REDRAWN = "() => [...document.querySelectorAll('.uplot')].every((e) => Math.abs(e.clientWidth - e.parentElement.clientWidth) < 2)"
+_REDRAWN = (
+    "() => [...document.querySelectorAll('.uplot')].every((e) => Math.abs(e.clientWidth - e.parentElement.clientWidth) < 2)"
+)
 
 
 class Window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi.routing import iter_route_contexts
@@ -12,44 +13,21 @@ from holdfast_service import dashboard
 
 # What tells forms to one address apart; other fields are what is done it with.
 TELLING = ("what", "remedy", "pinned", "kind")
-_BUTTONS = """() => [...document.querySelectorAll("button, input[type=submit], input[type=button], [role=button]")].map((b) => {
-  const form = b.form;
-  const data = Object.entries(b.dataset).filter(([name]) => name !== "confirm").map(([name, value]) => [name, value]);
-  return {
-    text: (b.getAttribute("aria-label") || b.textContent).trim(), submits: !!form && b.type !== "button", id: b.id, data,
-    method: form ? (b.getAttribute("formmethod") || form.method).toUpperCase() : "",
-    path: form ? new URL(b.getAttribute("formaction") || form.action, location.href).pathname : "",
-    name: b.name ? `${b.name}=${b.value}` : "",
-    fields: form ? [...new FormData(form)].filter(([, value]) => typeof value === "string") : [],
-  };
-})"""
-# Where Tab stops: what is focusable and shown. Of radio buttons of one name there is one stop.
-_STOPS = """() => {
-  const root = document.querySelector("dialog[open]") || document;
-  const all = [...root.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex]")];
-  const radios = new Set();
-  window.stops = all.filter((e) => {
-    if (e.tabIndex < 0 || e.disabled || e.type === "hidden" || !e.checkVisibility({ visibilityProperty: true })) return false;
-    if (e.type !== "radio") return true;
-    const name = `${e.getAttribute("form") || ""} ${e.name}`;
-    return e.checked || (!document.querySelector(`input[type=radio][name="${e.name}"]:checked`) && !radios.has(name) && radios.add(name));
-  });
-  window.unseen = [];
-  window.reached = new Set();
-  document.addEventListener("focusin", ({ target }) => {
-    window.reached.add(target);
-    const style = getComputedStyle(target), box = target.getBoundingClientRect();
-    const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
-    const inView = box.bottom > 0 && box.right > 0 && box.top < innerHeight && box.left < innerWidth;
-    if (!ring || box.width < 6 || box.height < 6 || !inView || style.clipPath !== "none") {
-      window.unseen.push(`${target.outerHTML.slice(0, 160)} ring ${ring} ${Math.round(box.width)}x${Math.round(box.height)} in view ${inView}`);
-    }
-  });
-  (document.querySelector("dialog[open] input") || document.querySelector(".skip") || document.body).focus();
-  return window.stops.length;
-}"""
+_BUTTONS = Path(__file__).with_name("buttons.js").read_text()
+_STOPS = Path(__file__).with_name("stops.js").read_text()
 _MISSED = "() => window.stops.filter((e) => !window.reached.has(e) && e.isConnected).map((e) => e.outerHTML.slice(0, 160))"
-NAMED = {"button", "link", "textbox", "searchbox", "combobox", "checkbox", "radio", "DisclosureTriangle", "listbox", "slider"}
+NAMED = {
+    "button",
+    "link",
+    "textbox",
+    "searchbox",
+    "combobox",
+    "checkbox",
+    "radio",
+    "DisclosureTriangle",
+    "listbox",
+    "slider",
+}
 
 
 class Walk(NamedTuple):
@@ -103,7 +81,9 @@ def _named(one: dict[str, Any]) -> str:
         return " ".join(["script", *([f"#{one['id']}"] if one["id"] else []), *words])
     telling = [f"{name}={value}" for name, value in one["fields"] if name in TELLING and one["method"] == "POST"]
     telling = [] if one["path"] in ("/import", "/merge") else telling
-    return " ".join([one["method"], _template(one["method"], one["path"]), *telling, *([one["name"]] if one["name"] else [])])
+    return " ".join(
+        [one["method"], _template(one["method"], one["path"]), *telling, *([one["name"]] if one["name"] else [])]
+    )
 
 
 def _template(method: str, path: str) -> str:

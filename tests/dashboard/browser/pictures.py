@@ -1,4 +1,4 @@
-"""Pictures of every page, as long as it is, to be looked at: `python -m tests.dashboard.browser.pictures DIRECTORY [NAME …]`."""
+"""Pictures of every page, to be looked at: `python -m tests.dashboard.browser.pictures DIRECTORY [NAME …]`."""
 
 from __future__ import annotations
 

@@ -110,7 +110,11 @@ def _problem(path: str) -> Go:
 _RUN = f"/runs/{LONG}"
 _STEP = f"{_RUN}/checkpoints/{STEPS[-1]}"
 _TINY = f"/runs/{FINISHED}/checkpoints/60"
-_RECIPE = f"merge_method: linear\nmodels:\n  - {{model: {FINISHED}@50, parameters: {{weight: 0.5}}}}\n  - model: {FINISHED}@60\n    parameters: {{weight: 0.5}}"
+_RECIPE = f"""merge_method: linear
+models:
+  - {{model: {FINISHED}@50, parameters: {{weight: 0.5}}}}
+  - {{model: {FINISHED}@60, parameters: {{weight: 0.5}}}}
+"""
 PLACES: Mapping[str, Go] = {
     "overview": _address("/"),
     "overview-none": _address("/?q=nobody"),

@@ -1,5 +1,5 @@
-"""Everything that pages can show, at once and at rest: real daemons over roots in which all has happened that alerts tell of,
-and for each way of pressing a button runs of its own that may be thrown away.
+"""Everything that pages can show, at once and at rest: real daemons over roots in which all has happened that alerts are
+about, and for each way of pressing a button runs of its own that may be thrown away.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     fates[1].kill()
     (place / "far").rename(place / "away")
     wanted = {*((run, "run-lost") for run in (*lost, ILL)), ("far", "replica-lost"), (ILL, "checkpoint-unhealthy")}
-    wanted |= {(f"full-{way}", "quota-nearly-full") for way in WAYS} | {(f"damaged-{way}", "checkpoint-damaged") for way in WAYS}
+    wanted |= {(f"full-{way}", "quota-nearly-full") for way in WAYS} | {
+        (f"damaged-{way}", "checkpoint-damaged") for way in WAYS
+    }
     wait_until(lambda: wanted <= alerts(at), LIMIT_S)
 
 

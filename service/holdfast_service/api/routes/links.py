@@ -24,7 +24,10 @@ _HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewpo
 _HEAD += '<meta name="color-scheme" content="light dark"><title>Sign in · Holdfast</title>'
 _REFRESH = '<meta http-equiv="refresh" content="0;url=/">'
 _IN = f'{_HEAD}{_REFRESH}<main><h1>Signed in</h1><p><a href="/">To the overview</a></p></main>'
-_OUT = f'{_HEAD}<main><h1>Not signed in</h1><p>{{detail}}. {{hint}}</p><p><a href="/login">Sign in with a token</a></p></main>'
+_OUT = (
+    f'{_HEAD}<main><h1>Not signed in</h1><p>{{detail}}. {{hint}}</p><p><a href="/login">Sign in with a token</a></p></main>'
+)
+
 
 @router.post(
     "/v1/links",
