@@ -173,6 +173,9 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     for one in fates:
         stack.enter_context(one)
         stack.callback(one.kill)
+    wait_until(lambda: at.ask(f"/v1/runs/{ILL}/summary") and _ill(at), LIMIT_S)
+    fates[1].kill()
+    wait_until(lambda: (at.ask(f"/v1/runs/{FINISHED}") or {}).get("life") == "finished", LIMIT_S)
     for way in WAYS:
         at.done({"kind": "verify", "run": f"damaged-{way}", "step": 10})
         at.done({"kind": "verify", "run": f"marks-{way}", "step": 25})
@@ -192,9 +195,6 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     at.send("PUT", f"/v1/runs/{LONG}/checkpoints/{STEPS[0]}/pin")
     for name in ("spare", *(f"{what}-{way}" for what in ("rotate", "revoke") for way in WAYS)):
         at.send("POST", "/v1/tokens", {"name": name, "scope": "write", "runs": "team-*", "bytes_per_s": 10**12})
-    wait_until(lambda: at.ask(f"/v1/runs/{ILL}/summary") and _ill(at), LIMIT_S)
-    wait_until(lambda: at.ask(f"/v1/runs/{FINISHED}")["life"] == "finished", LIMIT_S)
-    fates[1].kill()
     (place / "far").rename(place / "away")
     wanted = {*((run, "run-lost") for run in (*lost, ILL)), ("far", "replica-lost"), (ILL, "checkpoint-unhealthy")}
     wanted |= {(f"full-{way}", "quota-nearly-full") for way in WAYS} | {
