@@ -37,6 +37,19 @@ def test_axe_finds_nothing(browser: Browser, at: Scene, axe: str, name: str) -> 
         assert found == {mode: [] for mode, _ in _LOOKS}
 
 
+def test_axe_finds_what_is_wrong(browser: Browser, at: Scene, axe: str) -> None:
+    """Put onto a page: a button without a name, and a text that is hardly seen."""
+    with window(browser, at.url) as shown:
+        page = shown.go("/jobs")
+        page.evaluate("""() => {
+          document.querySelector("main").append(document.createElement("button"), "faint");
+          document.querySelector("main").style.color = "#ddd";
+        }""")
+        page.evaluate(axe)
+        found = " ".join(page.evaluate(_FOUND, {}))
+        assert "button-name" in found and "color-contrast" in found
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_nothing_is_cut_off(browser: Browser, at: Scene, name: str) -> None:
     """At 390, 1280 and 1920 pixels nothing is wider than its place, no text is hidden, and no number is broken."""
