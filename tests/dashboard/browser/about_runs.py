@@ -58,9 +58,15 @@ def change_the_life_of_a_run(hand: Hand) -> None:
     expect(page.get_by_role("button", name="Archive", exact=True)).to_be_visible()
 
 
-@presses("POST /runs/{run}/about", "POST /runs/{run}/rename")
-def describe_and_rename_a_run(hand: Hand) -> None:
+@presses("POST /runs/{run}/about", "POST /runs/{run}/rename", "POST /login", "POST /logout")
+def sign_in_describe_and_rename_a_run(hand: Hand) -> None:
+    """On the daemon that asks for tokens: where daemons share a root, no run is renamed."""
+    hand.window.url = hand.at.closed.url
     page = hand.go(f"/runs/{hand.own('named')}/about")
+    hand.heads("Sign in")
+    hand.fill("Token", hand.at.token)
+    hand.button("Sign in")
+    hand.says("Signed in")
     hand.fill("Owner", "ana")
     hand.fill("Notes", "of which she thinks a lot")
     hand.button("Save")
@@ -73,6 +79,9 @@ def describe_and_rename_a_run(hand: Hand) -> None:
     hand.button("Rename the run")
     hand.says("The run was renamed")
     hand.heads(hand.own("called"))
+    hand.button("Sign out")
+    hand.heads("Sign in")
+    assert page.context.cookies() == []
 
 
 @presses("POST /runs/{run}/delete", "POST /runs/{run}/undelete", "POST /runs/{run}/purge")

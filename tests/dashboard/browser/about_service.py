@@ -131,20 +131,6 @@ def send_a_test_to_people(hand: Hand) -> None:
     assert f"/{hand.way}" in [got.path for got in hand.at.web.got[before:]]
 
 
-@presses("POST /login", "POST /logout")
-def sign_in_and_out(hand: Hand) -> None:
-    hand.window.url = hand.at.closed.url
-    page = hand.go("/nodes")
-    hand.heads("Sign in")
-    hand.fill("Token", hand.at.token)
-    hand.button("Sign in")
-    hand.says("Signed in")
-    hand.heads("Nodes")
-    hand.button("Sign out")
-    hand.heads("Sign in")
-    assert page.context.cookies() == []
-
-
 @presses("GET /find")
 def find_a_run(hand: Hand) -> None:
     page = hand.go("/jobs")

@@ -36,7 +36,6 @@ OWN = {
     "full": (5, 10),  # with a quota that is nearly used up
     "damaged": (5, 10),
     "care": (5,),  # archived, taken back, described
-    "named": (5,),  # renamed
     "going": (5,),  # deleted
     "gone": (5,),  # purged
     "back": (5,),  # brought back
@@ -138,7 +137,7 @@ def _roots(place: Path) -> None:
     name = "model.layers.0.a_module_with_a_name_that_goes_on_and_on_and_on.experts.127.down_proj.weight"
     wide = {"model": {name: np.ones((2, 3, 5, 7, 11), np.float32), "b": np.full(1000, np.nan, np.float32)}}
     build_root(place / "root", {LONG: STEPS}, wide)
-    build_root(place / "closed", {"elsewhere": (5,), "z" * 128: (123_456_789,)})
+    build_root(place / "closed", {"elsewhere": (5,), "z" * 128: (123_456_789,), **{f"named-{way}": (5,) for way in WAYS}})
     for name in ("far", "exports/model"):
         (place / name).mkdir(parents=True)
     save_file({"w": np.ones((3, 4), np.float32)}, place / "exports/model/model.safetensors", metadata={"format": "pt"})
