@@ -178,12 +178,13 @@ def verify_and_export_a_checkpoint(hand: Hand) -> None:
     page = hand.go(f"/runs/{hand.own('kept')}/checkpoints/15")
     hand.button("Verify now")
     hand.heads(f"verify of {hand.own('kept')} step 15")
-    page = hand.go(f"/runs/{hand.own('kept')}/checkpoints/10")
+    page = hand.go(f"/runs/{FINISHED}/checkpoints/60")
     hand.fill("Export, below --export-root, to", hand.own("exported"))
     hand.press(page.locator("#elsewhere ~ form details > summary"))
+    hand.choose("as", "hf")
     hand.choose("Convert to", "float16")
     hand.button("Export")
-    hand.heads(f"export of {hand.own('kept')} step 10")
+    hand.heads(f"export of {FINISHED} step 60")
 
 
 @presses("GET /runs/{run}/compare", "POST /runs/{run}/compare", "GET /runs/{run}")
