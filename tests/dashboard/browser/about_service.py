@@ -6,9 +6,11 @@ import re
 
 from playwright.sync_api import expect
 
+from tests.daemons import wait_until
+
 from .hands import Hand
 from .pressing import presses
-from .scene import FINISHED, MANY, alerts
+from .scene import FINISHED, LIMIT_S, MANY, alerts
 
 _OTHER = "POST /alerts/{code}/{subject} do="
 
@@ -102,8 +104,7 @@ def merge_checkpoints(hand: Hand) -> None:
 def _until_done(hand: Hand) -> None:
     """The page of a job follows by itself with scripts, and is loaded again without."""
     job = hand.page.url.partition("/jobs/")[2].partition("?")[0]
-    got = hand.at.ask(f"/v1/jobs/{job}?wait_s=60")
-    assert got["state"] == "done", got
+    wait_until(lambda: hand.at.ask(f"/v1/jobs/{job}")["state"] not in ("queued", "running"), LIMIT_S)
     if hand.way == "plain":
         hand.page.reload()
     expect(hand.page.locator("h1 .badge")).to_have_text("done")
