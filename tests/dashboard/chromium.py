@@ -30,6 +30,12 @@ class Mode(NamedTuple):
 
 
 MODES = {"light": Mode(1280, 900, "light"), "dark": Mode(1280, 900, "dark"), "phone": Mode(390, 844, "light")}
+WIDE = Mode(1920, 1080, "light")
+PATIENCE_MS = 60_000  # a busy machine is no error
+REDRAWN_MS = 300  # plots follow the width of the window
+_REDRAWN = (
+    "() => [...document.querySelectorAll('.uplot')].every((e) => Math.abs(e.clientWidth - e.parentElement.clientWidth) < 2)"
+)
 
 
 class Window:
@@ -52,6 +58,16 @@ class Window:
             self.complaints.append(f"a request to {address}")
 
 
+def look(page: Page, mode: Mode) -> None:
+    """Look at a page that is open in another width or other colours."""
+    page.set_viewport_size({"width": mode.width, "height": mode.height})
+    page.emulate_media(color_scheme="dark" if mode.colours == "dark" else "light", reduced_motion="reduce")
+    for _ in range(PATIENCE_MS // REDRAWN_MS):
+        page.wait_for_timeout(REDRAWN_MS)
+        if page.evaluate(_REDRAWN):
+            return
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A headless browser for the length of a block."""
@@ -64,13 +80,15 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def window(browser: Browser, url: str, mode: Mode = MODES["light"]) -> Iterator[Window]:
-    """A window of its own, without anything of another one."""
+def window(browser: Browser, url: str, mode: Mode = MODES["light"], scripts: bool = True) -> Iterator[Window]:
+    """A window of its own, without anything of another one; where pages may run no `scripts`, as in a browser without."""
     context = browser.new_context(
         viewport={"width": mode.width, "height": mode.height},
         color_scheme="dark" if mode.colours == "dark" else "light",
         reduced_motion="reduce",
+        java_script_enabled=scripts,
     )
+    context.set_default_timeout(PATIENCE_MS)
     try:
         yield Window(context.new_page(), url)
     finally:

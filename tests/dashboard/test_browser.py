@@ -17,7 +17,7 @@ from .live import FAULT_AT, FAULTY, RUN, Live, live
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
 PAGES = (
     *("overview", "run", "checkpoint", "files", "map", "tensors", "restore", "compare"),
-    *("retention", "health", "nodes", "jobs", "events", "quotas", "tokens", "login"),
+    *("retention", "health", "nodes", "jobs", "import", "events", "audit", "quotas", "tokens", "api", "login"),
 )
 
 

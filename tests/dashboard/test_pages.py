@@ -148,6 +148,17 @@ def test_errors_are_pages(pages: httpx.Client, path: str, status: int, said: str
     assert "/" in page.addresses()
 
 
+def test_a_path_that_is_not_there_is_a_page_for_browsers(pages: httpx.Client) -> None:
+    """Programs get the problem as JSON, and so does whoever asks the API."""
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    got = pages.get("/no/such/page", headers=browser)
+    page = Page(got.text)
+    assert (got.status_code, page.faults(), got.headers["content-security-policy"]) == (404, [], CSP)
+    assert "the path /no/such/page does not exist" in page.text and "/" in page.addresses()
+    for path, headers in (("/no/such/page", {}), ("/v1/no/such", browser)):
+        assert pages.get(path, headers=headers).json()["code"] == "no-such-resource"
+
+
 def test_a_layout_that_does_not_parse_is_said_beside_the_form(pages: httpx.Client) -> None:
     """The form stays, with what was typed and what is wrong with it."""
     page = Page(pages.get(f"{STEP}/restore?tp=0&more=<x>").text)

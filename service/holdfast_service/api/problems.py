@@ -12,9 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource
+from holdfast_service.dashboard.rendering import problem_page
 
 from .reading import met
 
@@ -82,12 +83,13 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     return problem_response(InvalidRequest(f"{where}: {first['msg']}", hint="/openapi.json describes every parameter"))
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return problem_response(
-            NoSuchResource(f"the path {request.url.path} does not exist", hint="/openapi.json lists every route")
-        )
+        missing = f"the path {request.url.path} does not exist"
+        if not request.url.path.startswith("/v1/") and "text/html" in request.headers.get("accept", ""):  # a browser
+            return problem_page(request, NoSuchResource(missing, hint="go to the overview, or find a run by its name"))
+        return problem_response(NoSuchResource(missing, hint="/openapi.json lists every route"))
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})
     if error.status_code == 405:

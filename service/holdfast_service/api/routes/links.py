@@ -21,9 +21,13 @@ ENTER = "/enter"
 _SESSION_AGE_S = 7 * 86_400
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 # A page and no redirect: it asks for / itself, so the strict cookie goes along wherever the link was clicked.
-_PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>Holdfast</title>'
-_IN = f'{_PAGE}<p>Signed in. <a href="/">To the overview</a></p>'
-_OUT = '<!doctype html><meta charset="utf-8"><title>Holdfast</title><p>{detail}. {hint}</p>'
+_HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+_HEAD += '<meta name="color-scheme" content="light dark"><title>Sign in · Holdfast</title>'
+_REFRESH = '<meta http-equiv="refresh" content="0;url=/">'
+_IN = f'{_HEAD}{_REFRESH}<main><h1>Signed in</h1><p><a href="/">To the overview</a></p></main>'
+_OUT = (
+    f'{_HEAD}<main><h1>Not signed in</h1><p>{{detail}}. {{hint}}</p><p><a href="/login">Sign in with a token</a></p></main>'
+)
 
 
 @router.post(

@@ -48,7 +48,7 @@
       item.title = item.textContent;
       const kind = document.createElement("span");
       kind.className = hit.label ? "badge s-label" : "badge";
-      kind.textContent = hit.label || hit.kind;
+      kind.textContent = kind.title = hit.label || hit.kind;
       item.append(" ", kind);
       return item;
     }));
