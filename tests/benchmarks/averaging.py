@@ -56,7 +56,7 @@ def train(socket: Path, run: str, ema: Ema | None, arguments: argparse.Namespace
 
 
 def excess(seconds: list[float], every: int) -> float:
-    """By what part the mean of all steps is above that of the later half between updates; every last one begins an update."""
+    """By what part the mean of all steps is above that of the later half between updates, each begun by the last step."""
     later = [taken for number, taken in enumerate(seconds) if every // 2 <= number % every < every - 1]
     return statistics.mean(seconds) / statistics.mean(later) - 1
 
