@@ -82,7 +82,7 @@ class Commands(LazyGroup):
             "Acknowledge that a run has died: it is idle then, and raises no alert until it dies again.",
             "acknowledge",
         ),
-        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints, raises no alert", "archive"),
+        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
         "rename": _entry("runs.care", "Rename a run that nobody trains.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(

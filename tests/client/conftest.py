@@ -1,12 +1,14 @@
-"""Checkpoints that several tests of the client read."""
+"""Checkpoints that several tests of the client read, and both ways to a root."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import Built, build
+from tests.serving import served
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +21,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def built(tmp_path: Path) -> Built:
     """A checkpoint of the test's own."""
     return build(tmp_path / "step-00000005")
+
+
+@pytest.fixture(params=["root", "url"])
+def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
+    """The options for reading a file's `root` by either way."""
+    if request.param == "root":
+        yield ["--root", str(root)]
+        return
+    with served(root) as running:
+        yield ["--url", running.url]

@@ -49,16 +49,6 @@ def service(root: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(params=["root", "url"])
-def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
-    """The options for reading the root by either way."""
-    if request.param == "root":
-        yield ["--root", str(root)]
-        return
-    with served(root) as running:
-        yield ["--url", running.url]
-
-
 def call(*arguments: object, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 

@@ -116,8 +116,8 @@ def _print_tables(made: Manifest) -> None:
     files = console.table("FILE", "BYTES", right=("BYTES",))
     for file in made.files:
         files.add_row(Text(file.name), console.human_bytes(file.bytes))
-    stored = ("STORED AS",) if made.compacted is not None else ()
-    columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", *stored, "PLACEMENT")
+    compact = made.compacted is not None
+    columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", *(["STORED AS"] if compact else []), "PLACEMENT")
     tensors = console.table(*columns, right=("BYTES",), drop=("PLACEMENT", "GROUP", "DTYPE"))
     shown = coded.contents(made)
     for group, held in shown.tensors.items():
@@ -125,9 +125,9 @@ def _print_tables(made: Manifest) -> None:
             form = coded.stored_form(made, group, name)
             as_stored = Text("" if form is None else f"{form}, {console.human_bytes(form.bytes)}")
             about = (tensor.dtype, str(list(tensor.shape)), console.human_bytes(tensor.nbytes))
-            tensors.add_row(group, Text(name), *about, *(as_stored for _ in stored), Text(tensor.placement))
+            tensors.add_row(group, Text(name), *about, *([as_stored] if compact else []), Text(tensor.placement))
         for alias, target in shown.aliases.get(group, {}).items():
-            tensors.add_row(group, Text(alias), "", "", "", *("" for _ in stored), Text(f"tied to {target}"))
+            tensors.add_row(group, Text(alias), "", "", "", *([""] if compact else []), Text(f"tied to {target}"))
     out.print()
     out.print(files)
     out.print()

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from holdfast import Checkpointer
 from holdfast_formats.digest import digest
 
+from .config import local_rank
 from .model import WINDOW, build_model, build_tokenizer
 from .text import ShuffledWindows, read_text
 
@@ -170,7 +171,7 @@ def main() -> None:
 
 def prepare_cuda() -> None:
     """This rank's device, NCCL beside gloo, and attention by the kernel that takes every sum in the same order."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(local_rank())
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -70,10 +70,13 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
         return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
-def without(table: SlotTable, group: str) -> SlotTable:
-    """The table as if the group had not been saved, whose fragments are the last."""
+def without(table: SlotTable, group: str, boxes: int | None = None) -> SlotTable:
+    """The table as if the group had not been saved, whose fragments are the last. `boxes`: how many all others have, of a
+    table whose fragments stand elsewhere.
+    """
     kept = tuple(fragment for fragment in table.fragments if fragment.spec.group != group)
-    boxes = sum(len(fragment.boxes) for fragment in kept)
+    if boxes is None:
+        boxes = sum(len(fragment.boxes) for fragment in kept)
     return msgspec.structs.replace(
         table,
         groups=tuple(held for held in table.groups if held != group),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "200")
     build_root(tmp_path / "root", RUNS)
     return tmp_path / "root"
-
-
-@pytest.fixture(params=["root", "url"])
-def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
-    if request.param == "root":
-        yield ["--root", str(root)]
-        return
-    with served(root) as running:
-        yield ["--url", running.url]
 
 
 def call(*words: str) -> Result:

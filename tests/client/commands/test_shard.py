@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOLDFAST_URL", "")
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path / "root"
-
-
-@pytest.fixture(params=["root", "url"])
-def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
-    """The options for reading the root by either way."""
-    if request.param == "root":
-        yield ["--root", str(root)]
-        return
-    with served(root) as running:
-        yield ["--url", running.url]
 
 
 def call(*arguments: object) -> Result:

@@ -40,7 +40,7 @@ def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson =
 
 
 def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Put a run away: it keeps its checkpoints, raises no alert and is listed by `holdfast ls --all` alone."""
+    """Put a run away: it keeps its checkpoints and raises no alert. Only `holdfast ls --all` lists it."""
     _change(run, RunChange(archived=not undo), url, as_json)
 
 

@@ -100,7 +100,9 @@ class Contents:
             extents=0 if form is not None else len(entry.extents),
             placement=entry.placement,
             alias_of=alias_of,
-            stored=None if form is None else bodies.StoredAs(**{**form._asdict(), "parts": list(form.parts)}),
+            stored=None
+            if form is None
+            else bodies.StoredAs(coding=form.coding, parts=list(form.parts), bytes=form.bytes, error=form.error),
         )
 
 

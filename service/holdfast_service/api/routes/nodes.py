@@ -77,7 +77,8 @@ class _Told(NamedTuple):
             "ranks": sum(self.ranks.values()),
             "duties": [duty for duty in node.duties if duty == UPKEEP],  # others are named by runs and replicas
             "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
-            **dict.fromkeys(("sealed", "catalog_waiting"), 0),  # by which others' saves could be counted
+            "sealed": 0,  # by it, and by what waits, others' saves could be counted
+            "catalog_waiting": 0,
         }
         if not viewer.may("write"):
             told |= {"socket": None, "socket_id": None}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats.errors import CheckpointError, StateMismatch
-from holdfast_formats.staging import average, declaration, replica_claims
+from holdfast_formats.staging import average, declaration, slot_table
 from holdfast_formats.staging.average import GROUP, VALUE, AverageState
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
@@ -111,14 +111,5 @@ def _without(part: DecodedPart) -> DecodedPart:
     """A node's part as if no average had been saved."""
     made = declaration.without(part.declaration, GROUP)
     boxes = (made.first_box[1:] - made.first_box[:-1]).tolist()
-    said = [
-        msgspec.structs.replace(
-            table,
-            groups=tuple(group for group in table.groups if group != GROUP),
-            values={group: held for group, held in table.values.items() if group != GROUP},
-            aliases={group: held for group, held in table.aliases.items() if group != GROUP},
-            digests=table.digests[: count * replica_claims.ROW_BYTES],  # the group is the last
-        )
-        for table, count in zip(part.said, boxes, strict=True)
-    ]
+    said = [slot_table.without(table, GROUP, count) for table, count in zip(part.said, boxes, strict=True)]
     return DecodedPart(made, said)

@@ -33,7 +33,7 @@ class RunOrder(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> RunOrder:
-        """`bytes`, `-bytes`, `metric:loss`; `InvalidRequest` for what is none."""
+        """`storage`, `-storage`, `metric:loss`; `InvalidRequest` for what is none."""
         descends = text.startswith("-")
         column, _, metric = text.removeprefix("-").partition(":")
         is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column == ATTENTION and not descends)
