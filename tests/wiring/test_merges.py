@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_bands_and_chunks_change_no_bit(world: MergeWorld, monkeypatch: pytest.M
     recipe = DARE.replace("base@1", "wide/base").replace("one@1", "wide/one").replace("two@1", "wide/two")
     world.merge(recipe)
     merge = merged_tensor.MergedTensor
-    monkeypatch.setattr(merged_tensor, "MergedTensor", lambda spec, inputs, terms: merge(spec, inputs, terms, 1003))
+    monkeypatch.setattr(merged_tensor, "MergedTensor", partial(merge, chunk=1003))
     monkeypatch.setattr(target_bytes, "band_bytes", lambda mapped, tensors: 2**18)
     world.merge(recipe, 2)
     check_equal(world.arrays(2), world.arrays())

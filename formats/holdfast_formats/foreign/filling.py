@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -31,7 +32,7 @@ def elements(
     boxes = flat_boxes(start, stop, mapped.spec.shape)
     decoder = _decoder_of_all(tensors, mapped) if len(boxes) == 1 else None
     if decoder is not None:  # its array need not be copied
-        values = decoder.decode(boxes[0], lambda stored, wanted: fetched(files, stored, wanted))
+        values = decoder.decode(boxes[0], partial(fetched, files))
         if values.dtype == dtypes.to_numpy(mapped.spec.dtype):
             return np.ascontiguousarray(values).reshape(-1)
         converted = np.empty(boxes[0].shape, dtypes.to_numpy(mapped.spec.dtype))
@@ -55,10 +56,12 @@ def elements(
     return made
 
 
-def fetched(files: ForeignFiles, tensor: ForeignTensor, box: Box | None = None) -> NDArray[Any]:
-    """A box of a tensor, or all of it, in its dtype."""
+def fetched(
+    files: ForeignFiles, tensor: ForeignTensor, box: Box | None = None, into: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """A box of a tensor, or all of it, in its dtype: `into`, if it is given, or a new array."""
     wanted = whole(tensor.spec.shape) if box is None else box
-    made = np.empty(wanted.shape, dtypes.to_numpy(tensor.spec.dtype))
+    made = np.empty(wanted.shape, dtypes.to_numpy(tensor.spec.dtype)) if into is None else into
     fill(files, tensor, wanted, made)
     return made
 
@@ -76,7 +79,7 @@ def _decoder_of_all(tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTe
 def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> None:
     """Write a box of a tensor into an array of its shape, of any strides and dtype; errors as of `elements`."""
     if tensor.decoder is not None:
-        assign(into, tensor.decoder.decode(box, lambda stored, wanted: fetched(files, stored, wanted)), tensor.spec.name)
+        assign(into, tensor.decoder.decode(box, partial(fetched, files)), tensor.spec.name)
         return
     dtype, filled = dtypes.to_numpy(tensor.spec.dtype), 0
     for piece in tensor.pieces:

@@ -7,7 +7,7 @@ Whatever it does not understand it refuses by file and key: nothing is skipped w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -73,7 +73,11 @@ class ForeignPiece(NamedTuple):
     member: StoredMember | None = None
 
 
-FetchBox = Callable[["ForeignTensor", Box], NDArray[Any]]
+class FetchBox(Protocol):
+    """Reads a box of a stored tensor."""
+
+    def __call__(self, tensor: ForeignTensor, box: Box, into: NDArray[Any] | None = None, /) -> NDArray[Any]:
+        """The box, in the tensor's dtype: `into`, if an array of the box's shape and that dtype is given, or a new array."""
 
 
 class Decoder(Protocol):

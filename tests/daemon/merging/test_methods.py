@@ -33,11 +33,14 @@ def computed(terms: Terms, arrays: list[NDArray[Any]], chunk: int = 0, boxes: li
     spec = TensorSpec("model", TENSOR, "F32", arrays[0].shape)
     held = {f"model.{i}": array for i, array in enumerate(arrays)}
     tensors = tuple(ForeignTensor(TensorSpec("model", name, "F32", array.shape), ()) for name, array in held.items())
-    tensor = MergedTensor(spec, tensors, terms, chunk)
-    parts = [
-        tensor.decode(box, lambda stored, wanted: held[stored.spec.name][wanted.slices].copy()).reshape(-1)
-        for box in boxes or [whole(spec.shape)]
-    ]
+    tensor = MergedTensor(spec, tensors, terms, chunk=chunk)
+
+    def fetch(stored: ForeignTensor, wanted: Box, into: NDArray[Any] | None = None) -> NDArray[Any]:
+        made = np.empty(wanted.shape, np.float32) if into is None else into
+        made[...] = held[stored.spec.name][wanted.slices]
+        return made
+
+    parts = [tensor.decode(box, fetch).reshape(-1) for box in boxes or [whole(spec.shape)]]
     return np.concatenate(parts).reshape(spec.shape)
 
 

@@ -8,7 +8,7 @@ job that was killed repeats one file at most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
@@ -58,7 +58,7 @@ def stream(
     notes = FinishedFiles(target, staging, job)
     there = notes.found(files)
     work = _Streaming(watched, tensors, files, target, going)
-    with ThreadPoolExecutor(1, "holdfast-stream", initializer=give_way) as writing:
+    with _one_thread() as writing, _one_thread() as ahead:
         for number, file in enumerate(files):
             if file.name in there:
                 going.moved(file.bytes)
@@ -66,7 +66,7 @@ def stream(
             path = f"{staging}/{file.name}"
             if target.size(path) is not None:  # what a killed start had not finished
                 target.remove_file(path)
-            there[file.name] = work.write(file, path, writing)
+            there[file.name] = work.write(file, path, writing, ahead)
             notes.add(number, there[file.name])
     watched.check_unchanged(_used(tensors, files))
     return tuple(there[file.name] for file in files)
@@ -139,11 +139,11 @@ class _Streaming:
         # next start writes that file, and reads all of the member again.
         self._last_users = {place: file.name for file in files for place in self._members_of(file)}
 
-    def write(self, file: TargetFile, path: str, writing: ThreadPoolExecutor) -> FinishedFile:
+    def write(self, file: TargetFile, path: str, writing: Executor, ahead: Executor) -> FinishedFile:
         """Write one file, durably."""
         self._source.watch(self._members_of(file))
         self._compare_copies(file)
-        content = TargetBytes(self._source, self._tensors, file, self._extent_bytes)
+        content = TargetBytes(self._source, self._tensors, file, self._extent_bytes, ahead)
         writer = self._target.create(path, file.bytes)
         pending: list[Future[None]] = []
         try:
@@ -156,6 +156,7 @@ class _Streaming:
         finally:
             for job in pending:
                 job.exception()  # nobody writes any more when the file is closed
+            content.close()
             writer.discard()
         return _finished(content)
 
@@ -163,9 +164,7 @@ class _Streaming:
         keys = {move.source for one in file.tensors for move in one.mapped.moves}
         return list(dict.fromkeys(place for key in sorted(keys) for place in members(self._tensors[key])))
 
-    def _windows_of(
-        self, content: TargetBytes, writer: FileWriter, writing: ThreadPoolExecutor, pending: list[Future[None]]
-    ) -> None:
+    def _windows_of(self, content: TargetBytes, writer: FileWriter, writing: Executor, pending: list[Future[None]]) -> None:
         """Read window after window, each while the one before is written. Blocks are whole: the rest of a window goes along
         with the next one.
         """
@@ -212,6 +211,10 @@ def _finished(content: TargetBytes) -> FinishedFile:
     placed = zip(file.tensors, content.extents, strict=True)
     tensors = [FinishedTensor(*one.mapped.key, one.start, tuple(extents)) for one, extents in placed]
     return FinishedFile(file.name, file.bytes, tuple(literals), tuple(tensors))
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "holdfast-stream", initializer=give_way)
 
 
 def _put(writer: FileWriter, start: int, data: Bytes, held: ExitStack) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.region import Box, byte_runs, intersect
 from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.daemon.copying.bands import Band, Bands
 
 BAND_BYTES = 2**27  # a multiple of every extent's length
 
@@ -58,15 +60,25 @@ class TargetCut(NamedTuple):
 class TargetBytes:
     """What a target file consists of. For one thread, which asks for its windows in order."""
 
-    def __init__(self, source: ForeignFiles, tensors: Tensors, file: TargetFile, extent_bytes: int) -> None:
-        """No extent of a tensor is longer than `extent_bytes`."""
+    def __init__(
+        self,
+        source: ForeignFiles,
+        tensors: Tensors,
+        file: TargetFile,
+        extent_bytes: int,
+        ahead: Executor | None = None,
+    ) -> None:
+        """No extent of a tensor is longer than `extent_bytes`. With `ahead` bands are computed in it, where their decoders
+        say how long they are to be, while the last one is in use; `close` then.
+        """
         self._source, self._tensors, self.file = source, tensors, file
         self.extents: list[list[Extent]] = [[] for _ in file.tensors]
         self._runs = [source_runs(one.mapped, tensors) for one in file.tensors]
         self._crcs: list[int] | None = None if file.sealed is None else [0] * len(file.tensors)
         cuts = [*_literal_cuts((*file.literals, *self.sealed())), *_extent_cuts(file.tensors, extent_bytes)]
         self._cuts = sorted(cuts, key=lambda cut: cut.start)
-        self._band = (-1, 0, np.empty(0, np.uint8))
+        computed = (self._band(cut) for cut in self._cuts if cut.tensor is not None and self._runs[cut.tensor] is None)
+        self._bands = Bands(list(dict.fromkeys(computed)), self._made, ahead)
 
     def windows(self) -> Iterator[Sequence[TargetCut]]:
         """The file in order, as many whole cuts at once as fit a window."""
@@ -107,20 +119,26 @@ class TargetBytes:
                 if self._crcs is not None:
                     self._crcs[cut.tensor] = crc32(data.data, self._crcs[cut.tensor])
 
+    def close(self) -> None:
+        """Wait until nothing is read any more."""
+        self._bands.close()
+
     def _computed(self, cut: TargetCut) -> Bytes:
         """An extent out of the band that has it."""
+        band = self._band(cut)
+        return self._bands.get(band)[cut.offset - band.start : cut.offset - band.start + cut.length]
+
+    def _band(self, cut: TargetCut) -> Band:
         assert cut.tensor is not None
         mapped = self.file.tensors[cut.tensor].mapped
-        length = band_bytes(mapped, self._tensors)
-        start = cut.offset - cut.offset % length
-        if self._band[:2] != (cut.tensor, start):
-            self._band = (-1, 0, np.empty(0, np.uint8))  # free the last one first
-            width = dtypes.to_numpy(mapped.spec.dtype).itemsize
-            stop = min(start + length, mapped.spec.nbytes)
-            made = filling.elements(self._source, self._tensors, mapped, start // width, stop // width)
-            self._band = (cut.tensor, start, made.view(np.uint8))
-        band = self._band[2]
-        return band[cut.offset - start : cut.offset - start + cut.length]
+        asked = _asked(mapped, self._tensors)
+        return Band(cut.tensor, cut.offset - cut.offset % band_bytes(mapped, self._tensors), None not in asked)
+
+    def _made(self, band: Band) -> Bytes:
+        mapped = self.file.tensors[band.tensor].mapped
+        width = dtypes.to_numpy(mapped.spec.dtype).itemsize
+        stop = min(band.start + band_bytes(mapped, self._tensors), mapped.spec.nbytes)
+        return filling.elements(self._source, self._tensors, mapped, band.start // width, stop // width).view(np.uint8)
 
 
 class _Joined:
@@ -175,8 +193,13 @@ def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | Non
 
 def band_bytes(mapped: MappedTensor, tensors: Tensors) -> int:
     """How many bytes of a tensor to compute at once: a multiple of every extent's length."""
-    asked = (getattr(tensors[move.source].decoder, "band_bytes", BAND_BYTES) for move in mapped.moves)
+    asked = (BAND_BYTES if one is None else one for one in _asked(mapped, tensors))
     return max(min(asked, default=BAND_BYTES), EXTENT_BYTES_MAX)
+
+
+def _asked(mapped: MappedTensor, tensors: Tensors) -> set[int | None]:
+    """The lengths of bands that decoders say are long enough; None for one that does not say it."""
+    return {getattr(tensors[move.source].decoder, "band_bytes", None) for move in mapped.moves}
 
 
 def _tile(runs: Sequence[SourceRun], size: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from threading import Lock
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class WatchedSource:
     """A `Readable` that remembers of every file, when it is first touched, its stamp: size, time of the last write, inode.
 
     With `digested`, or for the paths that it is true of, it also computes the XXH3 digest of whole files from the bytes that
-    pass. For one thread at a time.
+    pass. Several threads may read; what of a file passes out of order is read again for its digest.
     """
 
     def __init__(self, source: Readable, digested: bool | Callable[[str], bool] = False) -> None:
@@ -30,6 +31,7 @@ class WatchedSource:
         self._names: dict[str, list[str]] = {}
         self._streams: dict[str, _FileDigest] = {}
         self._members = MemberSums()
+        self._passing = Lock()
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         self.stamp(path)
@@ -38,9 +40,10 @@ class WatchedSource:
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
         self.stamp(path)
         read = self._source.read_into(path, offset, buffer)
-        if self._digested(path):
-            self._stream(path).passed(offset, octets(buffer)[:read])
-        self._members.passed(path, offset, octets(buffer)[:read])
+        with self._passing:
+            if self._digested(path):
+                self._stream(path).passed(offset, octets(buffer)[:read])
+            self._members.passed(path, offset, octets(buffer)[:read])
         return read
 
     def watch(self, stored: Iterable[MemberPlace]) -> None:
@@ -70,7 +73,7 @@ class WatchedSource:
     def stamp(self, path: str) -> str:
         """The file's stamp at the first touch."""
         if path not in self._stamps:
-            self._stamps[path] = self._source.stamp(path)
+            self._stamps.setdefault(path, self._source.stamp(path))
         return self._stamps[path]
 
     def check_unchanged(self, paths: Iterable[str]) -> None:

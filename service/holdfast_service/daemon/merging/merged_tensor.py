@@ -14,7 +14,7 @@ from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, byte_runs
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Found, Terms
+from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Formula, Found, Terms, Workspaces
 from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
 BAND_BYTES = 2**26  # asked for at once; between two bands nothing is read while the last one is computed
@@ -27,28 +27,38 @@ class MergedTensor:
 
     band_bytes = BAND_BYTES
 
-    def __init__(self, spec: TensorSpec, inputs: tuple[ForeignTensor, ...], terms: Terms, chunk: int = 0) -> None:
-        """`inputs` are of the spec's shape. `chunk`: about how many elements to merge at a time, 0 for what is fast.
+    def __init__(
+        self,
+        spec: TensorSpec,
+        inputs: tuple[ForeignTensor, ...],
+        terms: Terms,
+        spaces: Workspaces | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """`inputs` are of the spec's shape; `spaces` are of the job. `chunk`: about how many elements to merge at a time,
+        0 for what is fast.
 
         Raises `LimitExceeded`, by name, for rows that are too long to be ranked.
         """
         self.inputs, self.terms = inputs, terms
-        self._spec, self._formula = spec, terms.begin(spec.shape)
-        row = self._formula.row
+        self._spec = spec
+        self._row = row = terms.begin(spec.shape).row
         if row > ROW_ELEMENTS_MAX:
             raise LimitExceeded(f"tensor {spec.name!r} is ranked in rows, which have over {ROW_ELEMENTS_MAX} elements")
         self._block = max(BLOCK_ELEMENTS // (row * _ALIGNED), 1) * _ALIGNED * row if row * _ALIGNED <= 2**22 else row
         self._chunk = max(chunk // row, 1) * row if chunk else self._block
-        self._stretches = Stretches(inputs, max(self._block, self._chunk))
-        self._prepared = False
+        self._stretches = Stretches(inputs, max(self._block, self._chunk), spaces or Workspaces())
+        self._formula: Formula | None = None  # while the tensor is being merged: it keeps masks, a bit an element
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         """The merged values of a box, rounded to the spec's dtype once."""
-        if not self._prepared:
-            self._formula.prepare(_WholeTensor(self._stretches, fetch, prod(self._spec.shape), self._block))
-            self._prepared = True
+        formula = self._formula
+        if formula is None:
+            formula = self.terms.begin(self._spec.shape)
+            formula.prepare(_WholeTensor(self._stretches, fetch, prod(self._spec.shape), self._block))
+            self._formula = formula
         made = np.empty(box.volume, dtypes.to_numpy(self._spec.dtype))
-        row, wanted = self._formula.row, list[MergedPart]()
+        row, wanted = self._row, list[MergedPart]()
         places: list[tuple[int, int, int]] = []
         for start, at, length in byte_runs(box, self._spec.shape, 1):
             first, last = start - start % row, start + length + -(start + length) % row
@@ -58,13 +68,15 @@ class MergedTensor:
 
         def merge(block: Block) -> None:
             start, at, length = places[block.number]
-            found = self._formula.merge(block)
+            found = formula.merge(block)
             low, high = max(block.start, start), min(block.start + block.size, start + length)
             into = made[at + low - start : at + high - start]
             np.copyto(into, found[low - block.start : high - block.start], casting="unsafe")
 
         for _ in self._stretches.each(fetch, wanted, merge):
             pass
+        if box.stop == self._spec.shape:  # tensors are merged in order: this one is done
+            self._formula = None
         return made.reshape(box.shape)
 
 
@@ -84,7 +96,7 @@ class _WholeTensor:
         return self._stretches.each(self._fetch, wanted, measure)
 
 
-def merged(key: TensorKey, dtype: str, inputs: tuple[ForeignTensor, ...], terms: Terms) -> ForeignTensor:
+def merged(key: TensorKey, dtype: str, inputs: tuple[ForeignTensor, ...], terms: Terms, spaces: Workspaces) -> ForeignTensor:
     """The tensor of a merge as one of a listing."""
     spec = TensorSpec(key.group, key.name, dtype, inputs[0].spec.shape)
-    return ForeignTensor(spec, (), decoder=MergedTensor(spec, inputs, terms))
+    return ForeignTensor(spec, (), decoder=MergedTensor(spec, inputs, terms, spaces))

@@ -19,6 +19,7 @@ from holdfast_service.daemon.merging.identical import identical
 from holdfast_service.daemon.merging.merged_tensor import merged
 from holdfast_service.daemon.merging.recipe import DTYPES, GROUP, MergeRecipe, ModelName
 from holdfast_service.daemon.merging.recipe_document import nearest
+from holdfast_service.daemon.merging.scanning import Workspaces
 from holdfast_service.daemon.merging.settings import depths
 from holdfast_service.daemon.merging.sources import MergeSource, MergeSources
 
@@ -124,14 +125,14 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
 
 
 def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
-    made = {}
+    made, spaces = {}, Workspaces()
     depth = depths(reference.tensors)
     for name, tensor in reference.tensors.items():
         key, dtype = TensorKey(recipe.out_group, name), reference.stored[name]
         inputs = tuple(model.tensors[name] for model in models)
         if dtype in FLOATS:
             terms = recipe.terms(name, depth[name])
-            made[key] = merged(key, recipe.dtype or dtype, inputs, terms)
+            made[key] = merged(key, recipe.dtype or dtype, inputs, terms, spaces)
         elif dtype in _INTEGERS or not prod(tensor.spec.shape):
             made[key] = identical(key, [model.name for model in models], inputs)
         else:

@@ -6,6 +6,7 @@ Sums over a tensor are taken block by block, so no length of a chunk, of a band 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -37,6 +38,30 @@ class Workspace:
 
     def floats(self, name: str, count: int) -> Floats:
         return self.array(name, count, np.float32)
+
+
+class Workspaces:
+    """The workspaces of a job, for tensor after tensor: with some of its own each tensor would keep them until the end."""
+
+    def __init__(self) -> None:
+        self._idle: list[Workspace] = []
+        self._inputs = (Workspace(), Workspace())
+
+    @contextmanager
+    def taken(self) -> Iterator[Workspace]:
+        """One that no other thread has."""
+        try:
+            space = self._idle.pop()
+        except IndexError:
+            space = Workspace()
+        try:
+            yield space
+        finally:
+            self._idle.append(space)
+
+    def inputs(self, number: int) -> Workspace:
+        """Where group `number` of a tensor's stretches is read to, once group `number` - 2 has been computed."""
+        return self._inputs[number % 2]
 
 
 class Block:
@@ -95,10 +120,12 @@ class Terms(Protocol):
         """A formula for a tensor of this shape that has seen nothing yet."""
 
 
-def flat(fetch: FetchBox, tensor: ForeignTensor, start: int, stop: int) -> NDArray[Any]:
-    """Elements [start, stop) of a tensor, row-major."""
-    parts: list[NDArray[Any]] = [fetch(tensor, box).reshape(-1) for box in flat_boxes(start, stop, tensor.spec.shape)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.float32)
+def read_flat(fetch: FetchBox, tensor: ForeignTensor, start: int, into: NDArray[Any]) -> None:
+    """Fill an array in the tensor's dtype with the tensor's elements from `start` on, row-major."""
+    at = 0
+    for box in flat_boxes(start, start + into.size, tensor.spec.shape):
+        fetch(tensor, box, into[at : at + box.volume].reshape(box.shape))
+        at += box.volume
 
 
 def total(values: NDArray[Any]) -> float:

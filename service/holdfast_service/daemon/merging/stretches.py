@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
-from holdfast_service.daemon.merging.scanning import Block, Found, Workspace, flat
+from holdfast_service.daemon.merging.scanning import Block, Found, Workspaces, read_flat
 from holdfast_service.daemon.writing.priority import give_way
 
 READ_BYTES = 2**24  # of all inputs together, read at once; as much again is being computed
@@ -33,21 +33,20 @@ class MergedPart(NamedTuple):
 class Stretches:
     """Reads stretches of tensors of one shape, and computes something of each. For one thread, which starts others."""
 
-    def __init__(self, inputs: Sequence[ForeignTensor], longest: int) -> None:
-        """No stretch has more than `longest` elements."""
-        self._inputs = inputs
+    def __init__(self, inputs: Sequence[ForeignTensor], longest: int, spaces: Workspaces) -> None:
+        """No stretch has more than `longest` elements. Nobody else uses the workspaces meanwhile."""
+        self._inputs, self._spaces = inputs, spaces
         width = sum(dtypes.to_numpy(one.spec.dtype).itemsize for one in inputs)
         self._read_elements = READ_BYTES // max(width, 1)
         copies = 2 * len(inputs) + 8  # in F32, of each stretch that is computed
         room = WORK_BYTES_MAX // (4 * copies * max(longest, 1))
         self._threads = max(min(room, THREADS_MAX, len(os.sched_getaffinity(0))), 1)
-        self._spaces: list[Workspace] = []
 
     def each(self, fetch: FetchBox, stretches: Sequence[MergedPart], act: Callable[[Block], Found]) -> Iterator[Found]:
         """What `act` returns of each stretch, in their order; errors of the reader and of `act`."""
         if len(stretches) == 1 or self._threads == 1:
-            for group in self._groups(stretches):
-                yield from (self._act(act, stretch, stored) for stretch, stored in self._read(fetch, group))
+            for number, group in enumerate(self._groups(stretches)):
+                yield from (self._act(act, stretch, stored) for stretch, stored in self._read(fetch, number, group))
             return
         pending: deque[tuple[int, Future[Found]]] = deque()
         pool = _pool(self._threads)
@@ -55,7 +54,7 @@ class Stretches:
             for number, group in enumerate(self._groups(stretches)):
                 while pending and pending[0][0] < number - 1:  # two groups are held at most: this one and the last
                     yield pending.popleft()[1].result()
-                for stretch, stored in self._read(fetch, group):
+                for stretch, stored in self._read(fetch, number, group):
                     pending.append((number, pool.submit(self._act, act, stretch, stored)))
             while pending:
                 yield pending.popleft()[1].result()
@@ -75,21 +74,20 @@ class Stretches:
         if group:
             yield group
 
-    def _read(self, fetch: FetchBox, group: Sequence[MergedPart]) -> list[tuple[MergedPart, list[NDArray[Any]]]]:
-        low = group[0].start
-        stored = [flat(fetch, one, low, group[-1].stop) for one in self._inputs]
+    def _read(
+        self, fetch: FetchBox, number: int, group: Sequence[MergedPart]
+    ) -> list[tuple[MergedPart, list[NDArray[Any]]]]:
+        low, space = group[0].start, self._spaces.inputs(number)
+        stored: list[NDArray[Any]] = []
+        for place, one in enumerate(self._inputs):
+            array = space.array(f"input {place}", group[-1].stop - low, dtypes.to_numpy(one.spec.dtype))
+            read_flat(fetch, one, low, array)
+            stored.append(array)
         return [(one, [array[one.start - low : one.stop - low] for array in stored]) for one in group]
 
     def _act(self, act: Callable[[Block], Found], stretch: MergedPart, stored: Sequence[NDArray[Any]]) -> Found:
-        try:
-            space = self._spaces.pop()
-        except IndexError:
-            space = Workspace()
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                return act(Block(stretch.number, stretch.start, stored, space))
-        finally:
-            self._spaces.append(space)
+        with self._spaces.taken() as space, np.errstate(over="ignore", invalid="ignore"):
+            return act(Block(stretch.number, stretch.start, stored, space))
 
 
 @cache

@@ -1,0 +1,58 @@
+"""Bands of tensors that have to be computed, each made by another thread while the last one is cut up and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats.staging.holdings import Bytes
+
+
+class Band(NamedTuple):
+    """Bytes of a target's tensor from `start` on; `ahead`: whether it may be made while the band before it is in use."""
+
+    tensor: int
+    start: int
+    ahead: bool
+
+
+class Bands:
+    """The bands of one file, in order. For one thread; `make` is only called in one thread of `executor` at a time."""
+
+    def __init__(self, bands: Sequence[Band], make: Callable[[Band], Bytes], executor: Executor | None) -> None:
+        """Without an executor each band is made when it is asked for."""
+        self._make, self._executor = make, executor
+        self._next = dict(zip_longest(bands, bands[1:]))
+        self._held: Band | None = None
+        self._data: Bytes = np.empty(0, np.uint8)
+        self._coming: tuple[Band, Future[Bytes]] | None = None
+
+    def get(self, band: Band) -> Bytes:
+        """A band's bytes, until another one is asked for; what `make` raises."""
+        if band != self._held:
+            self._held, self._data = None, np.empty(0, np.uint8)  # free the last one first
+            coming, self._coming = self._coming, None
+            if coming is None or coming[0] != band:
+                wait(coming)
+                self._data = self._make(band)
+            else:
+                self._data = coming[1].result()
+            self._held = band
+            following = self._next[band]
+            if self._executor is not None and following is not None and following.ahead:
+                self._coming = following, self._executor.submit(self._make, following)
+        return self._data
+
+    def close(self) -> None:
+        """Wait until nothing is made any more."""
+        wait(self._coming)
+
+
+def wait(coming: tuple[Band, Future[Bytes]] | None) -> None:
+    """Wait for a band that nobody wants, or its error."""
+    if coming is not None and not coming[1].cancel():
+        coming[1].exception()
