@@ -36,6 +36,15 @@ def test_a_reference_links_to_its_body() -> None:
     assert [piece.model for piece in pieces] == ["Run", None, None]
 
 
+@pytest.mark.parametrize(
+    ("most", "words"), [(2**63 - 1, "2^63 - 1"), (2.0**62, "2^62"), (2**53, str(2**53)), (2**60 + 5, str(2**60 + 5))]
+)
+def test_limits_of_many_bits_are_powers(most: float, words: str) -> None:
+    schema = {"parameters": [{"name": "step", "in": "query", "schema": {"type": "integer", "maximum": most}}]}
+    (subject,) = described.subjects({"paths": {"/v1/x": {"get": schema}}})
+    assert subject.operations[0].fields[0].limits == f"at most {words}"
+
+
 def test_limits_and_defaults() -> None:
     """Those of a choice count too, and a default of nothing is none."""
     schema = {"anyOf": [{"type": "integer", "minimum": 0.0, "maximum": 9}, {"type": "null"}], "default": None}

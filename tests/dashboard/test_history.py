@@ -89,24 +89,24 @@ def test_saves_older_than_what_was_asked_for_are_not_removed() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"),
-        (0.00038, "380 µs"),
-        (0.0123, "12.3 ms"),
-        (1.44, "1.44 s"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-        (273600, "3 d 4 h"),
+        (0, "0\u00a0s"),
+        (0.00038, "380\u00a0µs"),
+        (0.0123, "12.3\u00a0ms"),
+        (1.44, "1.44\u00a0s"),
+        (200, "3\u00a0min 20\u00a0s"),
+        (7500, "2\u00a0h 5\u00a0min"),
+        (273600, "3\u00a0d 4\u00a0h"),
     ],
 )
 def test_lengths_of_time(seconds: float, text: str) -> None:
-    """Two units at most, the larger first."""
+    """Two units at most, the larger first; no line ends between a number and its unit."""
     assert words.seconds_text(seconds) == text
     assert words.seconds(seconds).startswith(f'<span title="{seconds:.6g} seconds">')
 
 
 def test_numbers_have_their_exact_value() -> None:
     """What is rounded for the eye says the exact value on a longer look; what is unknown says that."""
-    assert words.size(1234567) == '<span title="1\u202f234\u202f567 bytes">1.2 MB</span>'
+    assert words.size(1234567) == '<span title="1\u202f234\u202f567 bytes">1.2\u00a0MB</span>'
     assert words.percent(0.0123) == '<span title="0.0123">1.23 %</span>'
     assert words.number(None) == words.seconds(None) == words.size(None) == words.when(None) == words.NONE
 

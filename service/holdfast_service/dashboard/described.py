@@ -18,6 +18,7 @@ _LIMITS = {
     "maxItems": "at most {} items",
     "pattern": "matches {}",
 }
+_COUNTED_MAX = 2**53
 _WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "null": "null"}
 
 
@@ -163,9 +164,18 @@ def _field(name: str, place: str, schema: Mapping[str, Any], required: bool, des
 def _limits(schema: Mapping[str, Any]) -> str:
     kinds = [schema, *schema.get("anyOf", ())]
     found = [(words, kind[key]) for kind in kinds for key, words in _LIMITS.items() if key in kind]
-    return ", ".join(
-        words.format(int(value) if isinstance(value, float) and value.is_integer() else value) for words, value in found
-    )
+    return ", ".join(words.format(_limit(value)) for words, value in found)
+
+
+def _limit(value: Any) -> Any:
+    """A number as it is said; that of 64 bits, which nobody counts up to, as a power of two."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and value > _COUNTED_MAX:
+        for more, words in ((0, "2^{}"), (1, "2^{} - 1")):
+            if (value + more) & (value + more - 1) == 0:
+                return words.format((value + more).bit_length() - 1)
+    return value
 
 
 def _type(schema: Mapping[str, Any]) -> Iterator[Phrase]:

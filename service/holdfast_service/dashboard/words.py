@@ -14,6 +14,7 @@ from holdfast_formats.rest.job_words import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
+_GAP = "\u00a0"  # a number and its unit stay on one line
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
 
 
@@ -21,9 +22,9 @@ def bytes_text(count: float) -> str:
     """Bytes in decimal units, as disks are sold and `holdfast ls` prints them."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= _DECIMALS_FROM else f"{count:.1f} {unit}"
+            return f"{count:.0f}{_GAP}{unit}" if unit == "B" or abs(count) >= _DECIMALS_FROM else f"{count:.1f}{_GAP}{unit}"
         count /= 1000
-    return f"{count:.1f} PB"
+    return f"{count:.1f}{_GAP}PB"
 
 
 def seconds_text(seconds: float) -> str:
@@ -31,18 +32,18 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0:
         return f"−{seconds_text(-seconds)}"
     if seconds == 0:
-        return "0 s"
+        return f"0{_GAP}s"
     if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} µs"
+        return f"{seconds * 1e6:.0f}{_GAP}µs"
     if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
+        return f"{seconds * 1000:.3g}{_GAP}ms"
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.3g}{_GAP}s"
     for large, name, small, rest in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= large:
             whole, left = divmod(seconds, large)
-            return f"{whole:.0f} {name}" + (f" {left // small:.0f} {rest}" if left >= small else "")
-    return f"{seconds:.3g} s"
+            return f"{whole:.0f}{_GAP}{name}" + (f" {left // small:.0f}{_GAP}{rest}" if left >= small else "")
+    return f"{seconds:.3g}{_GAP}s"
 
 
 def number_text(value: float) -> str:

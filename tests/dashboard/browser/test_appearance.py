@@ -90,7 +90,7 @@ _SPOILT = (
     ("width: 4rem; overflow-wrap: anywhere", "1234567890123"),
 )
 _SPOIL = """([style, text, title]) => {
-  const made = document.createElement("p");
+  const made = document.createElement("div");
   made.style.cssText = style;
   made.textContent = text;
   if (title) made.title = title;

@@ -134,11 +134,11 @@ def test_sentences() -> None:
     assert [clause.text for clause in standing.strip(busy)] == [
         "3 runs training",
         "2 died",
-        "Oldest unprotected work: 6 min",
+        "Oldest unprotected work: 6\u00a0min",
         "Checkpointing costs 0.9 %",
     ]
     assert standing.standing("archived").word == "archived" and standing.standing("odd").word == "odd"
     calm = standing.verdict(summary("calm"))
-    assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45 s" in calm.text
+    assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
     assert standing.verdict(summary("dead", life="lost")).level == "error"
     assert standing.cost_of_a_crash(summary("over", life="ended")) is None
