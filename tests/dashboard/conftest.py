@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -12,7 +13,21 @@ from tests.checkpoints import build_root
 from tests.in_memory import tmp_path
 from tests.serving import Served, served
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 __all__ = ["browser", "service", "tmp_path"]
+
+
+@pytest.fixture(scope="session")
+def drawing() -> Iterator[Browser]:
+    """A Chromium for all tests, each of which has windows of its own; those that need it are skipped without."""
+    from tests.dashboard.chromium import PROGRAM, chromium
+
+    if PROGRAM is None:
+        pytest.skip("there is no Chromium")
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, expect
 
 from . import screenshots
-from .chromium import MODES, PROGRAM, Window, chromium, window
+from .chromium import MODES, PROGRAM, Window, window
 from .live import FAULT_AT, FAULTY, RUN, Live, live
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
@@ -28,11 +28,9 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One browser for all tests; each has a window of its own."""
-    with chromium() as found:
-        yield found
+@pytest.fixture
+def browser(drawing: Browser) -> Browser:
+    return drawing
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_nobody_else_can_be_forgotten_where_one_daemon_is_alone(tmp_path: Path) 
     [
         ({}, []),
         ({"heard_s": 19.0}, []),
-        ({"heard_s": 25.4}, ["not heard of for 25 s"]),
+        ({"heard_s": 25.4}, ["not heard of for 25\u00a0s"]),
         ({"sealed": 1}, ["1 save sealed, not committed yet"]),
         ({"catalog_waiting": 1}, ["1 record waits for the catalog"]),
         ({"catalog": "it is away", "catalog_waiting": 4}, ["it is away"]),

@@ -11,6 +11,7 @@ from .pressing import presses
 from .scene import FINISHED, ILL, LONG, MANY, STEPS, alerts
 
 _MARKS = "POST /runs/{run}/marks"
+_OF_WAY = {"mouse": 50, "plain": 40, "keyboard": 30}  # the step that is compared with another
 _LIFE = "POST /runs/{run}/life"
 _PIN = "POST /runs/{run}/checkpoints/{step}/pin"
 _LABEL = "POST /runs/{run}/checkpoints/{step}/labels"
@@ -199,6 +200,7 @@ def find_and_compare_checkpoints(hand: Hand) -> None:
     hand.choose("What", "equal")
     hand.button("Compare")
     expect(page.get_by_role("rowheader", name="lm_head.weight")).to_be_visible()
+    hand.go(f"/runs/{FINISHED}/compare?a={_OF_WAY[hand.way]}&b=60")  # once they are compared, the button is gone
     hand.button("Compare every byte")
     hand.says("The comparison is queued")
 
@@ -251,7 +253,7 @@ def copy_a_command(hand: Hand) -> None:
 @presses("GET /compare", "GET /")
 def find_and_compare_runs(hand: Hand) -> None:
     page = hand.go("/")
-    hand.fill("Run starts with", FINISHED[:5])
+    hand.fill("Run contains", FINISHED[:5])
     hand.choose("Order", "name")
     hand.press(page.locator("form.filters").get_by_role("button", name="Show", exact=True))
     expect(page.locator("table.board tbody tr")).to_have_count(2)

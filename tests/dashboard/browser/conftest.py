@@ -1,4 +1,4 @@
-"""One browser and one scene for all tests of this folder."""
+"""One scene for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ if TYPE_CHECKING:
 AXE = "axe_playwright_python"  # which brings axe-core
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """A Chromium; tests that need one are skipped without."""
-    from tests.dashboard.chromium import PROGRAM, chromium
-
-    if PROGRAM is None:
-        pytest.skip("there is no Chromium")
-    with chromium() as found:
-        yield found
+@pytest.fixture
+def browser(drawing: Browser) -> Browser:
+    return drawing
 
 
 @pytest.fixture(scope="session")
-def at(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def at(drawing: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """The daemons and all that has happened."""
     with scene(tmp_path_factory.mktemp("scene")) as found:
         yield found

@@ -165,6 +165,7 @@ PLACES: Mapping[str, Go] = {
     "job-export": _exported,
     "import": _address("/import"),
     "merge": _address("/merge"),
+    "quotas": _address("/quotas"),
     "events": _address("/events"),
     "events-timed": _address("/events?order=time"),
     "audit": _address("/audit"),

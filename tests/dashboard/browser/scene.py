@@ -192,6 +192,7 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     at.send("PATCH", f"/v1/runs/{LONG}", {"owner": "o" * 128, "notes": "n" * 300 + " and more\n" * 5})
     at.send("PUT", f"/v1/runs/{LONG}/checkpoints/{STEPS[0]}/labels/{LABEL}")
     at.send("PUT", f"/v1/runs/{LONG}/checkpoints/{STEPS[0]}/pin")
+    at.send("PUT", f"/v1/quotas/{LONG}", {"quota_bytes": 9_876_543_210_987})
     for name in ("spare", *(f"{what}-{way}" for what in ("rotate", "revoke") for way in WAYS)):
         at.send("POST", "/v1/tokens", {"name": name, "scope": "write", "runs": "team-*", "bytes_per_s": 10**12})
     (place / "far").rename(place / "away")
