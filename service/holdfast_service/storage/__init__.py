@@ -2,6 +2,7 @@
 
 from .locking import RootLock, lock_root
 from .memory import MemoryTier
+from .once import read_once
 from .posix import PosixTier
 from .posix_store import PosixStore
 from .snapshot import HubSnapshot
@@ -23,4 +24,5 @@ __all__ = [
     "Store",
     "Tier",
     "lock_root",
+    "read_once",
 ]

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
+from . import libc
 from .tier import address
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # whole pages: no page is written both directly and through the cache
@@ -26,6 +27,19 @@ def open_direct(leaf: str, access: int, directory: int) -> int | None:
         if error.errno not in REFUSED:
             raise
         return None
+
+
+def is_cached(descriptor: int, offset: int, length: int) -> bool:
+    """Whether the page cache has at least half of [offset, offset + length) of a file; False where nobody can tell."""
+    low = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = min(offset + length, os.fstat(descriptor).st_size) - low
+    if length <= 0:
+        return False
+    try:  # mapping reads nothing, and neither does the question
+        with mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=low) as mapped, memoryview(mapped) as view:
+            return 2 * libc.resident_bytes(address(view), length) >= length
+    except OSError:  # a file system that maps nothing, or a system without the call
+        return False
 
 
 def is_aligned(offset: int, views: Sequence[memoryview]) -> bool:

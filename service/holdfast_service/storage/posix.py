@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
 from . import libc
-from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
+from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, is_cached, open_direct
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .held_names import held
 from .pacing import Pace
@@ -214,6 +214,12 @@ class PosixTier:
             if done is not None:
                 return done
         return self.read_into(path, offset, view)
+
+    def is_cached(self, path: str, offset: int, length: int) -> bool:
+        """Whether the page cache has at least half of a range of a file, as far as the system tells."""
+        check_position(path, offset, length)
+        with translated("read", path), self._file(path) as (descriptor, _):
+            return is_cached(descriptor, offset, length)
 
     def size(self, path: str) -> int | None:
         parent, leaf = split_leaf(path)

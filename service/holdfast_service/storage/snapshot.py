@@ -38,6 +38,9 @@ class HubSnapshot:
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
         return self._cache.read_stored(self._found(path), offset, buffer)
 
+    def is_cached(self, path: str, offset: int, length: int) -> bool:
+        return self._cache.is_cached(self._found(path), offset, length)
+
     def stamp(self, path: str) -> str:
         return self._cache.stamp(self._found(path))
 

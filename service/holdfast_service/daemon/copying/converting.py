@@ -13,7 +13,7 @@ from holdfast_service.daemon.copying import foreign_export, import_report, impor
 from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Readable
+from holdfast_service.storage import Readable, read_once
 
 OURS = "holdfast"
 
@@ -37,7 +37,7 @@ def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, te
 
     Raises what reading a kind raises for what is not understood, and what planning an export raises.
     """
-    watched = WatchedSource(source)
+    watched = WatchedSource(read_once(source))
     if kind == OURS or (kind is None and importing.is_checkpoint(source)):
         if options != ReadOptions():
             raise InvalidRequest("a Holdfast checkpoint is read as it is", hint="leave --as-is and --assemble-flat out")

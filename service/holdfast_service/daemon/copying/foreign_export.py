@@ -13,7 +13,7 @@ from holdfast_formats.exports.source import ExportSource, of_committed
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import Readable, Tier, read_once
 
 NAMED_MAX = 200  # of what is left out, in a report
 
@@ -54,7 +54,7 @@ def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTer
     Raises what planning does: `InvalidRequest`, `NoSuchResource` and `StateMismatch`, by name, for what has no place in the
     target; and `Damaged`.
     """
-    files = CommittedFiles(tier, made, directory)
+    files = CommittedFiles(read_once(tier), made, directory)
     return planned_of(of_committed(files, made), files, terms)
 
 

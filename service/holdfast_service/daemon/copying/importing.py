@@ -32,7 +32,7 @@ from holdfast_service.daemon.copying import comparing, mapping, streaming
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_pair
 from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import Readable, Tier, read_once
 
 _MODEL = "model"
 _BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
@@ -114,7 +114,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     Raises what `choose` and the kind's reader raise for what is not understood, `StateMismatch` for a source
     without tensors.
     """
-    watched = WatchedSource(source, digested=True)
+    watched = WatchedSource(read_once(source), digested=True)
     kind = choose(watched, options.kind, KINDS)
     listing = kind.read(watched, ReadOptions(options.as_is, options.assemble_flat))
     wanted = mapping.mapped(watched, listing, options.program)

@@ -23,7 +23,7 @@ from holdfast_formats.foreign.listing import FetchBox, FileUse, ForeignListing, 
 from holdfast_formats.region import Box
 from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Buffer, Readable
+from holdfast_service.storage import Buffer, Readable, read_once
 
 KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep together
 
@@ -134,7 +134,8 @@ def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
     """
     share = min(KEPT_BYTES_MAX // max(len(places), 1), EXTENT_BYTES_MAX)
     exports = [_committed(place, share) for place in places]
-    joined = JoinedFiles([place.files if own is None else own.files for place, own in zip(places, exports, strict=True)])
+    pairs = zip(places, exports, strict=True)
+    joined = JoinedFiles([read_once(place.files) if own is None else own.files for place, own in pairs])
     ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
     watched = WatchedSource(joined, digested=lambda path: path.partition("/")[0] not in ours)
     found = {}
@@ -163,7 +164,7 @@ def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
             raise NoSuchResource(f"{place.name} has no {naming.COMMIT}", hint="merge a committed checkpoint")
         return None
     pair = read_pair(place.files, directory)
-    files = CommittedFiles(place.files, pair.made, directory, kept_bytes_max)
+    files = CommittedFiles(read_once(place.files), pair.made, directory, kept_bytes_max)
     return _Own(files, of_committed(files, pair.made).listing, pair.commit, pair.made.run, pair.made.step)
 
 
@@ -216,5 +217,8 @@ class PlacedDecoder(NamedTuple):
         return type(self.decoder).__name__, getattr(self.decoder, "terms", None)
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        made: NDArray[Any] = self.decoder.decode(box, lambda stored, wanted: fetch(placed(stored, self.number), wanted))
+        def placed_fetch(stored: ForeignTensor, wanted: Box, into: NDArray[Any] | None = None) -> NDArray[Any]:
+            return fetch(placed(stored, self.number), wanted, into)
+
+        made: NDArray[Any] = self.decoder.decode(box, placed_fetch)
         return made
