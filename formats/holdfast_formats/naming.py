@@ -41,6 +41,8 @@ REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that is being 
 NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# A run's name, a prefix ending in *, or * for all.
+RUN_PATTERN = r"([A-Za-z0-9][A-Za-z0-9._-]{0,127}|[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*|\*)"
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _NODE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"

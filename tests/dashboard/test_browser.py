@@ -11,7 +11,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, expect
 
 from . import screenshots
-from .chromium import MODES, PROGRAM, Window, window
+from .chromium import MODES, PATIENCE_MS, PROGRAM, Window, window
 from .live import FAULT_AT, FAULTY, RUN, Live, live
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
@@ -80,7 +80,7 @@ def test_an_alert_is_acknowledged_and_taken_back(shown: Window) -> None:
     mark.click()
     expect(page.get_by_role("status")).to_contain_text("Acknowledged")
     page.locator("details.seen summary").click()
-    page.get_by_role("button", name=f"Count it again: checkpoint-unhealthy of {FAULTY}").click()
+    page.get_by_role("button", name=f"Count it again checkpoint-unhealthy of {FAULTY}").click()
     expect(page.get_by_role("status")).to_contain_text("counts again")
     expect(page.get_by_role("link", name="Restore step").first).to_be_visible()
     assert page.title().startswith("(") and "icon-error-" in (page.locator("#icon").get_attribute("href") or "")
@@ -192,6 +192,11 @@ def test_pin_label_and_remove(shown: Window, at: Live) -> None:
     page.get_by_role("button", name="Unpin").click()
     expect(page.get_by_role("status")).to_contain_text("Unpinned")
     page.get_by_role("link", name="Remove this checkpoint").click()
+    for _ in range(PATIENCE_MS // 500):
+        if not page.get_by_text("is being read").is_visible():  # by who verifies it, just now
+            break
+        page.wait_for_timeout(500)
+        page.reload()
     page.get_by_label("Type the step to confirm").fill(str(step))
     page.get_by_role("button", name="Remove permanently").click()
     expect(page.get_by_role("status")).to_contain_text("was removed")

@@ -19,7 +19,7 @@ from typing import NamedTuple, get_args
 
 from sqlalchemy import or_, select
 
-from holdfast_formats import moments
+from holdfast_formats import moments, naming
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -47,7 +47,7 @@ USED_EVERY_S = 60.0
 TRUSTED_S, SEEN_MAX = 300.0, 1000  # while the catalog is away, a token that was in force so long ago still is
 EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
-_RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
+_RUNS = re.compile(naming.RUN_PATTERN)
 _SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")
 _HINT = (
     "the daemon's own user needs none: `holdfast` finds it, and `holdfast open` signs a browser in; other "

@@ -23,7 +23,7 @@ from holdfast_service.storage import Tier
 QUOTAS_MAX = 1000
 BYTES_MAX = 2**62
 FILE_BYTES_MAX = 2**20
-_Pattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*)$")]
+_Pattern = Annotated[str, Field(pattern=f"^{naming.RUN_PATTERN}$")]
 _Bytes = Annotated[int, Field(ge=1, le=BYTES_MAX)]
 
 
