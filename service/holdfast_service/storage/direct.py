@@ -38,7 +38,7 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
     try:  # mapping reads nothing, and neither does the question
         with mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=low) as mapped, memoryview(mapped) as view:
             return 2 * libc.resident_bytes(address(view), length) >= length
-    except OSError:  # a file system that maps nothing, or a system without the call
+    except (OSError, ValueError):  # nothing can be mapped, there is no such call, or the file has just become shorter
         return False
 
 
