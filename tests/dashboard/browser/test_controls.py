@@ -20,7 +20,7 @@ from .scene import WAYS, Scene
 
 pytestmark = pytest.mark.browser
 assert about_runs and about_service  # whose functions are on the list
-# What presses these is in test_browser: they mend what does not happen here.
+# Their alerts take hours, or a storage that fails halfway; tests/dashboard/pages/test_overview.py sends these forms.
 ELSEWHERE = {
     "POST /runs/{run}/mend remedy=verify",
     "POST /runs/{run}/mend remedy=retry-replicas",
