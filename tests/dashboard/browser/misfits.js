@@ -1,5 +1,5 @@
 // Code may be scrolled in its box, and so may the heat map, a plot by nature, and a field with a long text. Plots draw into
-// canvases. A RUN@STEP that is longer than its line breaks where it must.
+// canvases. A RUN@STEP or an address that is longer than its line breaks where it must.
 () => {
   const found = [];
   const say = (what, e) => found.push(`${what}: ${e.tagName.toLowerCase()}.${e.className} ${(e.textContent || e.outerHTML || "").trim().replace(/\s+/g, " ").slice(0, 80)}`);
@@ -33,7 +33,7 @@
   const range = document.createRange();
   for (let node = texts.nextNode(); node; node = texts.nextNode()) {
     if (!node.parentElement || hidden(node.parentElement) || node.parentElement.closest(".code, code, script")) continue;
-    for (const number of node.data.matchAll(/(?<![\w\u202f.\-@])\d[\d.,\u202f]*(?:\s?(?:[kMGT]?B|ms|s|%))?(?![\w\-])/g)) {
+    for (const number of node.data.matchAll(/(?<!:\/\/\S*)(?<![\w\u202f.\-@])\d[\d.,\u202f]*(?:\s?(?:[kMGT]?B|ms|s|%))?(?![\w\-])/g)) {
       if (number[0].length > 24) continue;
       range.setStart(node, number.index);
       range.setEnd(node, number.index + number[0].trimEnd().length);
