@@ -7,6 +7,7 @@ become the low bits that their BF16 weights lack. What is not known by its name 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -161,7 +162,7 @@ def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at
     if both := sorted(gone & other):
         raise StateMismatch(f"{both[0]} of {what} holds tensors of several groups", hint="it stays as it is")
     gone |= {naming.index_file_name(group) for group in groups}
-    files = pack(spec for group in groups for spec in _specs(full, group, coded))
+    files = pack((spec for group in groups for spec in _specs(full, group, coded)), _file_bytes(full))
     stays = tuple(file for file in full.files if file.name not in gone)
     aliases = {
         group: {alias: to for alias, to in full.aliases.get(group, {}).items() if (group, to) in coded} for group in groups
@@ -176,6 +177,17 @@ def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at
         aliases={group: names for group, names in aliases.items() if names},
     )
     return CompactPlan(full, coded, stays, tuple(files), compacted)
+
+
+def _file_bytes(full: Manifest) -> int:
+    """The data of its largest file: by what limit its run packs, no manifest says, but none that it has is over it, except
+    for a single large tensor.
+    """
+    sizes: Counter[str] = Counter()
+    for held in full.tensors.values():
+        for entry in held.values():
+            sizes[entry.file] += entry.nbytes
+    return max(sizes.values(), default=1) or 1
 
 
 def _specs(full: Manifest, group: str, coded: Mapping[tuple[str, str], Encoded]) -> Iterator[TensorSpec]:
