@@ -58,8 +58,9 @@ def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
     """The tensors that the rule is for, in the manifest's order."""
     if made.thinned is not None or made.compacted is not None:
         return
-    for name, entry in made.tensors.get(OPTIM, {}).items():
-        coding = _moments(name.rpartition("/")[2], entry, rule)
+    held = made.tensors.get(OPTIM, {})
+    for name, entry in held.items():
+        coding = _moments(name, entry, rule, held)
         if coding is not None and _free(made, OPTIM, name, coding):
             yield CodingCandidate(OPTIM, name, coding, entry)
     for name, entry in made.tensors.get(MASTER, {}).items():
@@ -67,13 +68,20 @@ def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
             yield CodingCandidate(MASTER, name, "low16", entry)
 
 
-def _moments(key: str, entry: TensorEntry, rule: str) -> str | None:
+def _moments(name: str, entry: TensorEntry, rule: str, held: Collection[str]) -> str | None:
+    """How a rule codes one of the `held` states; None if it does not."""
+    key = name.rpartition("/")[2]
     wanted = key in FIRST or key in SECOND
     if rule == "exact" or not wanted or entry.dtype != "F32" or not entry.shape or entry.nbytes < BYTES_MIN:
         return None
     if rule == "bf16" or entry.shape[-1] < ROW_MIN:
         return "bf16"
-    return "int8" if key in FIRST else "int8-log"
+    if key in SECOND:
+        return "int8-log"
+    # Without a second moment it is the whole of the optimizer's state. Lion takes its sign, and Muon makes its least
+    # directions as long as its greatest: eight bits would be seen in the update.
+    of = name.removesuffix(key)
+    return "int8" if any(of + second in held for second in SECOND) else "bf16"
 
 
 def milder(made: Manifest, one: CodingCandidate) -> CodingCandidate | None:
