@@ -1,5 +1,5 @@
-"""Daemons of two nodes keep an average of ranks that train apart between two syncs: it is saved where it is one, and left out
-by name where it is not.
+"""Daemons of two nodes keep an average of ranks that train apart between two syncs: it is saved where it is one, and left
+out by name where it is not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A node is killed while it compacts and thins the checkpoints of a root that two nodes serve: the work is done all the same,
-by itself when it is back, or by the other one once its lease has ended.
+"""A node is killed while it compacts and thins the checkpoints of a root that two nodes serve: the work is done all the
+same, by itself when it is back, or by the other one once its lease has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.regressions.test_many_daemons import Daemon, Site, site
 __all__ = ["site"]
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
 
-POINTS = ("states are coded", "coded, not proven", "before it is replaced", "before exchange", "after exchange", "it is replaced")
+CODING = ("states are coded", "coded, not proven")
+POINTS = (*CODING, "before it is replaced", "before exchange", "after exchange", "it is replaced")
 STEPS = (1, 2, 3)
 POLICY = RetentionPolicy(optim="int8", optim_full=1, keep_full=2)
 FORMS = ["thin", "compact", "whole"]

@@ -1,4 +1,4 @@
-"""The service is killed, or its disk is full, in the middle of merges: each goes on, or is told, and comes to the same bits."""
+"""The service is killed, or its disk is full, in the middle of merges: each goes on or fails by name, to the same bits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
 @needs_root
 @pytest.mark.parametrize("tries", [2, pytest.param(20, marks=pytest.mark.crash_slow)])
 def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
-    """From an act of it on there is not one byte more: the job says so, nothing of it stays, and with room it is the same."""
+    """From an act of it on there is not one byte more: the job says so, nothing stays, and with room it is the same."""
     put_models(tmp_path / "place")
     with memory_disk(tmp_path / "root", "64m"), ImportingService(tmp_path) as service, ThreadPoolExecutor(1) as pool:
         api: Api = service.start()

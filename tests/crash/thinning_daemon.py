@@ -1,6 +1,6 @@
 """A daemon that something happens to before a chosen act of thinning and compacting: `… LOG [flags]`, as `importing_daemon`.
 
-Acts are counted from the moment at which it looks at a run of which something is due. It tries again soon what it could not do.
+Acts are counted from the moment at which it looks at a run of which something is due. It tries again soon what had to wait.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Odd(torch.optim.Optimizer):
             state["momentum_buffer"] = None
             state["max_exp_avg_sq"] = -torch.rand(parameter.shape, generator=chance)
             state["square_avg"] = torch.rand((), generator=chance)
-            state["exp_avg_sq_row"] = torch.rand(parameter.shape[:1] + (4,), generator=chance)
-            state["exp_avg_sq_col"] = torch.rand(parameter.shape[1:] + (4,), generator=chance)
+            state["exp_avg_sq_row"] = torch.rand((*parameter.shape[:1], 4), generator=chance)
+            state["exp_avg_sq_col"] = torch.rand((*parameter.shape[1:], 4), generator=chance)
             parameter -= 1e-3 * parameter.grad
 
 
