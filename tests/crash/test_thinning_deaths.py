@@ -34,7 +34,10 @@ STEPS = (5, 10, 15)
 POLICY = RetentionPolicy(optim="int8", optim_full=1, keep_full=2)  # of three: a thin one, a compact one, the whole one
 FORMS = ["thin", "compact", "whole"]
 ERROR_MAX = 0.05
-ARRAYS: Arrays = trained_arrays()
+ARRAYS: Arrays = {
+    group: {name: np.nan_to_num(array) if array.dtype == np.float32 else array for name, array in held.items()}
+    for group, held in trained_arrays().items()  # what has NaN is not healthy, and makes none before it superfluous
+}
 
 
 class ThinningService(ImportingService):

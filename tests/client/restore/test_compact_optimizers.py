@@ -18,9 +18,8 @@ from holdfast.rest.api import Api
 from holdfast_formats.rest.retention import RetentionPolicy
 from tests.daemons import RunningDaemon, running, wait_until
 
-RULES = ("bf16", "int8")
 WARM = 12  # steps before the first save
-SHAPE = (320, 512)
+SHAPE = (64, 128)
 
 
 class Lion(torch.optim.Optimizer):
@@ -69,18 +68,16 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
     "odd": Odd,
 }
-# Of each optimizer's states, those that a rule codes, and the most by which the next update may differ, of its norm.
+# Of each optimizer's states, those that a rule codes.
 CODED: dict[str, dict[str, dict[str, str]]] = {
-    "adafactor": {"bf16": {}, "int8": {}},
-    "lion": {"bf16": {"exp_avg": "bf16"}, "int8": {"exp_avg": "bf16"}},
-    "muon": {"bf16": {"momentum_buffer": "bf16"}, "int8": {"momentum_buffer": "bf16"}},
-    "sgd": {"bf16": {"momentum_buffer": "bf16"}, "int8": {"momentum_buffer": "bf16"}},
+    **dict.fromkeys(("adafactor", "lion", "muon", "sgd"), {"int8": {}}),
     "rmsprop": {
         "bf16": {"square_avg": "bf16", "momentum_buffer": "bf16"},
         "int8": {"square_avg": "int8-log", "momentum_buffer": "int8"},
     },
     "odd": {"bf16": {"max_exp_avg_sq": "bf16"}, "int8": {}},
 }
+RUNS = [(name, rule) for name, rules in CODED.items() for rule in rules]
 REFUSED = "odd-int8@1 is not compacted: odd-int8@1 cannot be stored in fewer bytes: it has values below zero"
 
 
@@ -89,7 +86,7 @@ class Trainer:
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(SHAPE[1], SHAPE[0], bias=False), nn.Linear(SHAPE[0], 64, bias=False))
+        self.model = nn.Sequential(nn.Linear(SHAPE[1], SHAPE[0], bias=False), nn.Linear(SHAPE[0], 32, bias=False))
         self.optimizer = MAKES[name](self.model.parameters())
 
     @property
@@ -100,7 +97,7 @@ class Trainer:
         for step in steps:
             chance = torch.Generator().manual_seed(step)
             given = torch.randn(16, SHAPE[1], generator=chance)
-            wanted = torch.randn(16, 64, generator=chance)
+            wanted = torch.randn(16, 32, generator=chance)
             self.optimizer.zero_grad()
             nn.functional.mse_loss(torch.tanh(self.model(given)), wanted).backward()
             self.optimizer.step()
@@ -121,24 +118,22 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
         for name in MAKES:
             trainer = Trainer(name)
             trainer.train(range(WARM))
-            for rule in RULES:
+            for rule in CODED[name]:
                 with Checkpointer(f"{name}-{rule}", trainer.state, at=daemon.socket) as checkpointer:
                     for step in (1, 2):
                         checkpointer.save(step, wait="durable")
-        runs = [(name, rule) for name in MAKES for rule in RULES]
-        for name, rule in runs:
+        for name, rule in RUNS:
             retention.set_policy(api, f"{name}-{rule}", RetentionPolicy(optim=rule, optim_full=1), "*")
-        for name, rule in runs:
+        for name, rule in RUNS:
             run, wanted = f"{name}-{rule}", [False, bool(CODED[name][rule])]
             wait_until(lambda run=run, wanted=wanted: [c.compacted is not None for c in api.checkpoints(run)] == wanted)
         wait_until(lambda: REFUSED in daemon.log.read_text())
         yield daemon
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", MAKES)
-def test_what_is_no_moment_is_exact(daemon: RunningDaemon, name: str, rule: str) -> None:
-    """And what is one is as far off as the manifest says."""
+@pytest.mark.parametrize(("name", "rule"), RUNS)
+def test_states_of_other_optimizers(daemon: RunningDaemon, name: str, rule: str) -> None:
+    """What is no moment is exact, and what is one is as far off as the manifest says. Training resumes with nearly the update that would have come."""
     saved, restored = Trainer(name), Trainer(name)
     saved.train(range(WARM))
     with Checkpointer(f"{name}-{rule}", restored.state, at=daemon.socket) as checkpointer:
@@ -163,20 +158,8 @@ def test_what_is_no_moment_is_exact(daemon: RunningDaemon, name: str, rule: str)
         assert not ((found[key].sign() * value.sign()) < 0).any(), key
     assert {key.rpartition("/")[2]: one.coding for key, one in told.items()} == CODED[name][rule]
     assert torch.equal(restored.weights(), saved.weights())
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", MAKES)
-def test_training_resumes(daemon: RunningDaemon, name: str, rule: str) -> None:
-    """The next update is nearly the one that would have come."""
-    updates = []
-    for step in (2, 1):
-        trainer = Trainer(name)
-        with Checkpointer(f"{name}-{rule}", trainer.state, at=daemon.socket) as checkpointer:
-            assert checkpointer.restore(step) == step
-        before = trainer.weights()
+    before, updates = saved.weights(), []
+    for trainer in (saved, restored):
         trainer.train(range(WARM, WARM + 1))
         updates.append(trainer.weights() - before)
-    whole, found = updates
-    print("UPDATE", name, rule, float((found - whole).norm() / whole.norm()))
-    assert float((found - whole).norm() / whole.norm()) <= 0.02
+    assert float((updates[1] - updates[0]).norm() / updates[0].norm()) <= (0.02 if told else 0.0)
