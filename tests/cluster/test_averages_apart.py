@@ -54,6 +54,7 @@ def test_ranks_of_two_nodes_that_train_apart(site: Site, apart: Collection[int])
     world.train(2, apart=apart)
     world.settle(2)
     assert save(world, 2) == {("master", "extra")}
+    wait_until(lambda: [one["step"] for one in told(a)] == [2])
     b.kill()
     b = site.start("b")
     world.train(3)

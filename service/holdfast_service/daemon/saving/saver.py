@@ -538,8 +538,8 @@ class Saver:
         self._announce(current, error)
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
-        averaged = error is None and current.averaging is not None
-        groups = self._decisions.groups(current.key.run, current.key.step) if averaged else ()
+        asks = error is None and current.averaged
+        groups = self._decisions.groups(current.key.run, current.key.step) if asks else ()
         with self._lock:  # who comes back after this asks for what is committed
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]
