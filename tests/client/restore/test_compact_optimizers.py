@@ -70,7 +70,7 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # Of each optimizer's states, those that a rule codes.
 CODED: dict[str, dict[str, dict[str, str]]] = {
-    **dict.fromkeys(("adafactor", "lion", "muon", "sgd"), {"int8": {}}),
+    **{name: {"int8": {}} for name in ("adafactor", "lion", "muon", "sgd")},
     "rmsprop": {
         "bf16": {"square_avg": "bf16", "momentum_buffer": "bf16"},
         "int8": {"square_avg": "int8-log", "momentum_buffer": "int8"},
@@ -133,7 +133,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.mark.parametrize(("name", "rule"), RUNS)
 def test_states_of_other_optimizers(daemon: RunningDaemon, name: str, rule: str) -> None:
-    """What is no moment is exact, and what is one is as far off as the manifest says. Training resumes with nearly the update that would have come."""
+    """What is no moment is exact, and what is one is as far off as the manifest says. Training goes on nearly as it would
+    have.
+    """
     saved, restored = Trainer(name), Trainer(name)
     saved.train(range(WARM))
     with Checkpointer(f"{name}-{rule}", restored.state, at=daemon.socket) as checkpointer:
