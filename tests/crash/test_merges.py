@@ -89,7 +89,8 @@ def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("tries", [2, pytest.param(20, marks=pytest.mark.crash_slow)])
+@pytest.mark.crash_slow
+@pytest.mark.parametrize("tries", [20])
 def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
     """From an act of it on there is not one byte more: the job says so, nothing stays, and with room it is the same."""
     put_models(tmp_path / "place")
