@@ -42,7 +42,7 @@ class SaveTicket:
 
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
-        self.groups: tuple[str, ...] = ()  # once it has begun
+        self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
         self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
         self._staged = Latch()
@@ -93,6 +93,14 @@ class SaveTicket:
         self._refuse_to_wait_for_oneself()
         self._decided.wait(timeout)
         return self.staged
+
+    def lacks(self, groups: Collection[str]) -> None:
+        """The checkpoint has all groups but these."""
+        gone = [group for group in self.groups if group in groups]
+        if gone:
+            self.groups = tuple(group for group in self.groups if group not in groups)
+            why = "the event average-left-out and the daemon's log say why"
+            self.notes = (*self.notes, f"saved without the group {', '.join(gone)}: {why}")
 
     def mark_staged(self) -> None:
         self._staged.set()
@@ -206,6 +214,7 @@ class Tickets:
         """Handle the daemon's outcome of a step."""
         ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
+            ticket.lacks(outcome.left_out)
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 
     def lost(self, error: CheckpointError) -> None:

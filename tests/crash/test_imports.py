@@ -28,6 +28,8 @@ ARRAYS = {f"layers.{number}.weight": RNG.standard_normal((100, 200)).astype(np.f
 class ImportingService:
     """A service that dies at a chosen act of its jobs, and those that take its place."""
 
+    program = "tests.crash.importing_daemon"
+
     def __init__(self, directory: Path) -> None:
         self.root, self.log, self._place = directory / "root", directory / "acts", directory / "place"
         self._port = free_port()
@@ -43,15 +45,19 @@ class ImportingService:
             self.process.wait()
 
     def start(self) -> Api:
-        where = ["--root", str(self.root), "--socket", f"{self.root}.sock", "--listen", f"127.0.0.1:{self._port}"]
-        flags = [*where, "--export-root", str(self._place), "--loopback-open"]
-        command = [sys.executable, "-m", "tests.crash.importing_daemon", str(self.log), *flags]
-        with open(f"{self.root}.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(self._answers)
+        self.launch()
+        wait_until(self.answers)
         return Api(self.url)
 
-    def _answers(self) -> bool:
+    def launch(self) -> None:
+        """Start a process, which may die at once."""
+        where = ["--root", str(self.root), "--socket", f"{self.root}.sock", "--listen", f"127.0.0.1:{self._port}"]
+        flags = [*where, "--export-root", str(self._place), "--loopback-open"]
+        command = [sys.executable, "-m", self.program, str(self.log), *flags]
+        with open(f"{self.root}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def answers(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, Path(f"{self.root}.log").read_text()
         try:
@@ -65,6 +71,12 @@ class ImportingService:
         """Wait for the death, and start it again."""
         assert self.process is not None and self.process.wait(60) == -9
         return self.start()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has got to the act before which it stops itself."""
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def acts(self) -> list[str]:
         return self.log.read_text().splitlines()

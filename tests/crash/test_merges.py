@@ -1,9 +1,11 @@
-"""The service is killed in the middle of merges: each goes on at the next start, and comes to the same bits."""
+"""The service is killed, or its disk is full, in the middle of merges: each goes on or fails by name, to the same bits."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,15 @@ from safetensors.numpy import save_file
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.operations import Job, JobRequest
 from tests.crash import ledger
+from tests.crash.disks import memory_disk
+from tests.crash.test_hostile import fill, needs_root
 from tests.crash.test_imports import ImportingService, done
+from tests.daemons import wait_until
 
 LANE = "service killed in a merge"
+FULL = "disk full in a merge"
 FILES = 4
 RECIPE = """
 merge_method: dare_ties
@@ -39,6 +45,12 @@ def put_models(place: Path) -> None:
 
 def wanted(step: int) -> JobRequest:
     return JobRequest(kind="merge", run="merged", step=step, arguments={"recipe": RECIPE})
+
+
+def has_ended(service: ImportingService, job: Job) -> bool:
+    """Whether the log says that a merge has failed, or it is there: the catalog may have no room to say so."""
+    there = service.root / naming.checkpoint_path("merged", job.step or 0) / naming.COMMIT
+    return there.exists() or f"job {job.id} failed" in Path(f"{service.root}.log").read_text()
 
 
 def digests(root: Path, step: int) -> dict[str, list[str]]:
@@ -73,4 +85,43 @@ def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
             assert digests(service.root, number) == expected
             assert not os.listdir(service.root / "merged" / naming.STAGING)
             ledger.survived(LANE)
+        api.close()
+
+
+@needs_root
+@pytest.mark.crash_slow
+@pytest.mark.parametrize("tries", [20])
+def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
+    """From an act of it on there is not one byte more: the job says so, nothing stays, and with room it is the same."""
+    put_models(tmp_path / "place")
+    with memory_disk(tmp_path / "root", "64m"), ImportingService(tmp_path) as service, ThreadPoolExecutor(1) as pool:
+        api: Api = service.start()
+        for run in ("base", "one"):
+            done(api, api.submit_job(JobRequest(kind="import", run=run, step=1, arguments={"from": run})))
+        service.log.write_bytes(b"")
+        done(api, api.submit_job(wanted(0)))
+        acts, expected, filler = len(service.acts()), digests(service.root, 0), service.root / "filler"
+        failed = 0
+        for number in range(1, tries + 1):
+            ledger.tried(FULL)
+            Path(f"{service.log}.kill").write_text(f"{1 + (number - 1) * (acts - 1) // tries} STOP")
+            submitted = pool.submit(api.submit_job, wanted(number))  # it may be answered once the service goes on
+            wait_until(lambda: service.stopped, 120)
+            fill(filler)
+            assert service.process is not None
+            service.process.send_signal(signal.SIGCONT)
+            job = submitted.result(120)
+            wait_until(lambda job=job: has_ended(service, job), 120)
+            filler.unlink()
+            while (found := api.job(job.id, 5)).state in ("queued", "running"):
+                pass
+            if found.state != "done":
+                failed += 1
+                assert found.problem is not None and found.problem["code"] == "no-space" and found.problem["hint"], found
+                assert not os.listdir(service.root / "merged" / naming.STAGING)
+                done(api, api.submit_job(wanted(number)))
+            assert digests(service.root, number) == expected
+            assert not os.listdir(service.root / "merged" / naming.STAGING)
+            ledger.survived(FULL)
+        assert failed
         api.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,15 +66,20 @@ class World:
             self.held.append(mine)
             self.checkpointers.append(made)
 
-    def train(self, step: int, losses: Sequence[float] = ()) -> None:
-        """One step of all ranks, whether or not their last update is folded."""
+    def train(self, step: int, losses: Sequence[float] = (), apart: Collection[int] = ()) -> None:
+        """One step of all ranks, whether or not their last update is folded. The ranks `apart` bring something else of what
+        all hold alike, and hold the same again afterwards.
+        """
         world = len(self.held)
         for rank, (mine, one) in enumerate(zip(self.held, self.checkpointers, strict=True)):
             one.fence()
             found = values(step, self.size)
             mine["cut"].copy_(found["cut"][self.size * rank // world : self.size * (rank + 1) // world])
-            mine["alike"].copy_(found["alike"])
+            mine["alike"].copy_(found["alike"] + (rank in apart))
             one.ema.update(**({"loss": losses[rank]} if losses else {}))
+            if rank in apart:
+                one.fence()
+                mine["alike"].copy_(found["alike"])
 
     def settle(self, n: int) -> None:
         """Wait until all that was brought is dealt with, and so many updates are in the average of every rank."""
@@ -83,10 +88,10 @@ class World:
     def save(self, step: int) -> list[Any]:
         return [one.save(step) for one in self.checkpointers]
 
-    def restore(self) -> list[int]:
+    def restore(self, step: int | None = None) -> list[int]:
         """Restore on all ranks at once."""
         with ThreadPoolExecutor(len(self.checkpointers)) as pool:
-            return list(pool.map(lambda one: one.restore(), self.checkpointers))
+            return list(pool.map(lambda one: one.restore(step), self.checkpointers))
 
     def close(self) -> None:
         for one in self.checkpointers:

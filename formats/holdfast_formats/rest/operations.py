@@ -45,6 +45,7 @@ EVENTS: dict[str, str] = {
     "checkpoint-removed": "a checkpoint was removed; `detail` says why",
     "checkpoint-compacted": "optimizer states and masters of a checkpoint were stored in fewer bytes",
     "checkpoint-thinned": "optimizer, masters and state of ranks were taken out of a checkpoint; its weights stay",
+    "thinning-failed": "a checkpoint could not be thinned or compacted: no room, or its storage failed; it is tried again",
     "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
     "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; copying is retried",
     "restore-chosen": "a launch was assigned the step to restore",

@@ -18,7 +18,7 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 8
+PROTOCOL = 9
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
@@ -254,13 +254,16 @@ class Failed(Reply):
 
 
 class Outcome(Message):
-    """What became of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one."""
+    """What became of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one. `left_out` are
+    groups that were staged, or to be added by the daemon, and are not in the checkpoint.
+    """
 
     type: Literal["outcome"] = "outcome"
     step: int
     attempt: int
     state: Literal["committed", "aborted"]
     problem: dict[str, Any] | None = None
+    left_out: tuple[str, ...] = ()
 
 
 ToDaemon = Annotated[

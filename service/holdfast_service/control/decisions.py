@@ -272,6 +272,10 @@ class Decisions:
         """The attempt that committed this step, and its turn; None when it is no checkpoint."""
         return self.standing.launch(run, step)
 
+    def groups(self, run: str, step: int) -> Sequence[str]:
+        """The groups of a checkpoint; none where they are not known."""
+        return self.standing.groups(run, step)
+
     def sealed(self, round_id: int, ranks: int) -> None:
         self._rounds.seal(round_id, ranks)
 

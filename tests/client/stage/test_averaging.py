@@ -309,6 +309,11 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
     update()
     states[1]["model"]["w"].fill_(1)
     assert world.save(2) == [None] * 2
+    tickets = [rank.save(3) for rank in world.ranks]
+    for ticket in tickets:
+        ticket.result(60)
+        assert "ema" not in ticket.groups and "model" in ticket.groups
+        assert any("without the group ema" in note for note in ticket.notes)
     world.close()
     groups = []
     for step in (1, 2):
@@ -316,7 +321,7 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
             groups.append(reader.manifest.groups)
     assert [("ema" in one, "model" in one) for one in groups] == [(True, True), (False, True)]
     asked = f"{daemon.url}/v1/events?run={run}&kind=average-left-out"
-    wait_until(lambda: len(httpx.get(asked, trust_env=False).raise_for_status().json()["items"]) == 1)
-    (told,) = httpx.get(asked, trust_env=False).json()["items"]
-    assert told["step"] == 2 and "not alike" in told["text"]
+    wait_until(lambda: len(httpx.get(asked, trust_env=False).raise_for_status().json()["items"]) == 2)
+    told = httpx.get(asked, trust_env=False).json()["items"]
+    assert [one["step"] for one in told] == [3, 2] and "not alike" in told[0]["text"]
     assert "ema/w on rank 1 differs" in daemon.log.read_text()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, NoSuchCheckpoint
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.events import Events
@@ -18,6 +18,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted, JobRunner, Progress
+from tests.daemons import wait_until
 from tests.databases import sqlite_url
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
@@ -254,7 +255,28 @@ def test_a_failing_catalog_does_not_stop_the_work(database: Database, caplog: py
     runner.start()
     runner.submit(VERIFY)
     assert reported.wait(PATIENCE_S)
-    while runner.busy:
-        time.sleep(0.01)
+    wait_until(lambda: "cannot record the end of job" in caplog.text)
     runner.close()
-    assert "cannot record" in caplog.text
+    assert not runner.busy and "cannot record the progress" in caplog.text
+
+
+def test_an_end_is_recorded_once_the_catalog_takes_it(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that was full when the job ended: nobody else would end it, and it would run for ever."""
+    monkeypatch.setattr(job_runner, "END_AGAIN_S", 0.01)
+    finish, tried = Jobs.finish, 0
+
+    def full(*arguments: Any) -> Job | None:
+        nonlocal tried
+        tried += 1
+        if tried < 4:
+            raise NoSpace("the disk of the catalog is full", hint="free space")
+        return finish(*arguments)
+
+    monkeypatch.setattr(Jobs, "finish", full)
+    runner = a_runner(database, lambda job, progress: {"found": 1})
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    found = ended(runner, job)
+    assert (found.state, found.result, found.tries, tried) == ("done", {"found": 1}, 1, 4)
+    assert [event["state"] for event in told(runner)] == ["done"]
+    runner.close()

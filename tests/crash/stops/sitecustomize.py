@@ -115,6 +115,11 @@ POINTS = {
     "before the joint COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_joint_commit),
     "before the end is told": Point(_RENDEZVOUS, "Rendezvous.committed"),
     "the end is told": Point(_RENDEZVOUS, "Rendezvous.committed", after=True),
+    # in a daemon that thins and compacts
+    "states are coded": Point("holdfast_service.daemon.copying.streaming", "stream", after=True),
+    "coded, not proven": Point("holdfast_service.daemon.copying.compactor", "_prove"),
+    "before it is replaced": Point("holdfast_service.control.retention.thinning", "publish_copy"),
+    "it is replaced": Point("holdfast_service.control.retention.thinning", "publish_copy", after=True),
     # in what the daemon does beside saves
     "job claimed": Point("holdfast_service.control.jobs.catalog", "Jobs.claim", after=True),
     "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),

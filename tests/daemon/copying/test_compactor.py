@@ -391,6 +391,9 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
         assert thinner(world).look(RUN) == []
     assert leftovers(world) == []
+    assert world.decisions.recorded(30)
+    told = world.decisions.events.after(0, 100, kind="thinning-failed")
+    assert [one.step for one in told] == [5, 10] and all("free space" in one.text for one in told)
     assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
     assert reported == [5] and world.catalog.checkpoint(RUN, 5).compacted is None
 

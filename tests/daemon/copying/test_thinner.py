@@ -14,14 +14,16 @@ import pytest
 
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.errors import InUse, StorageFailed
+from holdfast_formats.errors import CatalogUnavailable, InUse, StorageFailed
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.retention.thinning import Thinning
+from holdfast_service.daemon.copying import thinner as thinner_module
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
 from tests.checkpoints import flip
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemons import wait_until
 
 STEPS = (5, 10, 15)
 
@@ -173,12 +175,31 @@ def test_a_failing_disk_leaves_it_whole(world: CopiesWorld, monkeypatch: pytest.
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    worker = thinner(world)
     with monkeypatch.context() as patch:
         patch.setattr(posix, "_link", failing)
-        with pytest.raises(StorageFailed):
-            thinner(world).look(RUN)
+        assert worker.look(RUN) == worker.look(RUN) == []
     assert groups(world, 5) == {"model", "optim", "extra"} and leftovers(world) == []
-    assert thinner(world).look(RUN) == [5]
+    told = world.decisions.events.after(0, 100, kind="thinning-failed")
+    assert [(one.step, one.level, one.detail["problem"]["code"]) for one in told] == [(5, "warning", "storage-failed")]
+    assert "Input/output error" in told[0].text and told[0].detail["problem"]["hint"] in told[0].text
+    assert worker.look(RUN) == [5]
+
+
+def test_a_bad_sector_keeps_no_other_back(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one cannot be read: what comes after it is thinned all the same."""
+    keep(world, keep_full=1)
+    read = PosixTier.read_stored
+
+    def broken(tier: PosixTier, path: str, *more: Any) -> int:
+        if path.startswith(naming.checkpoint_path(RUN, 5)):
+            raise StorageFailed(f"{path} cannot be read", hint="check the disk")
+        return read(tier, path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixTier, "read_stored", broken)
+        assert thinner(world).look(RUN) == [10]
+    assert [groups(world, step) for step in STEPS[:2]] == [{"model", "optim", "extra"}, {"model"}]
 
 
 def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
@@ -197,6 +218,25 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     world.add("late", PosixTier(tmp_path / "late"))
     world.copy("late")
     assert contents(tmp_path / "late" / naming.checkpoint_path(RUN, 5)) == contents(world.path(5))
+
+
+def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the worker was told of the run nobody could say what is due; nobody tells it again."""
+    keep(world, keep_full=1)
+    monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
+    thinning, due = world.decisions.thinning, Thinning.due
+    asked = iter(range(2))
+
+    def away(self: Thinning, run: str) -> Any:
+        if next(asked, None) is not None:
+            raise CatalogUnavailable("the catalog does not answer")
+        return due(self, run)
+
+    monkeypatch.setattr(Thinning, "due", away)
+    worker = Thinner(world.tier, world.decisions.store, thinning)
+    worker.due(RUN)
+    wait_until(lambda: all(world.catalog.checkpoint(RUN, step).thinned is not None for step in (5, 10)))
+    worker.close()
 
 
 def test_the_thread_does_what_is_due(world: CopiesWorld) -> None:

@@ -69,6 +69,20 @@ def test_aliases_of_masters_stay_aliases(tmp_path: Path) -> None:
     assert planned.compacted.aliases == {"master": {"lm_head.weight": "embed.weight"}}
 
 
+@pytest.mark.parametrize("file_bytes_max", [1, 20_000, 90_000, 10**9])
+def test_files_are_no_larger_than_those_of_its_run(tmp_path: Path, file_bytes_max: int) -> None:
+    """By whatever limit that run packs, which no manifest says."""
+    made = build(tmp_path / "packed", trained_arrays(), file_bytes_max=file_bytes_max).manifest
+    planned = plan(made, b"", "bf16", [Encoded(one) for one in candidates(made, "bf16")], AT)
+    held = [entry for named in made.tensors.values() for entry in named.values()]
+    largest = max(sum(entry.nbytes for entry in held if entry.file == file.name) for file in made.files)
+    sizes = [sum(spec.nbytes for spec, _ in file.tensors) for file in planned.files]
+    assert max(sizes) <= largest
+    assert len(planned.files) == 2 if file_bytes_max == 10**9 else len(planned.files) > 2
+    stored = {(spec.group, spec.name) for file in planned.files for spec, _ in file.tensors}
+    assert len(stored) == sum(len(file.tensors) for file in planned.files)
+
+
 def broken(made: Manifest, **changes: object) -> Manifest:
     one = CodedTensor("bf16", "F32", (8, 8), 0.1)
     told = Compacted(AT, "bf16", made.bytes, "0" * 64, {"optim": {"x/exp_avg": one}})

@@ -50,6 +50,7 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
     (wire.Ended, bodies.RestoreEnd): {"turn": PATH},
     (wire.Judged, messages.RestoreVerdict): {},
     (wire.Outcome, bodies.Upload): {
+        "left_out": "an average is in shared memory",
         "number": "a rank may open several uploads of one step, one after the other",
         "data_bytes": "progress of an upload, where the socket has none",
         "table_bytes": "progress of an upload, where the socket has none",

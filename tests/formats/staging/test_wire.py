@@ -44,6 +44,7 @@ TO_RANK: list[Message] = [
     wire.Fetched(reply_to=15, lost=(4,)),
     wire.Done(reply_to=4),
     wire.Failed(reply_to=2, problem=Pinned("x").problem()),
+    wire.Outcome(step=500, attempt=2, state="committed", left_out=("ema",)),
     wire.Outcome(step=500, attempt=2, state="aborted", problem={"code": "no-space", "检": 1}),
 ]
 

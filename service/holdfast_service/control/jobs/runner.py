@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.3
 ALIVE_EVERY_S = 5.0
+END_AGAIN_S = 5.0  # after which a job's end is recorded again where the catalog did not take it
 LOOK_EVERY_S = 2.0  # for jobs that other nodes were given
 CLOSE_WAIT_S = 5.0
 
@@ -211,14 +212,25 @@ class JobRunner:
                 progress.closing = True
                 progress.stopped.set()
         try:
-            self._end(job, progress, *self._outcome(job, progress))
-        except CheckpointError as error:  # it is put back at the next start
-            log.error("cannot record the end of job %d: %s", job.id, error.detail)
+            outcome = self._outcome(job, progress)
+            while not self._is_recorded(job, progress, *outcome):
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closing, END_AGAIN_S):
+                        return  # it is put back at the next start
         except Exception:
             log.exception("cannot record the end of job %d", job.id)
         finally:
             with self._changed:
                 del self._running[job.id]
+
+    def _is_recorded(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> bool:
+        """Record how a job ended; False if the catalog does not take it now, and may later."""
+        try:
+            self._end(job, progress, state, found)
+        except CheckpointError as error:
+            log.error("cannot record the end of job %d: %s", job.id, error.detail)
+            return not error.retryable
+        return True
 
     def _outcome(self, job: Job, progress: Progress) -> tuple[_End, dict[str, Any] | None]:
         """How the job ended, and its result or problem."""

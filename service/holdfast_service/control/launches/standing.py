@@ -75,6 +75,10 @@ class Standing:
         found = next((c for c in self._there(run) if c.step == step), None)
         return (found.attempt, found.turn) if found is not None and found.sound else None
 
+    def groups(self, run: str, step: int) -> tuple[str, ...]:
+        """The groups of the checkpoint of this step; none where it is not there, or cannot be read."""
+        return next((tuple(c.groups) for c in self._there(run) if c.step == step), ())
+
     def left(self, run: str) -> set[int]:
         """The steps that training has left behind."""
         return lineage.abandoned(self._there(run))

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -83,6 +84,15 @@ class Thinning:
             self._store.discard(place)
         except CheckpointError as failure:
             log.warning("%s stays until it is swept: %s", place.path, failure.detail)
+
+    def waits(self, run: str, step: int, error: CheckpointError) -> None:
+        """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""
+        events, problem = self._rotation.events, error.problem()  # the error itself holds on to who met it
+        if events is None:
+            return
+        text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
+        told = partial(events.record, "thinning-failed", text, run, step, "warning", problem=problem)
+        self._book.tell(f"why {run}@{step} is not thinned or compacted yet", told)
 
     def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
         """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.

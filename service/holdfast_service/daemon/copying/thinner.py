@@ -20,7 +20,16 @@ from holdfast_formats.disk import manifest, thinning
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.thinning import ThinCheckpoint
-from holdfast_formats.errors import CheckpointError, Conflict, Damaged, NoSpace, NotFound, StateMismatch
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    Conflict,
+    Damaged,
+    NoSpace,
+    NotFound,
+    StateMismatch,
+    StorageFailed,
+)
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
 from holdfast_service.daemon.copying import streaming
@@ -35,6 +44,7 @@ from holdfast_service.storage.pacing import Pace
 log = logging.getLogger(__name__)
 
 AGAIN_S = 600.0  # after which it is tried again where there was no room, or a reader came first: nobody tells of either
+FAILED_AGAIN_S = 3600.0  # where the storage failed: all that stays is read again each time
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 
 
@@ -60,6 +70,7 @@ class Thinner:
         self._closed = threading.Event()
         self._busy = False
         self._refused: set[str] = set()  # what could not be done, of which manifest
+        self._told: set[tuple[str, int]] = set()  # of which it was said that they wait
         self._thread: threading.Thread | None = None
 
     def due(self, run: str) -> None:
@@ -97,20 +108,31 @@ class Thinner:
             try:
                 if self._act(run, due.step, due.small):
                     done.append(due.step)
+                self._told.discard((run, due.step))
             except Damaged as error:
                 log.error("%s@%s is damaged, and stays whole: %s", run, due.step, error.detail)
                 self._suspect(run, due.step, error)
-            except NoSpace as error:  # others may need less, or free some
-                log.warning("%s@%s stays as it is for now: %s", run, due.step, error.detail)
-                self._try_again(run)
+            except CatalogUnavailable:
+                raise
+            except (NoSpace, StorageFailed) as error:  # others may need less, or free some, or lie on sound blocks
+                self._waits(run, due.step, error)
             except (Conflict, NotFound) as error:  # a reader, a mark or a removal came first
                 log.info("%s@%s stays as it is for now: %s", run, due.step, error.detail)
                 self._try_again(run)
         return done
 
-    def _try_again(self, run: str) -> None:
+    def _waits(self, run: str, step: int, error: CheckpointError) -> None:
+        """Say once why a checkpoint stays as it is, and try it again later."""
+        log.warning("%s@%s stays as it is for now: %s (%s)", run, step, error.detail, error.hint)
+        if (run, step) not in self._told:
+            self._told.add((run, step))
+            self._book.waits(run, step, error)
+        self._try_again(run, AGAIN_S if isinstance(error, NoSpace) else FAILED_AGAIN_S)
+
+    def _try_again(self, run: str, after_s: float | None = None) -> None:
+        at = time.monotonic() + (AGAIN_S if after_s is None else after_s)
         with self._changed:
-            self._again.setdefault(run, time.monotonic() + AGAIN_S)
+            self._again[run] = min(at, self._again.get(run, at))
 
     def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Whether it is due in the same way now: those before it may have taken hours, and the policy may be another."""
@@ -137,6 +159,9 @@ class Thinner:
             self._refused.add(act)
             return False
         except CopyStopped:
+            self._clear(place)
+            raise
+        except Exception:  # of ours: what it has staged takes room
             self._clear(place)
             raise
         kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
@@ -166,8 +191,11 @@ class Thinner:
                 self.look(run)
             except CopyStopped:
                 return
+            except NotFound as error:
+                log.info("thinning of %s: %s", run, error.detail)
             except CheckpointError as error:
                 log.error("thinning of %s: %s", run, error.detail)
+                self._try_again(run)
             except Exception:
                 log.exception("thinning of %s failed", run)
 

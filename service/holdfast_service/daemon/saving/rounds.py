@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
 from holdfast_formats.staging.arena import SegmentOwner
+from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 
@@ -101,10 +102,14 @@ class SaveRound:
         self.leases.clear()
 
 
-def outcome_of(key: RoundKey, error: CheckpointError | None) -> Outcome:
-    """What ranks are told of a round that has ended."""
-    state: Literal["committed", "aborted"] = "committed" if error is None else "aborted"
-    return Outcome(step=key.step, attempt=key.attempt, state=state, problem=error.problem() if error else None)
+def outcome_of(key: RoundKey, error: CheckpointError | None, groups: Sequence[str] = ()) -> Outcome:
+    """What ranks are told of a round that has ended: if it was committed, which of their `groups` it lacks, if these are
+    known.
+    """
+    if error is not None:
+        return Outcome(step=key.step, attempt=key.attempt, state="aborted", problem=error.problem())
+    left_out = (EMA,) if groups and EMA not in groups else ()
+    return Outcome(step=key.step, attempt=key.attempt, state="committed", left_out=left_out)
 
 
 class GivenUp:

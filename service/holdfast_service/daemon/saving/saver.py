@@ -364,7 +364,8 @@ class Saver:
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
-            who.notify(outcome_of(key, None if committed else refused.get(step, lost)))
+            error, groups = (None, self._decisions.groups(who.run, step)) if committed else (refused.get(step, lost), ())
+            who.notify(outcome_of(key, error, groups))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the save ends for every rank, also for those that come later."""
@@ -537,13 +538,15 @@ class Saver:
         self._announce(current, error)
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
+        asks = error is None and current.averaged
+        groups = self._decisions.groups(current.key.run, current.key.step) if asks else ()
         with self._lock:  # who comes back after this asks for what is committed
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]
                 self._lock.notify_all()
             participants = list(current.participants.values())
         for participant in participants:
-            participant.notify(outcome_of(current.key, error))
+            participant.notify(outcome_of(current.key, error, groups))
 
     def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
         if isinstance(result, CheckpointError):
