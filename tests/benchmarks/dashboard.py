@@ -35,10 +35,10 @@ PAGES = {
     "overview": "/",
     "overview, by name": "/?sort=name",
     "overview, one prefix": "/?q=run-07",
-    "run": "/runs/run-0500",
-    "run, filtered": "/runs/run-0500?step_min=5000",
-    "checkpoint": "/runs/run-0500/checkpoints/10000",
-    "retention": "/runs/run-0500/policy",
+    "run": "/runs/run-0150",
+    "run, filtered": "/runs/run-0150?step_min=5000",
+    "checkpoint": "/runs/run-0150/checkpoints/10000",
+    "retention": "/runs/run-0150/policy",
     "nodes": "/nodes",
 }
 _PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null"

@@ -19,7 +19,7 @@ def sparkline(trend: Trend) -> Markup:
         return Markup('<span class="quiet">–</span>')
     slot = WIDTH / count
     most = max((stall for stall in trend.stall_s if stall is not None), default=0.0)
-    bars = Markup("").join(
+    bars = "".join(  # numbers and our own words: with Markup.format for each bar, bars were half of the overview's time
         _bar(number * slot, slot, 1.0 if state in _FAILED else (stall or 0.0) / most if most else 0.0, state)
         for number, (stall, state) in enumerate(zip(trend.stall_s, trend.states, strict=True))
     )
@@ -31,7 +31,7 @@ def sparkline(trend: Trend) -> Markup:
         line = Markup('<polyline points="{}"/>').format(at)
     said = _said(trend)
     drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
-    return drawn.format(WIDTH, HEIGHT, said, bars, line)
+    return drawn.format(WIDTH, HEIGHT, said, Markup(bars), line)
 
 
 def newest(trend: Trend) -> str:
@@ -42,12 +42,11 @@ def newest(trend: Trend) -> str:
     return " · ".join(parts + ([percent_text(goodput)] if goodput is not None else []))
 
 
-def _bar(left: float, width: float, share: float, state: str) -> Markup:
+def _bar(left: float, width: float, share: float, state: str) -> str:
     height = max(share * 12, 1.0)
     kind = "bad" if state in _FAILED else "bar"
-    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
-        kind, f"{left + width * 0.15:.1f}", f"{HEIGHT - height:.1f}", f"{width * 0.7:.1f}", f"{height:.1f}"
-    )
+    at = f'x="{left + width * 0.15:.1f}" y="{HEIGHT - height:.1f}" width="{width * 0.7:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {at}/>'
 
 
 def _said(trend: Trend) -> str:
