@@ -89,7 +89,7 @@ class FaultyTier:
 @pytest.mark.parametrize(
     ("error", "kinds"),
     [
-        (StorageFailed, KINDS),
+        pytest.param(StorageFailed, KINDS, marks=pytest.mark.crash_slow),  # test_syscalls.py has EIO at every call
         (NoSpace, TAKE_ROOM),
         pytest.param(NoSpace, KINDS, marks=pytest.mark.crash_slow),
     ],
