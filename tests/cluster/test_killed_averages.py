@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.read.root_directory import open_checkpoint
-from tests.cluster.test_named_points import Marks
+from tests.cluster.test_named_points import Marks, marks_at
 from tests.crash import test_averages as alone
-from tests.crash.test_kills import STOPS
 from tests.daemons import wait_until
 from tests.regressions.test_averages_of_nodes import RUN, World, check, expected
 from tests.regressions.test_many_daemons import Site, site
@@ -25,12 +22,7 @@ SIZE = 2_400_011  # three chunks and a bit on each rank
 POINTS = ("before voting", "voted", *alone.POINTS)
 
 
-@pytest.fixture
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marks]:
-    monkeypatch.setenv("PYTHONPATH", str(STOPS))
-    monkeypatch.setenv("CRASH_POINT", "|".join(POINTS))
-    monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path / "marks"))
-    yield Marks(tmp_path / "marks")
+marks = marks_at(POINTS)
 
 
 def test_a_daemon_is_killed_at_every_point(site: Site, marks: Marks) -> None:

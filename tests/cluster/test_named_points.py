@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,12 +62,20 @@ class Marks:
         return hit.read_text() if hit.exists() else ""
 
 
-@pytest.fixture
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marks]:
-    monkeypatch.setenv("PYTHONPATH", str(STOPS))
-    monkeypatch.setenv("CRASH_POINT", "|".join(POINTS))
-    monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path / "marks"))
-    yield Marks(tmp_path / "marks")
+def marks_at(points: Sequence[str]) -> Any:
+    """A fixture: daemons that are started with it stop at these points, once they are armed."""
+
+    @pytest.fixture
+    def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
+        monkeypatch.setenv("PYTHONPATH", str(STOPS))
+        monkeypatch.setenv("CRASH_POINT", "|".join(points))
+        monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path / "marks"))
+        return Marks(tmp_path / "marks")
+
+    return marks
+
+
+marks = marks_at(POINTS)
 
 
 def test_a_daemon_is_killed_at_every_point(site: Site, marks: Marks, request: pytest.FixtureRequest) -> None:

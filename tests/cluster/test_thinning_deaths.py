@@ -4,7 +4,6 @@ same, by itself when it is back, or by the other one once its lease has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats.rest.retention import RetentionPolicy
-from tests.cluster.test_named_points import Marks
-from tests.crash.test_kills import STOPS
+from tests.cluster.test_named_points import Marks, marks_at
 from tests.daemons import wait_until
 from tests.regressions.test_many_daemons import Daemon, Site, site
 
@@ -32,12 +30,7 @@ FORMS = ["thin", "compact", "whole"]
 TAKEN_OVER_S = 240  # the lease of who has the duty lasts 30 s; then the upkeep has to come round
 
 
-@pytest.fixture
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marks]:
-    monkeypatch.setenv("PYTHONPATH", str(STOPS))
-    monkeypatch.setenv("CRASH_POINT", "|".join(POINTS))
-    monkeypatch.setenv("CRASH_DIRECTORY", str(tmp_path / "marks"))
-    yield Marks(tmp_path / "marks")
+marks = marks_at(POINTS)
 
 
 def save(daemon: Daemon, run: str) -> torch.Tensor:

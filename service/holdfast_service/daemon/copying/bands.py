@@ -37,7 +37,7 @@ class Bands:
             self._held, self._data = None, np.empty(0, np.uint8)  # free the last one first
             coming, self._coming = self._coming, None
             if coming is None or coming[0] != band:
-                wait(coming)
+                _wait(coming)
                 self._data = self._make(band)
             else:
                 self._data = coming[1].result()
@@ -49,10 +49,10 @@ class Bands:
 
     def close(self) -> None:
         """Wait until nothing is made any more."""
-        wait(self._coming)
+        _wait(self._coming)
 
 
-def wait(coming: tuple[Band, Future[Bytes]] | None) -> None:
+def _wait(coming: tuple[Band, Future[Bytes]] | None) -> None:
     """Wait for a band that nobody wants, or its error."""
     if coming is not None and not coming[1].cancel():
         coming[1].exception()
