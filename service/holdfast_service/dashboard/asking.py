@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from functools import lru_cache
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from holdfast_formats.rest import bodies
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
 _OF_A_LOGIN = (b"x-forwarded-", b"x-auth-request-", b"x-holdfast-proxy-")  # by which a proxy says who is there
+QUOTED_KEPT = 4096
 AT_ONCE = 8  # concurrent requests for one page
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -89,8 +91,13 @@ async def shown(asked: Awaitable[Value]) -> Shown[Value]:
 
 def at(run: str, step: int | str | None = None, *more: str) -> str:
     """The API's path of a run, or of a checkpoint and its parts."""
-    parts = ["v1", "runs", run] + ([] if step is None else ["checkpoints", str(step)]) + list(more)
-    return "/" + "/".join(quote(part, safe="") for part in parts)
+    parts = [run] + ([] if step is None else ["checkpoints", str(step)]) + list(more)
+    return "/v1/runs/" + "/".join(_quoted(part) for part in parts)
+
+
+@lru_cache(QUOTED_KEPT)  # an overview asks for the same few hundred names every other second
+def _quoted(part: str) -> str:
+    return quote(part, safe="")
 
 
 def to(run: str, step: int | str | None = None, *more: str) -> str:

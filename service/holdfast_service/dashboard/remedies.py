@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -16,7 +15,7 @@ class Button(NamedTuple):
 
     label: str
     address: str
-    fields: Mapping[str, str] | None = None
+    fields: tuple[tuple[str, str], ...] | None = None
 
 
 TITLES = {
@@ -63,15 +62,15 @@ def button(alert: Alert) -> Button:
     if alert.remedy == "restore-healthy" and alert.healthy is not None:
         return Button(f"Restore step {alert.healthy}", to(run, alert.healthy, "restore"))
     if alert.remedy == "raise-quota":
-        return Button("Raise the quota by half", mend, {"remedy": "raise-quota"})
+        return _form("Raise the quota by half", mend, remedy="raise-quota")
     if alert.remedy == "keep-fewer":
         return Button("Choose what to keep", f"{to(run)}/policy")
     if alert.remedy == "verify" and step is not None:
-        return Button(f"Verify step {step}", mend, {"remedy": "verify", "step": str(step)})
+        return _form(f"Verify step {step}", mend, remedy="verify", step=str(step))
     if alert.remedy == "repair" and step is not None:
-        return Button(f"Repair step {step}", mend, {"remedy": "repair", "step": str(step)})
+        return _form(f"Repair step {step}", mend, remedy="repair", step=str(step))
     if alert.remedy == "retry-replicas" and alert.subject:
-        return Button("Copy again now", mend, {"remedy": "retry-replicas", "subject": alert.subject})
+        return _form("Copy again now", mend, remedy="retry-replicas", subject=alert.subject)
     label, place = _LOOKS.get(alert.code, ("Look at the saves", ""))
     return Button(label, f"{to(run)}{place}")
 
@@ -80,10 +79,14 @@ def action(summary: RunSummary) -> Button | None:
     """The one thing to do about a run: what mends its worst alert, else restoring what is good."""
     worst = next((item for item in summary.attention if item.acknowledged is None), None)
     if worst is not None:
-        return button(Alert(**worst.model_dump(), run=summary.run))
+        return button(Alert(run=summary.run, **vars(worst)))
     if summary.good is None:
         return None
     return Button("Restore", to(summary.run, summary.good.step, "restore"))
+
+
+def _form(label: str, address: str, **fields: str) -> Button:
+    return Button(label, address, tuple(sorted(fields.items())))
 
 
 _LOOKS = {
@@ -98,7 +101,7 @@ _LOOKS = {
 def _of_the_service(alert: Alert) -> Button:
     there = f"/alerts/{quote(alert.code, safe='')}/{quote(alert.subject or '', safe='')}"
     if alert.remedy == "retry-replicas":
-        return Button("Copy again now", there, {"do": "retry"})
+        return _form("Copy again now", there, do="retry")
     if alert.remedy == "forget-node" and alert.subject:
-        return Button("Forget the node", f"/nodes/{quote(alert.subject, safe='')}/forget", {"back": "overview"})
+        return _form("Forget the node", f"/nodes/{quote(alert.subject, safe='')}/forget", back="overview")
     return Button("Look at the nodes", "/nodes")

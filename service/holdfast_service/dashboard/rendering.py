@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.operations import Job
 
-from . import sparkline, words
+from . import words
 from .asking import COOKIE, SignInNeeded
 from .static import address
 
@@ -100,8 +100,6 @@ def environment() -> Environment:
         "percent": words.percent,
         "when": words.when,
         "prose": words.prose,
-        "spark": sparkline.sparkline,
-        "newest_cost": sparkline.newest,
         "facts": words.facts,
         "part": lambda text: quote(str(text), safe=""),
     }
@@ -133,7 +131,7 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     viewer = viewer_of(request)
     in_proxy = viewer is not None and viewer.by == "login"
     signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
-    values |= {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": _may(viewer)}
+    values |= {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": may_of(request)}
     return HTMLResponse(environment().get_template(template).render(values), status, HEADERS)
 
 
@@ -150,8 +148,9 @@ def may_stop(may: Callable[..., bool], job: Job) -> bool:
     return may("admin" if job.kind in _OF_ADMINS else "write", None)
 
 
-def _may(viewer: Viewer | None) -> Callable[..., bool]:
+def may_of(request: Request) -> Callable[..., bool]:
     """Whether to show what needs a scope for a run, for all of them (None), or for any of them (no run is said)."""
+    viewer = viewer_of(request)
 
     def may(scope: str, run: str | None = "") -> bool:
         if viewer is None:

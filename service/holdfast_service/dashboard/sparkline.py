@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from markupsafe import Markup
 
 from holdfast_formats.rest.observed import Trend
@@ -9,27 +11,34 @@ from holdfast_formats.rest.observed import Trend
 from .words import percent_text, seconds_text
 
 WIDTH, HEIGHT = 100, 24
+KEPT = 1000  # drawings
 _FAILED = ("aborted", "dropped")
+Values = tuple["float | None", ...]
 
 
 def sparkline(trend: Trend) -> Markup:
     """The drawing as SVG, with the same in words for who does not see it; nothing where no save has ended."""
-    count = len(trend.steps)
+    return _drawn(tuple(trend.states), tuple(trend.stall_s), tuple(trend.goodput), newest(trend))
+
+
+@lru_cache(KEPT)  # an overview is drawn again every other second, and most runs have saved nothing new
+def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cost: str) -> Markup:
+    count = len(states)
     if not count:
         return Markup('<span class="quiet">–</span>')
     slot = WIDTH / count
-    most = max((stall for stall in trend.stall_s if stall is not None), default=0.0)
+    most = max((stall for stall in stall_s if stall is not None), default=0.0)
     bars = "".join(  # numbers and our own words: with Markup.format for each bar, bars were half of the overview's time
         _bar(number * slot, slot, 1.0 if state in _FAILED else (stall or 0.0) / most if most else 0.0, state)
-        for number, (stall, state) in enumerate(zip(trend.stall_s, trend.states, strict=True))
+        for number, (stall, state) in enumerate(zip(stall_s, states, strict=True))
     )
-    points = [(number, value) for number, value in enumerate(trend.goodput) if value is not None]
+    points = [(number, value) for number, value in enumerate(goodput) if value is not None]
     line = Markup("")
     if len(points) > 1:
         lowest = min(min(value for _, value in points), 0.99)
         at = " ".join(f"{(n + 0.5) * slot:.1f},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.1f}" for n, v in points)
         line = Markup('<polyline points="{}"/>').format(at)
-    said = _said(trend)
+    said = _said(states, newest_cost)
     drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
     return drawn.format(WIDTH, HEIGHT, said, Markup(bars), line)
 
@@ -49,8 +58,8 @@ def _bar(left: float, width: float, share: float, state: str) -> str:
     return f'<rect class="{kind}" {at}/>'
 
 
-def _said(trend: Trend) -> str:
-    failed = sum(state in _FAILED for state in trend.states)
-    said = f"the newest {len(trend.steps)} saves"
+def _said(states: tuple[str, ...], newest_cost: str) -> str:
+    failed = sum(state in _FAILED for state in states)
+    said = f"the newest {len(states)} saves"
     said += f": {failed} of them failed or were dropped" if failed else ""
-    return f"{said}; stall and goodput of the last: {newest(trend)}" if newest(trend) else said
+    return f"{said}; stall and goodput of the last: {newest_cost}" if newest_cost else said

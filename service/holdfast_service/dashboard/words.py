@@ -85,7 +85,8 @@ def when(text: str | None) -> Markup:
     except ValueError:
         return Markup(escape(text))
     passed = (datetime.now(timezone.utc) - moment).total_seconds()
-    return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(text, age_text(passed))
+    at = escape(text)
+    return Markup(f'<time datetime="{at}" title="{at}">{age_text(passed)}</time>')
 
 
 def age_text(passed: float) -> str:
@@ -114,4 +115,4 @@ def stamp(text: str) -> float:
 
 
 def _titled(text: str, title: str) -> Markup:
-    return Markup('<span title="{}">{}</span>').format(title, text)
+    return Markup(f'<span title="{escape(title)}">{escape(text)}</span>')

@@ -14,10 +14,13 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.observed import Acknowledgement
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AcknowledgementRow
+from holdfast_service.control.database.visible import sees_all, visible
+from holdfast_service.control.insight.cached_value import Remembered
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
+FRESH_S = 0.5  # what another daemon has noted is known so soon; what this one has, at once
 
 
 class AlertKey(NamedTuple):
@@ -33,24 +36,42 @@ class Acknowledgements:
 
     def __init__(self, database: Database, now: Callable[[], str] = utc_now) -> None:
         self._database, self._now = database, now
+        self._last: dict[AlertKey, Acknowledgement] = {}
+        self._read = Remembered(self._look, FRESH_S, FRESH_S)
 
     def known(self, runs: Collection[str] | None = None) -> Mapping[AlertKey, Acknowledgement]:
-        """Those that hold now, of some runs or of everything."""
-        wanted = select(AcknowledgementRow)
-        if runs is not None:
-            wanted = wanted.where(AcknowledgementRow.run.in_(runs))
+        """Those that hold now, of some runs or of everything, as far as the request may see them."""
+        there = self.everything()
+        if runs is None and sees_all():
+            return there
+        return {key: one for key, one in there.items() if visible(key.run) and (runs is None or key.run in runs)}
+
+    def everything(self) -> Mapping[AlertKey, Acknowledgement]:
+        """Those that hold now, whoever asks; the same object as long as they are the same."""
+        there, now = self._read.get(), self._now()
+        if not any(_over(one, now) for one in there.values()):
+            return there
+        self._read.renew()
+        return {key: one for key, one in there.items() if not _over(one, now)}
+
+    def _look(self) -> dict[AlertKey, Acknowledgement]:
         now = self._now()
         with self._database.read() as session:
-            rows = [row for row in session.scalars(wanted) if row.until is None or row.until > now]
-            return {
+            rows = session.scalars(select(AcknowledgementRow)).all()
+            made = {
                 AlertKey(row.run, row.code, row.subject): Acknowledgement(by=row.by, at=row.at, until=row.until)
                 for row in rows
             }
+        found = {key: one for key, one in made.items() if not _over(one, now)}
+        if found != self._last:
+            self._last = found
+        return self._last
 
     def set(self, key: AlertKey, made: Acknowledgement) -> None:
         """Acknowledge an alert; in the place of what was said of it before."""
         with self._database.write() as session:
             session.merge(AcknowledgementRow(**key._asdict(), **made.model_dump()))
+        self._read.renew()
 
     def remove(self, keys: Collection[AlertKey]) -> None:
         """The alerts count again, if they are still there."""
@@ -58,6 +79,7 @@ class Acknowledgements:
         with self._database.write() as session:
             for key in keys:
                 session.execute(delete(row).where(row.run == key.run, row.code == key.code, row.subject == key.subject))
+        self._read.renew()
 
     def forget_ended(self, still: Callable[[Collection[str]], Collection[AlertKey]]) -> None:
         """Forget what was said of alerts that have ended, or only for a time. `still` says which alerts there are of some
@@ -74,6 +96,10 @@ class Acknowledgements:
         over = [key for key, until in rows if key not in there or (until is not None and until <= now)]
         if over:
             self.remove(over)
+
+
+def _over(made: Acknowledgement, now: str) -> bool:
+    return made.until is not None and made.until <= now
 
 
 class AcknowledgementWatch:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Acknowledgement, Alert, Overview, RunSummary
+from holdfast_formats.rest.observed import Acknowledgement, Alert, Attention, Overview, RunSummary
 from holdfast_service.control.insight.acknowledgements import AlertKey
+
+Item = TypeVar("Item", bound=Attention)
 
 
 def of_runs(summaries: Sequence[RunSummary]) -> Iterator[Alert]:
     """What the summaries say, each with its run."""
     for summary in summaries:
         for item in summary.attention:
-            yield Alert(**item.model_dump(), run=summary.run)
+            yield Alert(run=summary.run, **vars(item))
 
 
 def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
@@ -59,7 +62,7 @@ def place(alert: Alert) -> str:
     return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
 
 
-def without_what_follows(alerts: Sequence[Alert]) -> list[Alert]:
+def without_what_follows(alerts: Sequence[Item]) -> list[Item]:
     """Without what is said of the copies of runs in a replica that is lost: that is said once."""
     lost = {one.subject for one in alerts if one.code == "replica-lost"}
     return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
@@ -67,7 +70,7 @@ def without_what_follows(alerts: Sequence[Alert]) -> list[Alert]:
 
 def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
     """All runs in a few figures; `others` are alerts that are about no run."""
-    alerts = without_what_follows([*of_runs(board), *others])
+    alerts = without_what_follows([*(item for summary in board for item in summary.attention), *others])
     counted = [item.level for item in alerts if item.acknowledged is None]
     training = [one for one in board if one.life == "training"]
     lost = max((one for one in board if one.life == "died"), key=lambda one: one.life_since or "", default=None)

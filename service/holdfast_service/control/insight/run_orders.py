@@ -81,6 +81,11 @@ class WantedRuns(NamedTuple):
     def parse(cls, prefix: str = "", q: str = "", sort: str = "name") -> WantedRuns:
         return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort))
 
+    @property
+    def every(self) -> bool:
+        """Whether it is all runs, in whatever order."""
+        return not self.prefix and not self.words
+
     def has(self, run: str) -> bool:
         return run.startswith(self.prefix) and all(word in run.lower() for word in self.words)
 

@@ -14,7 +14,7 @@ from holdfast_service.control.insight.attention import attention, failing
 from holdfast_service.control.insight.facts import CheckpointFacts, Facts, Save
 from holdfast_service.control.insight.summary_rows import SAVES
 
-__all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
+__all__ = ["SAVES", "age_s", "exposure", "failing", "interval", "quantile", "summarise", "training"]
 
 
 METRICS_MAX = 32
@@ -29,7 +29,6 @@ def summarise(facts: Facts) -> RunSummary:
     interval_s, interval_steps = interval(facts.saves)
     cost = sum(stalls) / len(stalls) if stalls else None
     failures = failures_mean(facts)
-    last = _last_commit(facts)
     exposed_s, exposed_steps = exposure(facts)
     summary = RunSummary(
         run=facts.run,
@@ -45,7 +44,7 @@ def summarise(facts: Facts) -> RunSummary:
         newest_verified=held.newest_verified,
         newest_healthy=held.newest_healthy,
         last_commit=held.created,
-        last_commit_age_s=None if last is None else max(facts.now - last, 0.0),
+        last_commit_age_s=age_s(facts),
         exposed_s=exposed_s,
         exposed_steps=exposed_steps,
         saves=len(facts.saves),
@@ -148,6 +147,12 @@ def _times(values: Iterable[float | None]) -> list[float]:
 
 def _last_commit(facts: Facts) -> float | None:
     return next(iter(_times([seconds_of(facts.held.created)])), None) if facts.held.created else None
+
+
+def age_s(facts: Facts) -> float | None:
+    """Seconds since the newest commit; 0 where its time is yet to come."""
+    last = _last_commit(facts)
+    return None if last is None else max(facts.now - last, 0.0)
 
 
 def _last_sign(facts: Facts) -> float | None:

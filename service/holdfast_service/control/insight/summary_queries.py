@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
+from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import named
@@ -20,21 +20,18 @@ from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_c
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import RunRow
-from holdfast_service.control.database.visible import visible
 from holdfast_service.control.insight import run_lives
-from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
-from holdfast_service.control.insight.cached_value import Remembered
+from holdfast_service.control.insight.acknowledgements import Acknowledgements
 from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
 from holdfast_service.control.insight.known_rows import FRESH_S, KnownRows, RunRows, read
-from holdfast_service.control.insight.run_orders import ATTENTION, RunOrder, WantedRuns
+from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, summarise
+from holdfast_service.control.insight.summary_board import KeptSummaries, SummaryBoard, seen
 from holdfast_service.storage import Tier
 
 POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
 POLICIES_READ = 10  # so many of a page at a time
-BOARD_FRESH_S, BOARD_OLD_S = 4.0, 10.0
 BATCH = 200
-BY_NEED = RunOrder(ATTENTION)
 EVERY_RUN = WantedRuns()
 
 
@@ -61,21 +58,21 @@ class Summaries:
         self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
         self._rows = KnownRows(catalog.database, fresh_s)
-        self._board = Remembered(self._look, BOARD_FRESH_S, BOARD_OLD_S)
+        self._kept = KeptSummaries()
+        self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
 
     def one(self, run: str) -> RunSummary:
         """The summary of a run; `NoSuchRun`."""
-        found = self._summed(self.facts([run]))
+        found = self.some([run])
         if not found:
             raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
         return found[0]
 
     def some(self, runs: Sequence[str]) -> list[RunSummary]:
         """The summaries of those of these runs that exist, as they are now."""
-        return self._summed(self.facts(runs))
+        return self._marked([summarise(facts) for facts in self.facts(runs)])
 
-    def _summed(self, found: Sequence[Facts]) -> list[RunSummary]:
-        made = [summarise(facts) for facts in found]
+    def _marked(self, made: list[RunSummary]) -> list[RunSummary]:
         if not any(one.attention for one in made):
             return made
         return seen(made, self.acknowledgements.known([one.run for one in made]))
@@ -83,18 +80,26 @@ class Summaries:
     def page(self, cursor: str | None, limit: int, wanted: WantedRuns = EVERY_RUN) -> bodies.Page[RunSummary]:
         """A page of summaries of these runs, in their order.
 
-        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not a second old.
+        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not a second old
+        (of those that nobody trains, what depends on nothing but the time is up to `STILL_S` old).
         """
-        cut = self.names(cursor, limit, wanted)
         rows = self._rows.all()
+        cut = self._names(cursor, limit, wanted, rows.keys().__and__)
         runs = [run for run in cut.items if run in rows]  # `names` are those that are seen
-        return bodies.Page(items=self._summed(self._facts(runs, rows)), next=cut.next)
+        made = [self._kept.of(facts) for facts in self._facts(runs, rows)]
+        return bodies.Page(items=self._marked(made), next=cut.next)
 
     def names(self, cursor: str | None, limit: int, wanted: WantedRuns) -> bodies.Page[str]:
         """A page of the names of these runs, as far as they may be seen, in their order."""
+        return self._names(cursor, limit, wanted, self._existing)
+
+    def _names(
+        self, cursor: str | None, limit: int, wanted: WantedRuns, existing: Callable[[list[str]], Collection[str]]
+    ) -> bodies.Page[str]:
+        """`existing` says which runs are there; it is not asked in the order by name."""
         kind = f"summary-{wanted.order.kind}"
         after, most = decode_cursor(kind, cursor), bounded(limit) + 1
-        keys = self._by_name(after, most, wanted) if wanted.order.by_name else self._by_value(after, most, wanted)
+        keys = self._by_name(after, most, wanted) if wanted.order.by_name else self._by_value(after, most, wanted, existing)
         cut = page(kind, keys, limit, lambda key: key)
         return bodies.Page(items=[wanted.order.run_of(key) for key in cut.items], next=cut.next)
 
@@ -102,11 +107,7 @@ class Summaries:
         """The summaries of all runs that may be seen, those first that need attention, then those that train, then the
         others by age. They are some seconds old; what is acknowledged is not.
         """
-        return sorted(self._seen_board(), key=BY_NEED.key)
-
-    def _seen_board(self) -> list[RunSummary]:
-        there = [summary for summary in self._board.get() if visible(summary.run)]
-        return seen(there, self.acknowledgements.known())
+        return self._board.all()
 
     def renew(self) -> None:
         """Somebody has changed what is said of a run, and looks whether it is."""
@@ -124,24 +125,29 @@ class Summaries:
         with self._catalog.database.read() as session:
             return list(session.scalars(names))
 
-    def _by_value(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
+    def _by_value(
+        self, after: str | None, limit: int, wanted: WantedRuns, existing: Callable[[list[str]], Collection[str]]
+    ) -> list[str]:
         """The keys of runs that are there and may be seen."""
         order = wanted.order
         if after is not None and not order.is_key(after):
             raise bad_cursor()
-        keys = sorted(order.key(summary) for summary in self._seen_board() if wanted.has(summary.run))
+        keys = self._board.keys(wanted)
         ahead = iter(keys if after is None else keys[bisect_right(keys, after) :])
         found: list[str] = []
-        with self._catalog.database.read() as session:
-            while len(found) < limit and (batch := list(islice(ahead, BATCH))):
-                names = [order.run_of(key) for key in batch]
-                there = set(session.scalars(select(RunRow.name).where(RunRow.name.in_(names))))
-                found += [key for key, name in zip(batch, names, strict=True) if name in there]
+        while len(found) < limit and (batch := list(islice(ahead, BATCH))):
+            names = [order.run_of(key) for key in batch]
+            there = set(existing(names))
+            found += [key for key, name in zip(batch, names, strict=True) if name in there]
         return found[:limit]
 
-    def _look(self) -> list[RunSummary]:
+    def _existing(self, names: list[str]) -> Collection[str]:
+        with self._catalog.database.read() as session:
+            return session.scalars(select(RunRow.name).where(RunRow.name.in_(names))).all()
+
+    def _of_all(self) -> list[Facts]:
         rows = self._rows.all()
-        return [summarise(facts) for facts in self._facts(sorted(rows), rows)]
+        return self._facts(sorted(rows), rows)
 
     def facts(self, runs: Sequence[str]) -> list[Facts]:
         """What is known now of those of these runs that exist, in their order."""
@@ -203,20 +209,3 @@ class Summaries:
         except Damaged:  # whoever changes it is told
             return _Policy(time.monotonic(), None, False)
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)
-
-
-def seen(summaries: list[RunSummary], known: Mapping[AlertKey, Acknowledgement]) -> list[RunSummary]:
-    """The summaries, with who has acknowledged what; those that were given stay as they are."""
-    runs = {key.run for key in known}
-    return [_seen(summary, known) if summary.run in runs else summary for summary in summaries]
-
-
-def key_of(run: str, item: Attention) -> AlertKey:
-    """By what an alert of a run is acknowledged."""
-    return AlertKey(run, item.code, item.subject or "")
-
-
-def _seen(summary: RunSummary, known: Mapping[AlertKey, Acknowledgement]) -> RunSummary:
-    found = ((item, known.get(key_of(summary.run, item))) for item in summary.attention)
-    marked = [item if one is None else item.model_copy(update={"acknowledged": one}) for item, one in found]
-    return summary.model_copy(update={"attention": marked})

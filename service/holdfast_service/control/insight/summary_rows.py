@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from typing import Any
 
 import msgspec
-from sqlalchemy import Text, case, false, func, select, tuple_, type_coerce
+from sqlalchemy import BindParameter, Executable, Text, bindparam, case, false, func, select, tuple_, type_coerce
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.moments import seconds_of
@@ -20,12 +21,13 @@ SAVES_REMEMBERED = 20_000  # decoded once: what has ended stays as it is
 _decode = msgspec.json.Decoder(dict[str, float]).decode
 
 
-def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """What stands of each run, and its newest checkpoint.
+# The statements are made once: to make them took as long as to answer them.
+RUNS: BindParameter[Any] = bindparam("runs", expanding=True)
 
-    Most runs are well: their newest checkpoint is verified, healthy and living. An index alone answers for these; the rows
-    of the others are gone through.
-    """
+
+@lru_cache(1)
+def _newest() -> Executable:
+    """Each run's totals, and its newest checkpoint."""
     row = CheckpointRow
     totals = (
         select(
@@ -34,20 +36,36 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
             func.sum(row.bytes).label("total"),
             func.max(row.step).label("newest"),
         )
-        .where(row.run.in_(runs))
+        .where(row.run.in_(RUNS))
         .group_by(row.run)
         .subquery()
     )
     newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, row.verified, row.abandoned)
     given = type_coerce(row.metrics, Text).label("metrics")
-    joined = select(totals, *newest, row.damage.is_not(None).label("damaged"), given).join(
+    return select(totals, *newest, row.damage.is_not(None).label("damaged"), given).join(
         row, (row.run == totals.c.run) & (row.step == totals.c.newest)
     )
-    hurt = select(row.run, func.count(), func.max(row.step)).where(row.run.in_(runs), row.damage.is_not(None))
-    damaged = {run: (count, step) for run, count, step in session.execute(hurt.group_by(row.run))}
+
+
+@lru_cache(1)
+def _hurt() -> Executable:
+    row = CheckpointRow
+    return (
+        select(row.run, func.count(), func.max(row.step)).where(row.run.in_(RUNS), row.damage.is_not(None)).group_by(row.run)
+    )
+
+
+def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
+    """What stands of each run, and its newest checkpoint.
+
+    Most runs are well: their newest checkpoint is verified, healthy and living. An index alone answers for these; the rows
+    of the others are gone through.
+    """
+    wanted = {RUNS.key: list(runs)}
+    damaged = {run: (count, step) for run, count, step in session.execute(_hurt(), wanted)}
     found: dict[str, CheckpointFacts] = {}
     others: list[str] = []
-    for made in session.execute(joined):
+    for made in session.execute(_newest(), wanted):
         if made.abandoned or made.damaged or not made.verified or made.healthy is False:
             others.append(made.run)
             continue
@@ -75,13 +93,19 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
     return _with_copies(session, found)
 
 
+@lru_cache(1)
+def _present() -> Executable:
+    row = ReplicaRow
+    pairs: BindParameter[Any] = bindparam("pairs", expanding=True)
+    there = select(row.run, row.tier).where(tuple_(row.run, row.step).in_(pairs), row.state == "present")
+    return there.order_by(row.tier)
+
+
 def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
     """With the tiers in which the newest healthy checkpoint of each is too."""
-    row = ReplicaRow
     pairs = [(run, held.newest_healthy) for run, held in found.items() if held.newest_healthy is not None]
-    there = select(row.run, row.tier).where(tuple_(row.run, row.step).in_(pairs), row.state == "present")
     tiers: dict[str, list[str]] = defaultdict(list)
-    for run, tier in session.execute(there.order_by(row.tier)):
+    for run, tier in session.execute(_present(), {"pairs": pairs}):
         tiers[run].append(tier)
     return found | {run: found[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
 
@@ -140,20 +164,24 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
     }
 
 
-def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
-    """The newest rounds of each run, the newest first."""
+@lru_cache(1)
+def _rounds() -> Executable:
     row, behind = RoundRow, aliased(RoundRow)
     oldest = select(behind.id).where(behind.run == RunRow.name).order_by(behind.id.desc()).offset(SAVES - 1).limit(1)
     columns = (row.run, row.step, row.attempt, row.state, row.opened, row.ended, row.code)
-    wanted = (
+    return (
         select(*columns, type_coerce(row.measured, Text))  # decoded below, several times faster than by the column's type
         .select_from(RunRow)
         .join(row, (row.run == RunRow.name) & (row.id >= func.coalesce(oldest.scalar_subquery(), 0)))
-        .where(RunRow.name.in_(runs))
+        .where(RunRow.name.in_(RUNS))
         .order_by(row.run, row.id.desc())
     )
+
+
+def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
+    """The newest rounds of each run, the newest first."""
     found: dict[str, list[Save]] = defaultdict(list)
-    for run, *values in session.execute(wanted):
+    for run, *values in session.execute(_rounds(), {RUNS.key: list(runs)}):
         found[run].append(_save(*values))
     return found
 
@@ -166,32 +194,47 @@ def _save(  # noqa: PLR0913 - a row
     return Save(step, attempt, state, seconds_of(opened), over, code, _decode(measured) if measured else NOTHING)
 
 
+@lru_cache(1)
+def _attempts() -> Executable:
+    columns = select(AttemptRow.run, AttemptRow.declared).join(RunRow, RunRow.name == AttemptRow.run)
+    recent = columns.where(AttemptRow.run.in_(RUNS), AttemptRow.attempt > RunRow.attempt - ATTEMPTS)
+    return recent.order_by(AttemptRow.attempt.desc())
+
+
 def declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
     """When the newest attempts of each run were declared, the newest first."""
-    columns = select(AttemptRow.run, AttemptRow.declared).join(RunRow, RunRow.name == AttemptRow.run)
-    recent = columns.where(AttemptRow.run.in_(runs), AttemptRow.attempt > RunRow.attempt - ATTEMPTS)
     found: dict[str, list[float]] = defaultdict(list)
-    for run, at in session.execute(recent.order_by(AttemptRow.attempt.desc())):
+    for run, at in session.execute(_attempts(), {RUNS.key: list(runs)}):
         found[run].append(seconds_of(at))
     return found
 
 
-def copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
-    """The replicas of each run, by tier."""
+@lru_cache(1)
+def _counted_copies() -> Executable:
     row = ReplicaRow
     each = (row.run, row.tier, row.state)
-    counted = select(*each, func.max(row.step), func.count()).where(row.run.in_(runs)).group_by(*each)
+    return select(*each, func.max(row.step), func.count()).where(row.run.in_(RUNS)).group_by(*each)
+
+
+@lru_cache(1)
+def _failed_copies() -> Executable:
+    row = ReplicaRow
     failed = select(row.run, row.tier, func.count(), func.max(type_coerce(row.problem, Text)))
-    failed = failed.where(row.run.in_(runs), row.state == "copying", row.problem.is_not(None)).group_by(row.run, row.tier)
+    return failed.where(row.run.in_(RUNS), row.state == "copying", row.problem.is_not(None)).group_by(row.run, row.tier)
+
+
+def copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
+    """The replicas of each run, by tier."""
     found: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
-    for run, tier, state, step, count in session.execute(counted):
+    wanted = {RUNS.key: list(runs)}
+    for run, tier, state, step, count in session.execute(_counted_copies(), wanted):
         known = found[run].get(tier, ReplicaCounts(None, 0))
         if state == "present":
             known = known._replace(newest=step)
         elif state == "damaged":
             known = known._replace(damaged=count)
         found[run][tier] = known
-    for run, tier, count, problem in session.execute(failed):
+    for run, tier, count, problem in session.execute(_failed_copies(), wanted):
         found[run][tier] = found[run][tier]._replace(failing=count, problem=_detail(problem))
     return dict(found)
 

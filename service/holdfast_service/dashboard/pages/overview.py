@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
 from fastapi import Depends, Query, Request
+from markupsafe import Markup
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RUN_SORTS, Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
-from holdfast_service.dashboard import remedies, standing
+from holdfast_service.dashboard import remedies, repeated, standing
 from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
-from holdfast_service.dashboard.remedies import Button
-from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.rendering import may_of, page
 from holdfast_service.dashboard.routing import page_router
-from holdfast_service.dashboard.standing import RunStanding
 
 router = page_router()
 
 RUNS_SHOWN = 50
 ALERTS_SHOWN = 200
+UNFOLDED = 4  # alerts of a group
+BACK = "overview"
 # Events after which nothing on a page of runs is different.
 KINDS = [kind for kind in EVENTS if kind not in ("request-refused", "token-changed", "commit-command-started")]
 # The orders that the form offers, in words; the table's head has all of them.
@@ -40,17 +41,6 @@ SORTS = {
 METRIC = "metric:"
 Text = Annotated[str, Query(max_length=128)]
 Sort = Annotated[str, Query(max_length=256)]
-
-
-class RunLine(NamedTuple):
-    """A line of the overview."""
-
-    summary: RunSummary
-    standing: RunStanding
-    level: str  # of the dot: error, warning, or how the run stands
-    says: str  # the same in words
-    crash: str | None  # what it would cost now
-    action: Button | None
 
 
 class WantedBoard(NamedTuple):
@@ -78,26 +68,28 @@ def _wanted(q: Text = "", sort: Sort = "attention", metric: Text = "") -> Wanted
     return WantedBoard(q, sort if column in RUN_SORTS else "attention", metric)
 
 
-class OpenAlert(NamedTuple):
-    """An alert, and what mends it."""
-
-    alert: Alert
-    button: Button
-
-
 class AlertGroup(NamedTuple):
     """Alerts of one code."""
 
     code: str
     title: str
     level: str
-    alerts: list[OpenAlert]
+    alerts: list[Alert]
 
     @property
     def hint(self) -> str | None:
         """What to do, where it is the same for all of them."""
-        hints = {one.alert.hint for one in self.alerts}
+        hints = {one.hint for one in self.alerts}
         return hints.pop() if len(hints) == 1 else None
+
+
+class ShownGroup(NamedTuple):
+    """A group as it is shown: a few of its alerts, and the others when they are asked for."""
+
+    group: AlertGroup
+    hint: str | None
+    shown: list[Markup]
+    folded: list[Markup]
 
 
 @router.get("/")
@@ -114,42 +106,26 @@ async def show_overview(
         shown(api.page(bodies.Node, "/v1/nodes")),
         shown(_under_way(api)),
     )
+    may = may_of(request)
     return page(
         request,
         "overview.html",
         asked=wanted,
         keep=wanted._asdict(),
         metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
-        lines=[line(summary) for summary in summed.items],
+        lines=[repeated.run_line(summary, wanted.metric) for summary in summed.items],
         next=summed.next,
         first=cursor is None,
         overview=overview,
         strip=standing.strip(overview),
-        groups=grouped(alerts.items),
-        seen=[OpenAlert(one, remedies.button(one)) for one in alerts.items if one.acknowledged is not None],
+        groups=[_shown(group, may) for group in grouped(alerts.items)],
+        seen=[repeated.alert(one, BACK, may) for one in alerts.items if one.acknowledged is not None],
         more=alerts.next is not None,
         kinds=" ".join(KINDS),
         alerts_open=overview.errors + overview.warnings,
         health=health,
         nodes=nodes.value.items if nodes.value else [],
         rounds=going_on.value or [],
-    )
-
-
-def line(summary: RunSummary) -> RunLine:
-    """What a run's line says."""
-    stands = standing.standing(summary.life)
-    levels = [item.level for item in summary.attention if item.acknowledged is None]
-    level = "error" if "error" in levels else "warning" if levels else stands.mark
-    if level == "error" and not levels:
-        level = "gone"  # it died, and somebody has seen that
-    return RunLine(
-        summary,
-        stands,
-        level,
-        f"{level}, {stands.word}" if levels else stands.word,
-        standing.cost_of_a_crash(summary),
-        remedies.action(summary),
     )
 
 
@@ -160,8 +136,14 @@ def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
         if one.acknowledged is not None:
             continue
         known = groups.setdefault(one.code, AlertGroup(one.code, remedies.title(one.code), one.level, []))
-        known.alerts.append(OpenAlert(one, remedies.button(one)))
+        known.alerts.append(one)
     return sorted(groups.values(), key=lambda group: (group.level != "error", remedies.rank(group.code)))
+
+
+def _shown(group: AlertGroup, may: Callable[..., bool]) -> ShownGroup:
+    hint = group.hint
+    parts = [repeated.alert(one, BACK, may, hint=hint is None) for one in group.alerts]
+    return ShownGroup(group, hint, parts[:UNFOLDED], parts[UNFOLDED:])
 
 
 async def _under_way(api: ViewerApi) -> list[bodies.Round]:

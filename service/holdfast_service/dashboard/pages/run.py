@@ -11,16 +11,17 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
-from holdfast_service.dashboard import history, remedies, standing
+from holdfast_service.dashboard import history, repeated, standing
 from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown, to
-from holdfast_service.dashboard.pages.overview import KINDS, OpenAlert
-from holdfast_service.dashboard.rendering import link, page
+from holdfast_service.dashboard.pages.overview import KINDS
+from holdfast_service.dashboard.rendering import link, may_of, page
 from holdfast_service.dashboard.routing import page_router
 
 router = page_router()
 
 CHECKPOINTS_SHOWN = 25
 SAVES_DRAWN = LIMIT_MAX
+BACK = "run"
 VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these are on the policy's own page
 STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 Text = Annotated[str, Query(max_length=200)]
@@ -51,7 +52,9 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     by_step = {verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {}
     kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
     alerts = _alerts(summary.value)
-    open_alerts = [one.alert.level for one in alerts if one.alert.acknowledged is None]
+    may = may_of(request)
+    unseen = [one for one in alerts if one.acknowledged is None]
+    by_level = {level: [one for one in unseen if one.level == level] for level in ("error", "warning")}
     failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
     return page(
         request,
@@ -59,9 +62,10 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         run=found,
         summary=summary.value,
         verdict=None if summary.value is None else standing.verdict(summary.value),
-        alerts=alerts,
-        alerts_open=len(open_alerts),
-        errors_open=open_alerts.count("error"),
+        alerts={level: [repeated.alert(one, BACK, may) for one in some] for level, some in by_level.items()},
+        seen=[repeated.alert(one, BACK, may) for one in alerts if one.acknowledged is not None],
+        alerts_open=len(unseen),
+        errors_open=len(by_level["error"]),
         kinds=" ".join(KINDS),
         here=link(to(run), cursor=cursor, **filters),
         metrics=history.metrics(drawn.items),
@@ -84,10 +88,8 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     )
 
 
-def _alerts(summary: RunSummary | None) -> list[OpenAlert]:
-    items = [] if summary is None else summary.attention
-    found = [Alert(**item.model_dump(), run=summary.run) for item in items if summary is not None]
-    return [OpenAlert(alert, remedies.button(alert)) for alert in found]
+def _alerts(summary: RunSummary | None) -> list[Alert]:
+    return [] if summary is None else [Alert(run=summary.run, **vars(item)) for item in summary.attention]
 
 
 async def _preview(api: ViewerApi, run: bodies.Run) -> Shown[Preview]:

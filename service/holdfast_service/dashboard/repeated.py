@@ -1,0 +1,144 @@
+"""Parts of pages that are fetched again every other second: one that says the same as before is not rendered again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from holdfast_formats.rest.observed import Alert, RunSummary
+
+from . import remedies, standing, words
+from .remedies import Button
+from .rendering import environment
+from .sparkline import newest, sparkline
+
+KEPT = 1000  # parts of each kind, of a few kilobytes
+
+
+class _AlertPart(NamedTuple):
+    """Everything that is shown of an alert."""
+
+    run: str | None
+    code: str
+    subject: str | None
+    text: str
+    hint: str  # empty where it is said elsewhere
+    since: Markup | None
+    acknowledged: bool
+    seen_by: str | None
+    seen_at: Markup | None
+    seen_until: Markup | None
+    button: Button
+    may_mend: bool
+    may_answer: bool
+    back: str
+
+
+class _RunPart(NamedTuple):
+    """Everything that is shown of a run on its line of the overview."""
+
+    run: str
+    level: str  # of the dot: error, warning, or how the run stands
+    says: str  # the same in words
+    word: str
+    died: bool  # and nobody has seen that
+    since: Markup | None
+    good: int | None  # step
+    good_age: Markup | None
+    marks: tuple[tuple[bool, str, str], ...]  # whether it is so, what to say then, and what otherwise
+    metric: str
+    measured: Markup | None
+    crash: str | None
+    spark: Markup
+    cost: str
+    size: Markup
+    checkpoints: int
+    bytes: int
+    quota_bytes: int | None
+    action: Button | None
+
+
+def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True) -> Markup:
+    """An alert as an item of a list, with what mends it; `back` names the page to return to from there."""
+    seen, button = one.acknowledged, remedies.button(one)
+    return _alert(
+        _AlertPart(
+            run=one.run,
+            code=one.code,
+            subject=one.subject,
+            text=one.text,
+            hint=one.hint if hint else "",
+            since=_when(one.since),
+            acknowledged=seen is not None,
+            seen_by=seen.by if seen else None,
+            seen_at=_when(seen.at) if seen else None,
+            seen_until=_when(seen.until) if seen else None,
+            button=button,
+            may_mend=button.fields is None or may("admin", one.run or None),
+            may_answer=may("write", one.run) if one.run else may("admin", None),
+            back=back,
+        )
+    )
+
+
+def run_line(summary: RunSummary, metric: str) -> Markup:
+    """A run's line of the overview; with this metric of its newest checkpoint, if one is named."""
+    stands = standing.standing(summary.life)
+    levels = [item.level for item in summary.attention if item.acknowledged is None]
+    level = "error" if "error" in levels else "warning" if levels else stands.mark
+    if level == "error" and not levels:
+        level = "gone"  # it died, and somebody has seen that
+    good = summary.good
+    return _run_line(
+        _RunPart(
+            run=summary.run,
+            level=level,
+            says=f"{level}, {stands.word}" if levels else stands.word,
+            word=stands.word,
+            died=stands.mark == "error" and level == "error",
+            since=_when(summary.life_since) if stands.lasts else None,
+            good=good.step if good else None,
+            good_age=_when(good.created) if good else None,
+            marks=_marks(summary),
+            metric=metric,
+            measured=words.number(summary.metrics[metric]) if metric in summary.metrics else None,
+            crash=standing.cost_of_a_crash(summary),
+            spark=sparkline(summary.trend),
+            cost=newest(summary.trend),
+            size=words.size(summary.bytes),
+            checkpoints=summary.checkpoints,
+            bytes=summary.bytes,
+            quota_bytes=summary.quota_bytes,
+            action=remedies.action(summary),
+        )
+    )
+
+
+def _marks(summary: RunSummary) -> tuple[tuple[bool, str, str], ...]:
+    """Of the last good checkpoint."""
+    good = summary.good
+    if good is None:
+        return ()
+    copies = ((one.tier in good.copies, one.tier, f"not in {one.tier}") for one in summary.copies)
+    return (good.verified, "verified", "not verified yet"), *copies
+
+
+def _when(text: str | None) -> Markup | None:
+    return words.when(text) if text else None
+
+
+@lru_cache(KEPT)
+def _alert(part: _AlertPart) -> Markup:
+    return _rendered("alert.html", part)
+
+
+@lru_cache(KEPT)
+def _run_line(part: _RunPart) -> Markup:
+    return _rendered("run_line.html", part)
+
+
+def _rendered(template: str, part: Any) -> Markup:
+    return Markup(environment().get_template(template).render(one=part))
