@@ -34,6 +34,14 @@ def later(text: str, seconds: float) -> str:
     return write(read(text) + timedelta(seconds=seconds))
 
 
+def span(seconds: float) -> str:
+    """A duration in one unit: 75 s, 12 min, 3 h, 5 d."""
+    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < below:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
 def seconds_of(text: str) -> float:
     """Seconds since 1970. A text that states no time counts as later than any, so no rule about time
     removes its checkpoint.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 
-from holdfast_formats.moments import utc_now
+from holdfast_formats.moments import span, utc_now
 from holdfast_formats.naming import Place
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -88,7 +88,7 @@ class RootCare:
 
     def _note_lost_nodes(self) -> None:
         for member in self._cluster.membership.newly_lost():
-            text = f"the node {member.name} is lost: it was last heard of {member.heard_s:.0f} s ago"
+            text = f"the node {member.name} is lost: it was last heard of {span(member.heard_s)} ago"
             log.warning("%s", text)
             self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
 

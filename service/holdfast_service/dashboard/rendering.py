@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.operations import Job
 
-from . import words
+from . import standing, words
 from .asking import COOKIE, SignInNeeded
 from .static import address
 
@@ -100,6 +100,7 @@ def environment() -> Environment:
         "percent": words.percent,
         "when": words.when,
         "prose": words.prose,
+        "life": lambda summary: standing.standing(summary.life).word,
         "facts": words.facts,
         "part": lambda text: quote(str(text), safe=""),
     }

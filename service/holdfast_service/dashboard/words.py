@@ -14,6 +14,7 @@ from holdfast_formats.rest.job_words import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
+_SHARE_MIN = 0.0001  # smaller ones are only said to be so
 _GAP = "\u00a0"  # a number and its unit stay on one line
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
 
@@ -73,7 +74,10 @@ def percent_text(value: float) -> str:
 
 
 def percent(value: float | None) -> Markup:
-    return NONE if value is None else _titled(f"{100 * value:.3g} %", repr(value))
+    if value is None:
+        return NONE
+    small = 0 < value < _SHARE_MIN
+    return _titled(f"< {100 * _SHARE_MIN:g} %" if small else f"{100 * value:.3g} %", repr(value))
 
 
 def when(text: str | None) -> Markup:

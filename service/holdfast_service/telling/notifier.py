@@ -178,7 +178,9 @@ class Notifier:
         deliver(target, message)
         ledger.sent(made, look.at)
         self.counts["sent"] += 1
-        text = f"{target.name} was told of {_alerts(len(made.firing))}, and that {_alerts(len(made.recovered))} ended"
+        told = [f"of {_alerts(len(made.firing))}"] if made.firing or not made.recovered else []
+        told += [f"that {_alerts(len(made.recovered))} ended"] if made.recovered else []
+        text = f"{target.name} was told {', and '.join(told)}"
         log.info("%s", text)
         self._news.add("notification-sent", text)
         return made.waiting > 0

@@ -1,7 +1,7 @@
 // Code may be scrolled in its box, and so may the heat map, a plot by nature, and a field with a long text. Plots draw into
 // canvases. A RUN@STEP or an address that is longer than its line breaks where it must.
 () => {
-  const found = [];
+  const found = [], ARROW = 18; // px that Chromium keeps for a choice's arrow
   const say = (what, e) => found.push(`${what}: ${e.tagName.toLowerCase()}.${e.className} ${(e.textContent || e.outerHTML || "").trim().replace(/\s+/g, " ").slice(0, 80)}`);
   const wide = document.documentElement;
   if (wide.scrollWidth > wide.clientWidth) found.push(`the page is ${wide.scrollWidth} wide, the window ${wide.clientWidth}`);
@@ -29,6 +29,7 @@
     const box = e.getBoundingClientRect();
     if (box.width && (box.right > innerWidth + 1 || box.left < -1) && !x && !clipped(e)) say("out of the window", e);
   }
+  const away = (e) => e && (getComputedStyle(e).clipPath !== "none" || away(e.parentElement)); // heads of tables that are cards
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const range = document.createRange();
   for (let node = texts.nextNode(); node; node = texts.nextNode()) {
@@ -40,6 +41,20 @@
       const lines = new Set([...range.getClientRects()].filter((r) => r.width > 1).map((r) => Math.round(r.top / 4)));
       if (lines.size > 1) say(`a broken number ${number[0]}`, node.parentElement);
     }
+    for (const word of node.data.matchAll(/(?<![\w.\-@/:'=|(])[A-Za-z]{2,14}(?![\w.\-@/:'=|)])/g)) {
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].filter((r) => r.width > 1).map((r) => Math.round(r.top / 4)));
+      if (lines.size > 1 && !away(node.parentElement)) say(`a broken word ${word[0]}`, node.parentElement);
+    }
+  }
+  const pen = document.createElement("canvas").getContext("2d");
+  for (const e of document.body.querySelectorAll("select")) {
+    if (!e.checkVisibility({ visibilityProperty: true }) || !e.selectedOptions.length) continue;
+    const style = getComputedStyle(e);
+    pen.font = style.font;
+    const room = e.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - ARROW;
+    if (pen.measureText(e.selectedOptions[0].label).width > room + 1) say("a choice is cut off", e);
   }
   return [...new Set(found)];
 }

@@ -55,7 +55,7 @@ def test_axe_finds_what_is_wrong(browser: Browser, at: Scene, axe: str) -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_nothing_is_cut_off(browser: Browser, at: Scene, name: str) -> None:
-    """At 390, 1280 and 1920 pixels nothing is wider than its place, no text is hidden, and no number is broken."""
+    """At 390, 1280 and 1920 pixels nothing is wider than its place, no text is hidden, and no number or word is broken."""
     with window(browser, at.url) as shown:
         page = PLACES[name](at, shown)
         controls.unfold(page)
@@ -91,6 +91,7 @@ _SPOILT = (
     ("width: 9rem; overflow: hidden; white-space: nowrap", "n" * 300),
     ("height: 1rem; overflow: hidden; width: 9rem", "several words that take more than one line of it"),
     ("width: 4rem; overflow-wrap: anywhere", "1234567890123"),
+    ("width: 2rem; overflow-wrap: anywhere", "a verification"),
 )
 _SPOIL = """([style, text, title]) => {
   const made = document.createElement("div");

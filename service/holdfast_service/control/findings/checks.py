@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
+from holdfast_formats import moments
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
 from holdfast_formats.naming import CheckpointId
@@ -129,7 +130,7 @@ class Findings:
 
     def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
         """A scrub has read what was due."""
-        text = f"{checkpoints} checkpoints of {size} bytes were verified in {seconds:.0f} s, {damages} are damaged"
+        text = f"{checkpoints} checkpoints of {size:,} bytes were verified in {moments.span(seconds)}, {damages} are damaged"
         level: Literal["info", "warning"] = "warning" if damages else "info"
         about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
         self._events.add("scrub-finished", text, None, None, level, **about)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from math import isfinite
 
-from holdfast_formats.moments import seconds_of, write
+from holdfast_formats.moments import seconds_of, span, write
 from holdfast_formats.rest.observed import Attention, Remedy, RunSummary
 from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.facts import Facts, Save
@@ -78,11 +78,11 @@ def _stuck(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attent
     writing = min((save.opened for save in facts.saves if save.state == "sealed" and save.ended is None), default=None)
     usual = summary.durable_p95_s or 0.0
     if writing is not None and facts.now - writing > max(SLOW_TIMES * usual, SLOW_MIN_S):
-        usually = f"; usually that takes {_human(usual)}" if usual else ""
+        usually = f"; usually that takes {span(usual)}" if usual else ""
         yield Attention(
             level="warning",
             code="storage-slow",
-            text=f"storage has been writing a save for {_human(facts.now - writing)}{usually}",
+            text=f"storage has been writing a save for {span(facts.now - writing)}{usually}",
             hint="training goes on and nothing committed is in danger; check the disk or network, or save less often",
             step=summary.newest,
             since=_at(writing),
@@ -99,7 +99,7 @@ def _never(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="error",
             code="no-commit",
-            text=f"training for {_human(facts.now - began)}, but nothing is committed yet",
+            text=f"training for {span(facts.now - began)}, but nothing is committed yet",
             hint="check that the trainer calls save(); see its log and the saves of this run",
             since=_at(began),
         )
@@ -112,7 +112,7 @@ def _late(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     yield Attention(
         level="error" if exposed > LATE_ERROR_S else "warning",
         code="no-commit",
-        text=f"no commit for {_human(exposed)} of training; usually there is one every {_human(interval)}",
+        text=f"no commit for {span(exposed)} of training; usually there is one every {span(interval)}",
         hint="check whether the trainer is stuck or its daemon is gone: see the newest save and the ranks' logs",
         step=summary.newest,
         since=_at(facts.now - exposed),
@@ -213,7 +213,7 @@ def _unverified(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="warning",
             code="not-verified",
-            text=f"{len(waits)} committed checkpoints have been waiting for verification for up to {_human(max(waits))}",
+            text=f"{len(waits)} committed checkpoints have been waiting for verification for up to {span(max(waits))}",
             hint="retention removes nothing until then (I10); `holdfast verify` verifies one now",
             step=facts.held.newest,
             since=_at(facts.now - max(waits)),
@@ -255,7 +255,7 @@ def _pace(summary: RunSummary) -> Iterator[Attention]:
     yield Attention(
         level="warning",
         code=code,
-        text=f"saving every {_human(actual)}, {more} often than the {_human(wanted)} that cost and failures suggest",
+        text=f"saving every {span(actual)}, {more} often than the {span(wanted)} that cost and failures suggest",
         hint=f"save {less} often" + _steps_hint(summary, wanted / actual),
         remedy="save-interval",
     )
@@ -308,7 +308,7 @@ def _clock(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="warning",
             code="clock-differs",
-            text=f"the newest commit is {_human(ahead)} in the future",
+            text=f"the newest commit is {span(ahead)} in the future",
             hint="the machines' clocks differ: synchronise them with NTP; until then ages and time-based rules are wrong",
             step=facts.held.newest,
         )
@@ -319,10 +319,3 @@ def _at(seconds: float | None) -> str | None:
     if seconds is None or not isfinite(seconds):
         return None
     return write(datetime.fromtimestamp(seconds, timezone.utc))
-
-
-def _human(seconds: float) -> str:
-    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < below:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"

@@ -61,7 +61,7 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
     if summary.life == "training":
         if summary.newest is None:
             return f"Training{since}; nothing is committed yet."
-        exposed = "" if summary.exposed_s is None else f"; a crash now would lose {human(summary.exposed_s)} of work"
+        exposed = "" if summary.exposed_s is None else f"; a crash now would lose {moments.span(summary.exposed_s)} of work"
         return f"Training{since}; the newest checkpoint is step {summary.newest}{exposed}."
     if summary.life == "died":
         return (
@@ -79,14 +79,6 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
     return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
 
 
-def human(seconds: float) -> str:
-    """75 s, 12 min, 3 h, 5 d."""
-    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < below:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
-
-
 def _patience(interval_s: float | None) -> float:
     return IDLE_UNKNOWN_S if interval_s is None else max(IDLE_INTERVALS * interval_s, IDLE_MIN_S)
 
@@ -100,7 +92,7 @@ def _ago(facts: Facts, since: str | None) -> str:
     if passed is None or not isfinite(passed):
         return ""
     for_so_long = facts.life == "running"
-    return f" for {human(max(passed, 0.0))}" if for_so_long else f" {human(max(passed, 0.0))} ago"
+    return f" for {moments.span(max(passed, 0.0))}" if for_so_long else f" {moments.span(max(passed, 0.0))} ago"
 
 
 def _text(at: float) -> str | None:

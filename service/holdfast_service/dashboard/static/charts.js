@@ -11,7 +11,7 @@
   let times = saves.map((save) => save.at);
   let drawn = island.textContent;
   const pointed = document.getElementById("pointed");
-  const resting = () => `${saves.length} saves. Point at one for details; click to open it.`;
+  const resting = () => `${saves.length} ${saves.length === 1 ? "save" : "saves"}. Point at one for details; click to open it.`;
   let charts = [];
   let zoomed = null; // [from, to] in seconds, null for everything
 
