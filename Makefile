@@ -12,7 +12,7 @@ DEVICE ?= cpu
 ROOT ?= holdfast-data
 BENCH ?=
 ONLY ?=
-TESTERS ?= 3
+TESTERS ?= 4
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
 
@@ -37,7 +37,7 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)
 
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
-# One tester more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
+# Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
 test: $(READY) $(TOOLS) tools ## all tests but the long ones
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
