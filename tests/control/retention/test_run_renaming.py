@@ -15,6 +15,7 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned
 from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.retention.run_renaming import RunRenaming
 from holdfast_service.daemon.saving.run_deletion import rename_run
 from holdfast_service.storage import MemoryTier
@@ -57,6 +58,11 @@ def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
     assert root.decisions.hello(NEW, "another", 1, None) == 2
     (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
     assert event.detail == {"old": RUN}
+    with limited_to(f"{NEW}*"):  # people of another team do not read what it was called
+        (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
+        assert (event.text, event.detail) == (f"a run was renamed to {NEW}", {})
+    with limited_to(f"{NEW}*,{RUN}"):
+        assert root.decisions.events.newest(None, 1, NEW, "run-renamed").items[0].detail == {"old": RUN}
 
 
 def test_killed_at_every_step(at: Path) -> None:

@@ -18,6 +18,7 @@ from holdfast_formats.rest.operations import EVENTS, Event, Level
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow, ForgottenEventsRow
+from holdfast_service.control.database.visible import visible
 
 log = logging.getLogger(__name__)
 
@@ -201,4 +202,9 @@ def _forgotten(session: Session, run: str | None = None) -> int:
 
 
 def _event(row: EventRow) -> Event:
-    return Event.model_validate(row, from_attributes=True)
+    """The event, as the present request may see it: not what a run was called before, if runs of that name are not its."""
+    event = Event.model_validate(row, from_attributes=True)
+    old = event.detail.get("old") if event.kind == "run-renamed" else None
+    if isinstance(old, str) and not visible(old):
+        return event.model_copy(update={"text": f"a run was renamed to {event.run}", "detail": {}})
+    return event
