@@ -438,18 +438,18 @@ def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
         left, stays = (owner.links.redeem(owner.links.offer(token)) for _ in range(2))
         head = {"Accept": "text/event-stream"}
         url = f"{closed.running.url}/v1/events"
-        with httpx.Client(trust_env=False, timeout=60) as client:
-            with (
-                client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={left}"}) as first,
-                client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={stays}"}) as second,
-            ):
-                assert (first.status_code, second.status_code) == (200, 200)
-                there = {"Cookie": f"{COOKIE}={left}", "Sec-Fetch-Site": "same-origin"}
-                assert closed.ask("POST", "/logout", headers=there).status_code == 303
-                with pytest.raises(httpx.RemoteProtocolError):  # cut: it never looks complete
-                    first.read()
-                closed.running.services.events.add("token-changed", "still here", "team-a")
-                assert any("still here" in line for line in second.iter_lines())
+        with (
+            httpx.Client(trust_env=False, timeout=60) as client,
+            client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={left}"}) as first,
+            client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={stays}"}) as second,
+        ):
+            assert (first.status_code, second.status_code) == (200, 200)
+            there = {"Cookie": f"{COOKIE}={left}", "Sec-Fetch-Site": "same-origin"}
+            assert closed.ask("POST", "/logout", headers=there).status_code == 303
+            with pytest.raises(httpx.RemoteProtocolError):  # cut: it never looks complete
+                first.read()
+            closed.running.services.events.add("token-changed", "still here", "team-a")
+            assert any("still here" in line for line in second.iter_lines())
 
 
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:

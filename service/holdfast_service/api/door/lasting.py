@@ -41,8 +41,9 @@ class Lasting:
         self._thread = anyio.CapacityLimiter(1)  # its own: it does not wait behind what it is there to end
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, stay: Stay) -> None:
-        """Have the request answered while its token and session are in force. Raises `Unauthenticated` if it ends before an answer has
-        begun, and `TransferAborted`, which cuts the connection, behind that."""
+        """Have the request answered while its token and session are in force. Raises `Unauthenticated` if one ends before
+        an answer has begun, and `TransferAborted`, which cuts the connection, behind that.
+        """
         begun = False
 
         async def noted(message: Message) -> None:
