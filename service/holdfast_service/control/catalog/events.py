@@ -12,7 +12,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy import text as statement
 from sqlalchemy.orm import Session
 
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Level
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
@@ -49,14 +49,22 @@ class Events:
         self._added = 0
         self._listeners: list[Callable[[], None]] = []
         self.hung_up = False
+        # Has an event recorded when the catalog can be written again, if anybody does: it tells of what has happened.
+        self.later: Callable[[str, Callable[[], object]], object] | None = None
         self.counts: Counter[str] = Counter()  # by kind, of this process
 
     def add(
         self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
     ) -> None:
         """Record an event of a declared kind and wake those who wait for one."""
+        at = self._now()
         try:
-            self.record(kind, text, run, step, level, **detail)
+            self.record(kind, text, run, step, level, at, **detail)
+        except (CatalogUnavailable, NoSpace) as error:
+            if self.later is None:
+                log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+            else:
+                self.later(f"the event {kind} of {run}", lambda: self.record(kind, text, run, step, level, at, **detail))
         except CheckpointError as error:
             log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
 

@@ -105,7 +105,8 @@ class RunTrash:
                 return made
             if self._tier.list(run):
                 made = self.put_away(run, known)  # it is deleted
-            self._forget(run)
+            with self._catalog.database.told_later(f"{run} was deleted"):
+                self._forget(run)
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
         self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
@@ -143,8 +144,9 @@ class RunTrash:
             except NoSuchResource as error:
                 raise _not_there(run) from error
             self._settle(run)
-            for problem in roots.list_run(self._store, self._catalog, run):
-                log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
+            with self._catalog.database.told_later(f"{run} was brought back"):
+                for problem in roots.list_run(self._store, self._catalog, run):
+                    log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
         self.restored([CheckpointId(run, step) for step in roots.committed(self._store, run)])
         self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
         return found
