@@ -382,7 +382,14 @@ class Rotation:
                 except Conflict as error:
                     log.warning("%s@%s was not removed: %s", run, step, error.detail)
                     continue
-                self._catalog.forget_checkpoint(run, step)
+                except CatalogUnavailable as away:
+                    if not trashed:
+                        raise
+                    log.warning("retention of %s: the rest is removed later: %s", run, away.detail)
+                    self.due(run, AWAY_RETRY_S)
+                    break
+                with self._catalog.database.told_later(f"{run}@{step} was removed"):
+                    self._catalog.forget_checkpoint(run, step)
                 self.removed[why] += step in trashed
             if step in trashed:
                 self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)

@@ -133,9 +133,10 @@ class RunTrash:
         found = self._find(naming.check_run(run), entry)
         with self._rotation.deciding(run):
             note = self._note(f"{naming.RUN_TRASH}/{found.entry}")
-            is_another = self._attempts.newest(run) > 0 and not (note is not None and self._has_attempts_of(note))
+            is_its = note is not None and self._has_attempts_of(note)  # the catalog has not heard of the deletion yet
             run_removal.going_on(self._catalog, run)
-            if self._tier.list(run) or is_another or self._is_listed(run):
+            is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
+            if self._tier.list(run) or is_another:
                 raise InUse(
                     f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
                 )
