@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_formats.moments import write
 from holdfast_formats.rest.observed import Acknowledgement, Attention
-from holdfast_service.telling.due import ALERTS_MAX, SETTLED_S, NoticeKey, Told, alert_id, as_alert, current, notice_id, plan
+from holdfast_service.telling.due import (
+    AGAIN_S,
+    ALERTS_MAX,
+    SETTLED_S,
+    NoticeKey,
+    Told,
+    alert_id,
+    as_alert,
+    current,
+    notice_id,
+    plan,
+)
 from holdfast_service.telling.targets import HttpTarget
 
 T0 = 1_800_000_000.0
+
+
+def write_time(at: float) -> str:
+    return write(datetime.fromtimestamp(at, timezone.utc))
 
 
 def target(**more: Any) -> HttpTarget:
@@ -60,6 +77,24 @@ def test_an_alert_is_told_once_repeated_and_over() -> None:
     assert world.look(T0 + 4000, {}) == []
     assert world.look(T0 + 4000 + SETTLED_S, {}) == [("over", "llama")]
     assert world.look(T0 + 9000, {}) == [] and world.known == {} and world.dropped == 0
+
+
+def test_a_run_that_dies_again_at_once_is_told_again() -> None:
+    """It was resumed for less time than it takes to be over, and whoever had acknowledged the first death sleeps. A trainer
+    that crashes in a loop is told of four times an hour at most, and a death in the future not at all.
+    """
+
+    def died(at: float) -> dict[NoticeKey, Attention]:
+        return {NoticeKey("llama", "run-lost"): alert().model_copy(update={"since": write_time(at)})}
+
+    world = World(target(after_s=0, repeat_s=0))
+    assert world.look(T0 + 1, died(T0)) == [("firing", "llama")]
+    assert world.look(T0 + AGAIN_S + 9, died(T0)) == []
+    assert world.look(T0 + AGAIN_S + 20, {}) == []
+    assert world.look(T0 + AGAIN_S + 40, died(T0 + AGAIN_S + 30)) == [("firing", "llama")]
+    assert world.look(T0 + AGAIN_S + 60, died(T0 + AGAIN_S + 50)) == []
+    assert world.look(T0 + 2 * AGAIN_S + 40, died(T0 + AGAIN_S + 50)) == [("firing", "llama")]
+    assert world.look(T0 + 9 * AGAIN_S, died(T0 + 10 * AGAIN_S)) == []
 
 
 def test_what_somebody_has_acknowledged_is_not_told() -> None:

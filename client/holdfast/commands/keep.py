@@ -12,7 +12,7 @@ from rich.text import Text
 from holdfast.config import default_url
 from holdfast.rest import retention
 from holdfast.rest.api import Api
-from holdfast.terminal import console
+from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
@@ -29,7 +29,7 @@ _FORMS = {
 }
 _MEASURE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Last = Annotated[int | None, typer.Option("--last", metavar="N", help="Keep the newest N.")]
 EverySteps = Annotated[int | None, typer.Option("--every-steps", metavar="N", help="Keep steps that are multiples of N.")]
 StepsApart = Annotated[int | None, typer.Option("--steps-apart", metavar="N", help="Keep one every N steps or more.")]

@@ -10,7 +10,7 @@ import typer
 from holdfast.read.library import Library, RunListing, ServiceLibrary, open_library
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
-from holdfast.terminal import console, run_lists
+from holdfast.terminal import completion, console, run_lists
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest
@@ -48,7 +48,9 @@ All = Annotated[bool, typer.Option("--all", help="List archived runs too.")]
 
 
 def ls(  # noqa: PLR0913 — one an option
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="List this run's checkpoints.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="List this run's checkpoints.", autocompletion=completion.runs)
+    ] = None,
     label: Label = None,
     state: State = None,
     since: Since = None,

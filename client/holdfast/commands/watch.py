@@ -11,7 +11,7 @@ from rich.text import Text
 
 from holdfast.config import default_url
 from holdfast.rest.api import Api
-from holdfast.terminal import console
+from holdfast.terminal import completion, console
 from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
@@ -22,7 +22,9 @@ Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a lin
 
 
 def watch(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only events of this run.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Only events of this run.", autocompletion=completion.runs)
+    ] = None,
     kind: Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind.")] = None,
     after: Annotated[
         int | None,

@@ -72,7 +72,9 @@ _OPTION = re.compile(r"(?P<name>[+~]*-{0,2}[A-Za-z_][\w.@/-]*)=(?P<value>.*)", r
 _FORMS = re.compile(
     r"(?:sk|pk|rk)-[\w-]{16,}|hf_[\w-]{16,}|gh[opsur]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
-    r"|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+",
+    re.DOTALL,
 )
 _IN_URL = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]{0,31}://)(?P<user>[^/\s?#]+)@")
 _IN_QUERY = re.compile(r"(?P<name>[?&][\w.-]{1,128})=(?P<value>[^&#\s]+)")
@@ -89,9 +91,10 @@ _SAID = re.compile(r"true|false|none|null|\*\*\*", re.IGNORECASE)  # whether som
 
 def is_secret(name: str) -> bool:
     """Whether what is given to an option, or stands under a key, of this name is a secret."""
-    words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2].rpartition("/")[2])]
-    if _SECRET.intersection(words):
-        return True
+    around, _, own = name.rpartition(".")
+    words = [word.lower() for word in _WORD.findall(own.rpartition("/")[2])]
+    if _SECRET.intersection(words) or _SECRET.intersection(word.lower() for word in _WORD.findall(around)):
+        return True  # what stands below such a name is one, too
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
     if last.endswith(_IN_ONE_WORD) or (last == "pass" and (before in _OF_WHOM or len(words) == 1)):
         return True
@@ -123,7 +126,7 @@ def masked_command(words: Sequence[str]) -> list[str]:
     hide = False
     for word in words:
         given = _OPTION.fullmatch(word)
-        if hide and not (word.startswith("--") and len(word) > 2):
+        if hide and not (word.startswith("--") and len(word) > 2 and not word.startswith("-----")):
             found.append(MASK)
             hide = False
             continue
@@ -152,6 +155,8 @@ def masked(value: Any, depth: int = 0) -> Any:
             name: MASK if is_secret(name) and not isinstance(said, bool | None) else masked(said, depth + 1)
             for name, said in value.items()
         }
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return masked_command(value)  # as somebody's arguments, if they are any
     if isinstance(value, list):
         return [masked(one, depth + 1) for one in value]
     return masked_text(value) if isinstance(value, str) else value

@@ -131,8 +131,12 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}", hint="call .item() on it")
-        if math.isfinite(value):
-            kept[name] = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer or a fraction beyond what a float holds
+            number = math.inf
+        if math.isfinite(number):
+            kept[name] = number
         else:
-            log.warning("metric %s is %s, which JSON cannot represent: it is not stored", name, value)
+            log.warning("metric %s is %s, which JSON cannot represent: it is not stored", name, number)
     return kept

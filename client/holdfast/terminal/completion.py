@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import threading
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 from typer import Context
@@ -11,28 +13,59 @@ from holdfast.read.library import open_library
 from holdfast_formats.errors import CheckpointError
 
 OFFERED_MAX = 50
+WAIT_S = 2.0  # for whoever is asked: a service that hangs, or a file system, must not hold up a shell
 
 
 def runs(context: Context, incomplete: str) -> list[str]:
     """Names of runs."""
-    try:
+
+    def ask() -> list[str]:
         with closing(open_library(*_where(context))) as library:
-            return [run.name for run in library.runs() if run.name.startswith(incomplete)][:OFFERED_MAX]
-    except (CheckpointError, OSError):
-        return []
+            return [run.name for run in library.runs()]
+
+    return _offered(ask, incomplete)
+
+
+def deleted(context: Context, incomplete: str) -> list[str]:
+    """Names of runs that were deleted and can be brought back."""
+
+    def ask() -> list[str]:
+        from holdfast.config import default_url
+        from holdfast.rest import runs as rest
+        from holdfast.rest.api import Api
+
+        with Api(_where(context)[1] or default_url()) as api:
+            return list(dict.fromkeys(one.run for one in rest.trash(api).items))
+
+    return _offered(ask, incomplete)
 
 
 def checkpoints(context: Context, incomplete: str) -> list[str]:
     """Names of runs; after RUN@ its steps, newest first."""
-    name, at, step = incomplete.partition("@")
+    name, at, _ = incomplete.partition("@")
     if not at:
         return runs(context, incomplete)
-    try:
+
+    def ask() -> list[str]:
         with closing(open_library(*_where(context))) as library:
-            steps = [*library.names, *(str(checkpoint.step) for checkpoint in library.checkpoints(name).checkpoints)]
-    except (CheckpointError, OSError):
-        return []
-    return [f"{name}@{found}" for found in steps if found.startswith(step)][:OFFERED_MAX]
+            steps = (str(checkpoint.step) for checkpoint in library.checkpoints(name).checkpoints)
+            return [f"{name}@{one}" for one in (*library.names, *steps)]
+
+    return _offered(ask, incomplete)
+
+
+def _offered(ask: Callable[[], list[str]], incomplete: str) -> list[str]:
+    """Of what is found in time, what begins so. A thread that is still asking ends with the process."""
+    found: list[str] = []
+
+    def asking() -> None:
+        with suppress(CheckpointError, OSError):
+            found.extend(ask())
+
+    thread = threading.Thread(target=asking, name="holdfast-completion", daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    return [one for one in list(found) if one.startswith(incomplete)][:OFFERED_MAX]
 
 
 def _where(context: Context) -> tuple[Path | None, str | None]:

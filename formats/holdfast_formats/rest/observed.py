@@ -69,6 +69,7 @@ Remedy = Literal[
     "resume",
     "restore-healthy",
     "raise-quota",
+    "raise-team-quota",
     "keep-fewer",
     "verify",
     "repair",

@@ -91,6 +91,7 @@ class Decisions:
         self.book = Book(catalog.database, self._returned)
         self.attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
         self.events = Events(catalog.database, node, utc_now)
+        self.events.later = self.book.tell
         self._rounds = Rounds(catalog, self.book, utc_now)
         self.statistics = StatisticsStore(catalog.database)
         self._health = HealthRecords(tier, self.statistics, self.events)

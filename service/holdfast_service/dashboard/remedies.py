@@ -63,6 +63,8 @@ def button(alert: Alert) -> Button:
         return Button(f"Restore step {alert.healthy}", to(run, alert.healthy, "restore"))
     if alert.remedy == "raise-quota":
         return _form("Raise the quota by half", mend, remedy="raise-quota")
+    if alert.remedy == "raise-team-quota":
+        return Button("Look at the quotas", "/quotas")
     if alert.remedy == "keep-fewer":
         return Button("Choose what to keep", f"{to(run)}/policy")
     if alert.remedy == "verify" and step is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from holdfast_formats.moments import write
+from holdfast_formats.moments import seconds_of, write
 from holdfast_formats.rest.observed import Attention
 from holdfast_formats.rest.telling import AlertLevel, NoticedAlert
 from holdfast_formats.visible import visible_lines
@@ -17,6 +17,10 @@ from holdfast_service.telling.targets import HttpTarget, MailTarget
 ALERTS_MAX = 50  # of a message; the next one has the others
 SETTLED_S = 30.0  # an alert is over when it has been absent for so long
 CLOCK_S = 60.0  # a time that is later than now by more was written by a clock that was wrong
+DEATH = "run-lost"
+AGAIN_S = (
+    900.0  # after the last message, a death that came later is told: a run that is resumed and dies at once is not over
+)
 TEXT_MAX = 2000  # characters of a text or a hint
 NO_RUN = ""
 
@@ -155,6 +159,8 @@ def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now:
         return _passed(before.since, now, target.after_s)
     if before.level == "warning" and item.level == "error":
         return True
+    if item.code == DEATH and item.since is not None and before.last < seconds_of(item.since) <= now:
+        return _passed(before.last, now, AGAIN_S)
     return target.repeat_s > 0 and _passed(before.last, now, target.repeat_s)
 
 

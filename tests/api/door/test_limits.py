@@ -77,10 +77,17 @@ def test_bytes_a_second() -> None:
     limiter.admit(BULK, "/v1/runs")
 
 
-@pytest.mark.parametrize("principal", [OWNER, Principal("free", "read", "*", 9), LIMITED._replace(token=None)])
+@pytest.mark.parametrize("principal", [OWNER, Principal("free", "read", "*", 9), Principal("ann", "read", by="login")])
 def test_whoever_has_no_limit_has_none(principal: Principal) -> None:
-    """The owner, people, and tokens that were made without."""
+    """The owner, and tokens and people for whom none was set."""
     assert admitted(Limiter(), principal) == 1000
+
+
+def test_a_person_is_not_a_token_of_the_same_name() -> None:
+    """Each has what was set for it; one of them used up takes nothing from the other."""
+    clock, person = Clock(), LIMITED._replace(token=None, by="login")
+    limiter = Limiter(clock)
+    assert admitted(limiter, LIMITED) == admitted(limiter, person) == 2 * BURST_S
 
 
 def test_ranks_are_never_limited() -> None:

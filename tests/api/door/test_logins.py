@@ -215,6 +215,24 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
             known.read({**GOOD, "x-forwarded-email": name}, "127.0.0.1")
 
 
+def test_limits_are_each_person_s(tmp_path: Path) -> None:
+    """Everybody comes from the proxy's address, and has limits of their own all the same; a page counts as one request."""
+    policy = Policy(tokens=True, logins=logins.load(written(tmp_path, requests_per_s=1)))
+    with guarded(tmp_path / "root", policy) as door:
+
+        def ask(who: str, path: str = "/v1/whoami") -> httpx.Response:
+            headers = {"X-Forwarded-Email": who, "X-Forwarded-Groups": "team-a", "X-Holdfast-Proxy-Secret": SECRET}
+            return door.ask("GET", path, headers=headers)
+
+        assert ask("ann@lab.example", "/runs/team-a").status_code == 200
+        answers = [ask("ann@lab.example") for _ in range(50)]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused and code(refused[0]) == (429, "too-many-requests") and int(refused[0].headers["retry-after"]) >= 1
+        assert "--logins" in refused[0].json()["hint"] and "token" not in refused[0].json()["detail"]
+        assert ask("max@lab.example").status_code == 200
+        assert door.ask("GET", "/v1/whoami", door.token()).status_code == 200
+
+
 def test_what_is_no_file_is_said_so(tmp_path: Path) -> None:
     """And nothing waits for a FIFO to be written to."""
     os.mkfifo(tmp_path / "fifo")
@@ -243,6 +261,8 @@ def test_what_is_no_file_is_said_so(tmp_path: Path) -> None:
         {"logout": "https://attacker.example/"},
         {"logout": "//attacker.example/"},
         {"secret": "in here"},
+        {"requests_per_s": 0},
+        {"bytes_per_s": "1GB"},
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:

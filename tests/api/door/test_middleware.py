@@ -12,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.operations import Scope
+from holdfast_service.api.door.heads import COOKIE
 from holdfast_service.api.door.lasting import Lasting
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.control.database.schema import JobRow
@@ -425,6 +427,29 @@ def test_what_lasts_ends_with_its_token(
         "INFO"
     ]
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("whose", ["a token", "the owner"])
+def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
+    """Who signs out leaves no tab behind that goes on reading; the same holder's other sessions go on."""
+    with guarded(tmp_path / "root", Policy(tokens=True)) as closed:
+        owner = closed.running.services.owner
+        token = owner.token if whose == "the owner" else closed.token("read", "team-a")
+        left, stays = (owner.links.redeem(owner.links.offer(token)) for _ in range(2))
+        head = {"Accept": "text/event-stream"}
+        url = f"{closed.running.url}/v1/events"
+        with (
+            httpx.Client(trust_env=False, timeout=60) as client,
+            client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={left}"}) as first,
+            client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={stays}"}) as second,
+        ):
+            assert (first.status_code, second.status_code) == (200, 200)
+            there = {"Cookie": f"{COOKIE}={left}", "Sec-Fetch-Site": "same-origin"}
+            assert closed.ask("POST", "/logout", headers=there).status_code == 303
+            with pytest.raises(httpx.RemoteProtocolError):  # cut: it never looks complete
+                first.read()
+            closed.running.services.events.add("token-changed", "still here", "team-a")
+            assert any("still here" in line for line in second.iter_lines())
 
 
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:

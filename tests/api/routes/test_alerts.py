@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
+from holdfast_formats import naming
 from holdfast_formats.rest import bodies
+from holdfast_service.control.database import engines
 from holdfast_service.control.insight.facts import Lived
 from tests.checkpoints import build_root
+from tests.daemons import wait_until
 from tests.serving import Served, served
 
 AT = "2026-01-02T00:00:00Z"
@@ -126,3 +131,21 @@ def test_a_replica_is_copied_to_again(http: httpx.Client) -> None:
     assert http.post("/v1/replicas/far/retry").status_code == 204
     assert http.post("/v1/replicas/theirs/retry").json()["code"] == "in-use"
     assert http.post("/v1/replicas/nowhere/retry").status_code == 404
+
+
+@pytest.mark.parametrize("how", ["PUT", "PATCH"])
+def test_a_death_is_not_half_acknowledged(
+    http: httpx.Client, service: Served, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """In the run's file and not in the catalog: while that is locked it is refused, and nothing was changed."""
+    monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 0.05)
+    service.services.catalog.database.engine.dispose()  # connections wait for as long as they were told when they were made
+    assert http.put(DIED, json={"for_s": 3600}).status_code == 200
+    with closing(sqlite3.connect(service.root / naming.CATALOG, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        asked = (DIED, {}) if how == "PUT" else ("/v1/runs/tiny", {"acknowledged": True})
+        assert http.request(how, asked[0], json=asked[1]).status_code == 503
+    wait_until(lambda: http.get("/v1/runs/tiny/about").status_code == 200)
+    assert not http.get("/v1/runs/tiny/about").json()["acknowledged"]
+    (item,) = http.get("/v1/alerts?acknowledged=true").json()["items"]
+    assert item["acknowledged"]["until"] is not None

@@ -142,3 +142,17 @@ def test_what_is_masked_keeps_its_shape(value: object) -> None:
 def test_names_by_their_words() -> None:
     assert is_secret("optim.api_key") and is_secret("clientSecret") and is_secret("SECRET_KEY")
     assert not is_secret("author") and not is_secret("authors") and not is_secret("monkey") and not is_secret("")
+
+
+def test_what_stands_below_or_behind_a_secret_name() -> None:
+    """In flattened configs, in arguments that a config holds, and keys that begin with dashes."""
+    pem = "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----"
+    assert masked({"my.secret.value": "s", "auth.db": ["s"], "optim.lr": 1}) == {
+        "my.secret.value": MASK,
+        "auth.db": MASK,
+        "optim.lr": 1,
+    }
+    assert masked({"argv": ["t.py", "--token", "s", "--lr", "1"]}) == {"argv": ["t.py", "--token", MASK, "--lr", "1"]}
+    assert masked({"layers": ["q_proj", "v_proj"], "mixed": ["a", 1]}) == {"layers": ["q_proj", "v_proj"], "mixed": ["a", 1]}
+    assert masked_command(["t.py", "--private-key", pem, "--note", pem]) == ["t.py", "--private-key", MASK, "--note", MASK]
+    assert masked_text(f"a {pem} b") == f"a {MASK} b"

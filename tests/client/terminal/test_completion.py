@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli import app
+from holdfast.terminal import completion
 from tests.checkpoints import build_root
 from tests.serving import served
 
@@ -30,6 +33,11 @@ def test_runs_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with served(tmp_path) as service:
         monkeypatch.setenv("HOLDFAST_URL", service.url)
         assert offered("holdfast show tiny@") == ["tiny@latest", "tiny@latest-healthy", "tiny@best", "tiny@10", "tiny@5"]
+        for command in ("ls", "keep", "rename", "archive", "acknowledge", "note", "watch"):
+            assert offered(f"holdfast {command} tin") == ["tiny"]
+        assert offered("holdfast undelete ti") == []
+        httpx.delete(f"{service.url}/v1/runs/titan").raise_for_status()
+        assert offered("holdfast undelete ti") == ["titan"]
 
 
 def test_what_cannot_be_asked_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +47,11 @@ def test_what_cannot_be_asked_offers_nothing(tmp_path: Path, monkeypatch: pytest
     assert offered("holdfast show ti") == []
     assert offered("holdfast show tiny@") == []
     assert offered(f"holdfast show --root {tmp_path} nope@") == []
+
+
+def test_a_service_that_hangs_holds_up_no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and says nothing, as a daemon that was stopped does."""
+    monkeypatch.setattr(completion, "WAIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HOLDFAST_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert offered("holdfast show ti") == offered("holdfast show tiny@") == offered("holdfast undelete ") == []

@@ -104,3 +104,13 @@ def test_a_thread_looks_by_itself(store: Acknowledgements) -> None:
         wait_until(lambda: store.known() == {})
     finally:
         watch.close()
+
+
+def test_a_snooze_of_a_clock_that_was_wrong_ends(store: Acknowledgements, clock: Clock) -> None:
+    """Snoozed for an hour while the clock was ten years ahead: set right, it would hide the alert for ten years."""
+    made = Acknowledgement(by="ann", at="2040-01-01T00:00:00.000Z", until="2040-01-01T01:00:00.000Z")
+    store.set(DIED, made)
+    assert DIED not in store.known()
+    store.forget_ended(lambda runs: {DIED})
+    store.set(DIED, seen(LATER))
+    assert set(store.known()) == {DIED}

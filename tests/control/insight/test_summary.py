@@ -119,6 +119,14 @@ def test_what_follows_from_something_else_is_not_said_beside_it() -> None:
     assert [(item.code, item.remedy) for item in made.attention] == [("saves-failing", "raise-quota")]
 
 
+@pytest.mark.parametrize("quota", [None, 10**12])
+def test_a_team_s_quota_is_not_the_run_s(quota: int | None) -> None:
+    """Raising the run's own mends nothing: what refuses the save is the quota of all runs of a pattern."""
+    full = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "quota-exceeded"), *saves())
+    (item,) = summarise(facts(saves=full, quota_bytes=quota)).attention
+    assert (item.code, item.remedy) == ("saves-failing", "raise-team-quota") and "holdfast quota" in item.hint
+
+
 def test_alerts_say_since_when_and_what_mends_them() -> None:
     """So that a program, or a button, can do it."""
     lost = summarise(facts(life="lost", since=CREATED)).attention[0]

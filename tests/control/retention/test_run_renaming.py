@@ -14,7 +14,10 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned
+from holdfast_formats.rest.observed import Acknowledgement
 from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.database.visible import limited_to
+from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
 from holdfast_service.control.retention.run_renaming import RunRenaming
 from holdfast_service.daemon.saving.run_deletion import rename_run
 from holdfast_service.storage import MemoryTier
@@ -57,6 +60,26 @@ def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
     assert root.decisions.hello(NEW, "another", 1, None) == 2
     (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
     assert event.detail == {"old": RUN}
+    with limited_to(f"{NEW}*"):  # people of another team do not read what it was called
+        (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
+        assert (event.text, event.detail) == (f"a run was renamed to {NEW}", {})
+    with limited_to(f"{NEW}*,{RUN}"):
+        assert root.decisions.events.newest(None, 1, NEW, "run-renamed").items[0].detail == {"old": RUN}
+
+
+def test_who_has_seen_an_alert_has_seen_it_under_the_new_name(root: Root) -> None:
+    """And a run that is deleted takes what was said of its alerts along: the next one of its name has its own."""
+    seen = Acknowledgements(root.decisions.rotation._catalog.database)
+    made = Acknowledgement(by="ana", at="2030-01-01T00:00:00Z")
+    seen.set(AlertKey(RUN, "checkpoint-unhealthy"), made)
+    seen.set(AlertKey(RUN, "replica-behind", "far"), made.model_copy(update=dict(until="2100-01-01T00:00:00Z")))
+    seen.set(AlertKey(NEW, "replica-behind", "far"), made)  # of a run that was called so once
+    root.decisions.renaming.rename(RUN, NEW)
+    found = seen.known()
+    assert set(found) == {AlertKey(NEW, "checkpoint-unhealthy"), AlertKey(NEW, "replica-behind", "far")}
+    assert found[AlertKey(NEW, "replica-behind", "far")].until is not None
+    root.trash.delete(NEW)
+    assert not seen.known()
 
 
 def test_killed_at_every_step(at: Path) -> None:

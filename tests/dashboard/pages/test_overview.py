@@ -112,7 +112,17 @@ def test_runs_are_compared(browser: httpx.Client) -> None:
 
 def test_every_alert_has_a_title_and_a_button() -> None:
     """Of whatever code and remedy, with what it needs or without."""
-    for remedy in ("resume", "restore-healthy", "raise-quota", "keep-fewer", "verify", "repair", "retry-replicas", "look"):
+    for remedy in (
+        "resume",
+        "restore-healthy",
+        "raise-quota",
+        "raise-team-quota",
+        "keep-fewer",
+        "verify",
+        "repair",
+        "retry-replicas",
+        "look",
+    ):
         for step in (None, 5):
             for run in (None, "a b"):
                 one = Alert(level="error", code="new-kind", text="t", hint="h", remedy=remedy, step=step, run=run)

@@ -11,11 +11,11 @@ import typer
 from holdfast.config import default_url
 from holdfast.rest import runs
 from holdfast.rest.api import Api
-from holdfast.terminal import about, console
+from holdfast.terminal import about, completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest.runs import RunAbout, RunChange
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
     str | None, typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is whom its trainer names.')
 ]

@@ -9,12 +9,12 @@ import typer
 from holdfast.config import default_url
 from holdfast.rest import runs
 from holdfast.rest.api import Api
-from holdfast.terminal import console
+from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.runs import Trash, TrashedRun
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.", autocompletion=completion.deleted)]
 Entry = Annotated[
     str | None, typer.Option("--entry", metavar="ENTRY", help="As it was deleted then: a name that `holdfast trash` shows.")
 ]

@@ -41,6 +41,7 @@ def said(found: Summaries, run: str) -> None:
 
 
 def _change(services: Services, viewer: Principal, found: Summaries, summary: RunSummary, seen: bool) -> None:
+    services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
     change = RunChange(acknowledged=seen)
     services.abouts.change(summary.run, change, summary.life, trains=summary.state == "running", by=viewer.name)
     said(found, summary.run)

@@ -13,12 +13,13 @@ import stat
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from holdfast_formats.errors import Forbidden, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.access import Grant
+from holdfast_formats.rest.operations import RATE_MAX
 from holdfast_service.api.door import bodies
 from holdfast_service.api.door.heads import IDENTITY
 from holdfast_service.control.access.tokens import Principal, check_pattern, of_person
@@ -34,6 +35,8 @@ _EXAMPLE = (
     '{"proxies": ["10.0.0.5"], "secret_file": "proxy.secret", "groups": {"team-a": {"scope": "write", "runs": "a-*"}}}'
 )
 
+_Rate = Annotated[int, Field(ge=1, le=RATE_MAX, strict=True)] | None
+
 
 class LoginsFile(BaseModel):
     """The file of `--logins`."""
@@ -46,6 +49,8 @@ class LoginsFile(BaseModel):
     everybody: Grant | None = Field(default=None, description="what everybody may whom the proxy lets in")
     headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
     logout: str | None = Field(default=None, description="path where the proxy ends the session")
+    requests_per_s: _Rate = Field(default=None, description="requests a second of each person; None: no limit")
+    bytes_per_s: _Rate = Field(default=None, description="bytes of answers a second of each person; None: no limit")
 
     @field_validator("proxies")
     @classmethod
@@ -80,6 +85,8 @@ class Logins(NamedTuple):
     everybody: Grant | None
     family: str
     logout: str | None
+    requests_per_s: int | None = None
+    bytes_per_s: int | None = None
 
     def read(self, headers: Mapping[str, str], peer: str) -> Principal | None:
         """Who is logged in; None where no header says so. `Forbidden` for headers that are not the proxy's, and for people
@@ -105,7 +112,7 @@ class Logins(NamedTuple):
         if not grants:
             hint = "an admin adds one of their groups to the file of --logins"
             raise Forbidden(f"{name} is in no group that may use this service", hint=hint)
-        return of_person(name, grants)
+        return of_person(name, grants)._replace(requests_per_s=self.requests_per_s, bytes_per_s=self.bytes_per_s)
 
     def _is_proxy(self, peer: str) -> bool:
         try:
@@ -134,7 +141,8 @@ def load(path: Path) -> Logins:
         check_pattern(grant.runs)
     proxies = tuple(ip_network(one, strict=False) for one in read.proxies)
     secret = _secret(path.parent / read.secret_file)
-    return Logins(proxies, secret, read.groups, read.everybody, read.headers, read.logout)
+    limits = read.requests_per_s, read.bytes_per_s
+    return Logins(proxies, secret, read.groups, read.everybody, read.headers, read.logout, *limits)
 
 
 def _secret(path: Path) -> str:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, Denied, Forbidden, TooManyRequests, Unauthenticated
 from holdfast_service.api.door import bodies, connections, heads, scopes
-from holdfast_service.api.door.lasting import Lasting
+from holdfast_service.api.door.lasting import Lasting, Stay
 from holdfast_service.api.door.limits import Limiter
 from holdfast_service.api.door.logins import Logins
 from holdfast_service.api.door.places import NOBODY, Places, RequestPeer, asked_by, asking
@@ -63,7 +63,7 @@ class Doors:
     def __init__(self, app: ASGIApp, policy: Policy, tokens: Tokens, refusals: Refusals, trail: Trail) -> None:
         self._app, self._policy, self._tokens, self._refusals, self._trail = app, policy, tokens, refusals, trail
         self._threads = anyio.CapacityLimiter(THREADS_MAX)
-        self._lasting = Lasting(tokens.in_force)
+        self._lasting = Lasting(tokens.in_force, tokens.sessions_in_force)
         self._limiter = Limiter()
         self._places = Places(lambda: connections.connections_max())
 
@@ -82,10 +82,12 @@ class Doors:
                     self._limiter.admit(principal, scope["path"])
                     send = self._limiter.counting(principal, scope["path"], send)
                 answer = partial(self._answer, headers, principal, noted)
-                if principal.token is None:
+                # What signs out is not cut by that.
+                stay = Stay(principal.token, principal.session if scope["method"] in scopes.SAFE else None)
+                if stay == Stay():
                     await answer(scope, receive, send)
                 else:
-                    await self._lasting.serve(answer, scope, receive, send, principal.token)
+                    await self._lasting.serve(answer, scope, receive, send, stay)
             except CheckpointError as error:
                 if isinstance(error, Denied):
                     noted.deny(error)
@@ -116,12 +118,12 @@ class Doors:
         first = (
             scope["path"] in scopes.PROBES
             or (principal.token is not None and principal.scope == "admin")
-            or principal == OWNER
+            or principal.by == OWNER.by
             or (principal.by == "login" and principal.scope == "admin")
         )
         name = _peer(scope) if principal.token is None else f"token {principal.token}"
         name = f"login {principal.name}" if principal.by == "login" else name  # their address is the proxy's
-        name = principal.name if principal == OWNER else name  # it shares with nobody at its address
+        name = principal.name if principal.by == OWNER.by else name  # it shares with nobody at its address
         peer = RequestPeer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):

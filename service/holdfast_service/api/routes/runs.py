@@ -65,6 +65,8 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
 def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""
     found = _one(request, services, run)
+    if change.acknowledged is not None:
+        services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
     services.abouts.change(run, change, found.life, trains=found.state == "running", by=viewer.name)
     summed = summaries.summaries_of(request)
     if change.acknowledged is None:

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 
 from holdfast_formats.errors import Unauthenticated
 
@@ -58,6 +59,12 @@ class Links:
         """End a session, if there is such a one."""
         with self._lock:
             self._sessions.pop(digest(session), None)
+
+    def in_force(self, known: Collection[str]) -> set[str]:
+        """Which of these sessions, by their digests, have not ended."""
+        now = time.monotonic()
+        with self._lock:
+            return {one for one in known if self._sessions.get(one, ("", 0.0))[1] > now}
 
     def _add(self, to: OrderedDict[str, tuple[str, float]], text: str, token: str, life_s: float, most: int) -> str:
         with self._lock:

@@ -69,6 +69,7 @@ class Principal(NamedTuple):
     requests_per_s: int | None = None
     bytes_per_s: int | None = None
     grants: tuple[Grant, ...] = ()  # of a person: what each group gives; `scope` and `runs` are what counts in a request
+    session: str | None = None  # by which a browser was let in; its digest
 
     def sees(self, run: str) -> bool:
         return matches(self.runs, run)
@@ -230,7 +231,7 @@ class Tokens:
         The owner's is known without the catalog.
         """
         if self._owner is not None and text.startswith(SESSION_PREFIX):
-            text = self._owner.links.token_of(text)
+            return self.verify(self._owner.links.token_of(text), address)._replace(session=digest(text))
         if self._owner is not None and self._owner.is_shown(text):
             return OWNER
         if not well_formed(text):
@@ -268,6 +269,10 @@ class Tokens:
         """Which of these tokens are still valid."""
         with self._database.read() as session:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
+
+    def sessions_in_force(self, known: Collection[str]) -> set[str]:
+        """Which of these sessions, by their digests, have not ended."""
+        return set() if self._owner is None else self._owner.links.in_force(known)
 
     def _note_use(self, token_id: int, now: str, address: str) -> None:
         try:

@@ -50,11 +50,12 @@ class Book:
         self._changed = threading.Condition()
         self._waiting: deque[_Told] = deque()
         self._known = True  # that the catalog is the one it was
+        self._missed = False  # something that storage says and the catalog may not
         self._closed = False
         self._awaited = 0  # callers that wait until all is told
         self._lost = 0
         self._thread: threading.Thread | None = None
-        database.settle = self.settle
+        database.settle, database.missed = self.settle, self._miss
 
     @property
     def waiting(self) -> int:
@@ -95,13 +96,20 @@ class Book:
             self._begin()
             self._changed.notify_all()
 
+    def _miss(self) -> None:
+        """Storage was changed, and the catalog could not be told: it is told all that storage says, before anything more."""
+        with self._changed:
+            self._missed = True
+            self._begin()
+            self._changed.notify_all()
+
     def settle(self, wait_s: float = SETTLE_S) -> bool:
         """Wait until the catalog has all records; False if it does not answer or takes longer."""
         if threading.current_thread() is self._thread:
             return True
         limit = time.monotonic() + wait_s
         with self._hurried():
-            while self._waiting or not self._known:
+            while self._waiting or self._missed or not self._known:
                 since = self.database.keeper_since
                 stuck = since is not None and time.monotonic() - since > STUCK_S
                 if self._closed or self.database.trouble is not None or stuck or time.monotonic() > limit:
@@ -112,10 +120,11 @@ class Book:
     def recorded(self, wait_s: float) -> bool:
         """Wait until the catalog has all records, even if it does not answer for a while; False on timeout."""
         with self._hurried():
-            self._changed.wait_for(
-                lambda: self._closed or (not self._waiting and self._known and self.database.trouble is None), wait_s
-            )
-            return not (self._waiting or self._closed or self.database.trouble is not None) and self._known
+            self._changed.wait_for(lambda: self._closed or self._is_told(), wait_s)
+            return not self._closed and self._is_told()
+
+    def _is_told(self) -> bool:
+        return self._known and not (self._waiting or self._missed) and self.database.trouble is None
 
     def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
         """Query the catalog, as the daemon: what is decided for a run never depends on which runs the caller may see.
@@ -181,7 +190,7 @@ class Book:
         while not self._closed:
             with self._changed:
                 if not self._waiting:
-                    self._changed.wait_for(lambda: self._waiting or self._closed or not self._known, LOOK_S)
+                    self._changed.wait_for(lambda: self._waiting or self._closed or self._missed or not self._known, LOOK_S)
                     # Whoever tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
                     self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
                 told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
@@ -198,6 +207,8 @@ class Book:
 
     def _done(self, told: _Told) -> bool:
         """Whether this needs not be tried again."""
+        if self._missed:
+            self._known = self._missed = False  # what is missed from here on is looked for once more
         if not self._known or self.database.replaced:
             try:
                 self.returned()

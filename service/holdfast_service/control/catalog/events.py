@@ -12,12 +12,13 @@ from sqlalchemy import delete, func, select
 from sqlalchemy import text as statement
 from sqlalchemy.orm import Session
 
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Level
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow, ForgottenEventsRow
+from holdfast_service.control.database.visible import visible
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,22 @@ class Events:
         self._added = 0
         self._listeners: list[Callable[[], None]] = []
         self.hung_up = False
+        # Has an event recorded when the catalog can be written again, if anybody does: it tells of what has happened.
+        self.later: Callable[[str, Callable[[], object]], object] | None = None
         self.counts: Counter[str] = Counter()  # by kind, of this process
 
     def add(
         self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
     ) -> None:
         """Record an event of a declared kind and wake those who wait for one."""
+        at = self._now()
         try:
-            self.record(kind, text, run, step, level, **detail)
+            self.record(kind, text, run, step, level, at, **detail)
+        except (CatalogUnavailable, NoSpace) as error:
+            if self.later is None:
+                log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+            else:
+                self.later(f"the event {kind} of {run}", lambda: self.record(kind, text, run, step, level, at, **detail))
         except CheckpointError as error:
             log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
 
@@ -201,4 +210,9 @@ def _forgotten(session: Session, run: str | None = None) -> int:
 
 
 def _event(row: EventRow) -> Event:
-    return Event.model_validate(row, from_attributes=True)
+    """The event, as the present request may see it: not what a run was called before, if runs of that name are not its."""
+    event = Event.model_validate(row, from_attributes=True)
+    old = event.detail.get("old") if event.kind == "run-renamed" else None
+    if isinstance(old, str) and not visible(old):
+        return event.model_copy(update={"text": f"a run was renamed to {event.run}", "detail": {}})
+    return event

@@ -81,7 +81,8 @@ class RunAbouts:
             return file.model_copy(update=wanted)
 
         after = self._files.change(run, act)
-        self._list(run, after)
+        with self._catalog.database.told_later(f"{run} was changed"):
+            self._list(run, after)
         if after != before and told:
             said = change.model_dump(exclude_none=True)
             self._events.add("run-changed", f"the run was changed: {', '.join(told)}", run, by=by, **said)

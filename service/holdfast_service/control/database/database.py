@@ -5,6 +5,7 @@ Every call of a store is one transaction. Times are RFC 3339 text from the calle
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
@@ -21,6 +22,8 @@ from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
 from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, plain, without_password
 from holdfast_service.control.database.migrations import migrate
 from holdfast_service.control.database.visible import restrict
+
+log = logging.getLogger(__name__)
 
 _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
 STUCK_S = 3.0  # in one transaction: nobody else begins one that need not
@@ -60,6 +63,7 @@ class Database:
         self.keeper_since: float | None = None  # time.monotonic(), while the keeper is in a transaction
         self.trouble: Trouble | None = None
         self.settle: Callable[[], object] = lambda: None
+        self.missed: Callable[[], object] = lambda: None  # storage says what could not be written here: the keeper looks
 
     @classmethod
     def at(cls, url: str) -> Database:
@@ -141,6 +145,22 @@ class Database:
         engine = self._hasty if hasty else self.engine
         with self._entered(reads=False), translated(), Session(engine) as session, session.begin():
             yield session
+
+    def check_writable(self) -> None:
+        """`CatalogUnavailable` or `NoSpace` where nothing can be written: ask before storage is changed."""
+        with self.write() as session:
+            session.execute(select(1))
+
+    @contextmanager
+    def told_later(self, what: str) -> Iterator[None]:
+        """The block writes what storage says already. Where it cannot, that is no failure: the keeper looks at storage when
+        the database can be written again.
+        """
+        try:
+            yield
+        except (CatalogUnavailable, NoSpace) as error:
+            log.warning("%s: the catalog hears of it when it can be written again: %s", what, error.detail)
+            self.missed()
 
     @contextmanager
     def apart(self, hopeful: bool = False) -> Iterator[Session]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sqlalchemy import delete, select
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.moments import utc_now
+from holdfast_formats.moments import later, utc_now
 from holdfast_formats.rest.observed import Acknowledgement
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AcknowledgementRow
@@ -20,6 +20,7 @@ from holdfast_service.control.insight.cached_value import Remembered
 log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
+CLOCKS_DIFFER_S = 60.0  # between nodes, at most
 FRESH_S = 0.5  # what another daemon has noted is known so soon; what this one has, at once
 
 
@@ -58,10 +59,7 @@ class Acknowledgements:
         now = self._now()
         with self._database.read() as session:
             rows = session.scalars(select(AcknowledgementRow)).all()
-            made = {
-                AlertKey(row.run, row.code, row.subject): Acknowledgement(by=row.by, at=row.at, until=row.until)
-                for row in rows
-            }
+            made = {AlertKey(row.run, row.code, row.subject): _made(row) for row in rows}
         found = {key: one for key, one in made.items() if not _over(one, now)}
         if found != self._last:
             self._last = found
@@ -88,18 +86,27 @@ class Acknowledgements:
         now = self._now()
         with self._database.read() as session:
             rows = [
-                (AlertKey(row.run, row.code, row.subject), row.until) for row in session.scalars(select(AcknowledgementRow))
+                (AlertKey(row.run, row.code, row.subject), _made(row)) for row in session.scalars(select(AcknowledgementRow))
             ]
         if not rows:
             return
         there = still({key.run for key, _ in rows})
-        over = [key for key, until in rows if key not in there or (until is not None and until <= now)]
+        over = [key for key, made in rows if key not in there or _over(made, now)]
         if over:
             self.remove(over)
 
 
+def _made(row: AcknowledgementRow) -> Acknowledgement:
+    return Acknowledgement(by=row.by, at=row.at, until=row.until)
+
+
 def _over(made: Acknowledgement, now: str) -> bool:
-    return made.until is not None and made.until <= now
+    """Its time is over; or it is from a time that is still to come, since a clock was ahead: it would hide the alert until
+    then.
+    """
+    if made.until is None:
+        return False
+    return made.until <= now or (made.at is not None and made.at > later(now, CLOCKS_DIFFER_S))
 
 
 class AcknowledgementWatch:

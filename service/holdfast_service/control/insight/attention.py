@@ -26,7 +26,7 @@ _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first."""
-    found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts.saves), *_held(facts)]
+    found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
     found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
@@ -128,18 +128,19 @@ def _ended(saves: Sequence[Save]) -> list[Save]:
     return [save for save in saves if save.ended is not None]
 
 
-def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
-    ended, failed = _ended(saves), failing(saves)
+def _failing(facts: Facts) -> Iterator[Attention]:
+    ended, failed = _ended(facts.saves), failing(facts.saves)
     if failed:
         code = ended[0].code or "round-aborted"
+        team = code == "quota-exceeded" and not _is_own_quota_full(facts)
         yield Attention(
             level="error",
             code="saves-failing",
             text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
-            hint=_MEND.get(code, "the list of saves has the full message; see also the daemon's log"),
+            hint=_TEAM_QUOTA if team else _MEND.get(code, "the list of saves has the message; see also the daemon's log"),
             step=ended[0].step,
             since=_at(ended[failed - 1].ended),
-            remedy=_REMEDIES.get(code, "look"),
+            remedy="raise-team-quota" if team else _REMEDIES.get(code, "look"),
         )
     dropped = [save for save in ended if save.state == "dropped"]
     if dropped:
@@ -154,6 +155,14 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
         )
 
 
+def _is_own_quota_full(facts: Facts) -> bool:
+    """Whether it is the run's own quota that has no room, which is looked at first, or that of a team."""
+    return facts.quota_bytes is not None and facts.held.bytes + max(facts.held.newest_bytes, 1) > facts.quota_bytes
+
+
+_TEAM_QUOTA = (
+    "the quota of its team is used up: an admin raises it (`holdfast quota ls`), or keep fewer checkpoints of its runs"
+)
 _MEND = {
     "no-space": "free space on the storage, or keep fewer checkpoints: holdfast keep",
     "quota-exceeded": "raise the run's quota or keep fewer checkpoints: holdfast keep",

@@ -24,6 +24,7 @@ from holdfast_formats.errors import (
     NewestHealthy,
     NewestVerified,
     NoSuchCheckpoint,
+    NoSuchRun,
     Pinned,
 )
 from holdfast_formats.lineage import line
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
+AWAY_RETRY_S = 5.0  # while the catalog is away
 READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for readers of a checkpoint that is being replaced
 CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end when asked to, at a low priority, between two reads
 
@@ -208,7 +210,8 @@ class Rotation:
         self._catalog.run(run)
         with self.deciding(run):
             file = self.files.set_policy(run, policy, tag)
-        self._catalog.set_keep_last(run, policy.last)
+        with self._catalog.database.told_later(f"the policy of {run} was set"):
+            self._catalog.set_keep_last(run, policy.last)
         self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))
         self.due(run)
         return file
@@ -379,7 +382,14 @@ class Rotation:
                 except Conflict as error:
                     log.warning("%s@%s was not removed: %s", run, step, error.detail)
                     continue
-                self._catalog.forget_checkpoint(run, step)
+                except CatalogUnavailable as away:
+                    if not trashed:
+                        raise
+                    log.warning("retention of %s: the rest is removed later: %s", run, away.detail)
+                    self.due(run, AWAY_RETRY_S)
+                    break
+                with self._catalog.database.told_later(f"{run}@{step} was removed"):
+                    self._catalog.forget_checkpoint(run, step)
                 self.removed[why] += step in trashed
             if step in trashed:
                 self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
@@ -421,6 +431,11 @@ class Rotation:
         while (run := self._awaited()) is not None:
             try:
                 self.apply(run)
+            except NoSuchRun:
+                log.debug("retention of %s: it was deleted or renamed meanwhile", run)
+            except CatalogUnavailable as error:
+                log.warning("retention of %s: tried again: %s", run, error.detail)
+                self.due(run, AWAY_RETRY_S)
             except CheckpointError as error:
                 log.error("retention of %s: %s", run, error.detail)
             except Exception:

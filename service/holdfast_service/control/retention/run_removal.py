@@ -13,6 +13,7 @@ from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.database.schema import (
+    AcknowledgementRow,
     AnswerRow,
     AttemptRow,
     CheckpointRow,
@@ -28,7 +29,7 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import PosixStore, Tier
 
 SHOWN_MAX = 5
-OF_A_RUN = (AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
+OF_A_RUN = (AcknowledgementRow, AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
 def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import delete, update
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, InvalidRequest
+from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, InUse, InvalidRequest, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
@@ -81,9 +81,15 @@ class RunRenaming:
                 return known
             if built != self._contents(run):
                 raise InUse(f"{run} was changed while it was renamed", hint="try again")
+            self._catalog.database.check_writable()  # while nothing can be seen of it
             if self._tier.list(run):
                 self._tier.publish(_staged(name), name)  # from here on there is the run of the new name, complete
-            self._finish(run, name)
+            try:
+                self._finish(run, name)
+            except (CatalogUnavailable, NoSpace) as error:
+                self._catalog.database.missed()
+                hint = f"do not train {run} now: it is renamed when the catalog can be written again"
+                raise type(error)(error.detail, hint=hint) from error
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
         return known

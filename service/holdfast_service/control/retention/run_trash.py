@@ -105,7 +105,8 @@ class RunTrash:
                 return made
             if self._tier.list(run):
                 made = self.put_away(run, known)  # it is deleted
-            self._forget(run)
+            with self._catalog.database.told_later(f"{run} was deleted"):
+                self._forget(run)
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
         self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
@@ -132,9 +133,10 @@ class RunTrash:
         found = self._find(naming.check_run(run), entry)
         with self._rotation.deciding(run):
             note = self._note(f"{naming.RUN_TRASH}/{found.entry}")
-            is_another = self._attempts.newest(run) > 0 and not (note is not None and self._has_attempts_of(note))
+            is_its = note is not None and self._has_attempts_of(note)  # the catalog has not heard of the deletion yet
             run_removal.going_on(self._catalog, run)
-            if self._tier.list(run) or is_another or self._is_listed(run):
+            is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
+            if self._tier.list(run) or is_another:
                 raise InUse(
                     f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
                 )
@@ -143,8 +145,9 @@ class RunTrash:
             except NoSuchResource as error:
                 raise _not_there(run) from error
             self._settle(run)
-            for problem in roots.list_run(self._store, self._catalog, run):
-                log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
+            with self._catalog.database.told_later(f"{run} was brought back"):
+                for problem in roots.list_run(self._store, self._catalog, run):
+                    log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
         self.restored([CheckpointId(run, step) for step in roots.committed(self._store, run)])
         self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
         return found

@@ -1,0 +1,26 @@
+"""What `save()` takes as metrics: numbers that JSON can hold; none of them ends the training."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from holdfast.stage.save_request import check_metrics
+from holdfast_formats.errors import InvalidRequest
+
+
+def test_numbers_that_no_checkpoint_can_hold_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning each; the others stay."""
+    given = {"nan": math.nan, "inf": -math.inf, "int": 10**400, "fraction": Fraction(10**400), "f4": np.float64(2.0)}
+    assert check_metrics({**given, "largest": 10**308, "least": 5e-324}) == {"f4": 2.0, "largest": 1e308, "least": 5e-324}
+    assert len(caplog.records) == 4 and "metric int" in caplog.text
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1.0]])
+def test_what_is_no_number_is_refused_by_name(value: object) -> None:
+    """Before anything is copied."""
+    with pytest.raises(InvalidRequest, match="loss"):
+        check_metrics({"loss": value})  # type: ignore[dict-item]
