@@ -16,7 +16,7 @@ from typing import Protocol
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.callers import SOCKET_NAME_BYTES_MAX, Caller, Callers, prepare_directory
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,10 @@ class FdStore:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name for a socket that the kernel takes, which is at most 107 bytes, however long its directory's path is."""
+    """A name for a socket that the kernel takes, however long its path is: by way of its directory, if need be."""
+    if len(os.fsencode(path)) <= SOCKET_NAME_BYTES_MAX:
+        yield str(path)
+        return
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
