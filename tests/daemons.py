@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Any
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable
-from tests.forked import Forked
+from tests.forked import PYTHON, Forked
 
 START_TIMEOUT_S = 240.0  # a start takes two seconds, and many times that beside other tests
 DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
@@ -66,7 +65,7 @@ class RunningDaemon:
         command = ["-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket), "--listen", listen, *flags]
         with open(self.log, "ab") as log:  # SIGABRT has it say there where every thread stands
             if before or "PYTHONPATH" in os.environ:  # what stands there may change what is imported (tests/crash/stops)
-                about, words = {**os.environ, "PYTHONFAULTHANDLER": "1"}, [*before, sys.executable, *command]
+                about, words = {**os.environ, "PYTHONFAULTHANDLER": "1"}, [*before, PYTHON, *command]
                 self.process = subprocess.Popen(words, stdout=log, stderr=log, env=about)
             else:
                 self.process = Forked(command, output=log.fileno(), kind="daemon")

@@ -201,7 +201,7 @@ def test_a_watcher_says_which_daemon_does_not_answer(made: Engine, tmp_path: Pat
             said = examples.run("exec", "-T", "watcher", "python", "-c", ASK_OWN, "/v1/watched/daemons")
             return {one["name"]: one["reachable"] for one in json.loads(said)["items"]}
 
-        wait_until(lambda: reachable() == dict.fromkeys(daemons, True))
+        wait_until(lambda: reachable() == dict.fromkeys(daemons, True), HEALTHY_S)
         (target,) = json.loads(examples.run("exec", "-T", "watcher", "holdfast", "notify", "ls", "--json"))
         assert target["name"] == "me"
         for at in (*daemons, "watcher:8420"):
@@ -209,7 +209,7 @@ def test_a_watcher_says_which_daemon_does_not_answer(made: Engine, tmp_path: Pat
             status, text = json.loads(examples.run(*asked))
             assert status == 200 and "holdfast_" in text
         examples.run("stop", "daemon-2")
-        wait_until(lambda: reachable() == {"daemon-1:8420": True, "daemon-2:8420": False})
+        wait_until(lambda: reachable() == {"daemon-1:8420": True, "daemon-2:8420": False}, HEALTHY_S)
 
 
 def test_only_the_login_proxy_says_who_is_there(made: Engine, tmp_path: Path) -> None:

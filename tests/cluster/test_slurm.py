@@ -57,6 +57,10 @@ class Job:
             command = ["bash", str(SCRIPT), *arguments]
             self.shell = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
+    @property
+    def has_ended(self) -> bool:
+        return self.shell.poll() is not None
+
     def end(self) -> str:
         """Wait until the script has ended; what it said."""
         status = self.shell.wait(300)
@@ -91,10 +95,11 @@ def test_a_job_that_is_ended_leaves_its_last_save_committed(tmp_path: Path, cata
         before = sealed(journal)
         job = Job(tmp_path, catalog, restarts, *training)
         try:
-            wait_until(lambda before=before: sealed(journal) > before + 3, 300)
+            wait_until(lambda before=before, job=job: sealed(journal) > before + 3 or job.has_ended, 300)
         finally:
             job.shell.send_signal(number)  # as `--signal=B:USR1@600` and `scancel --batch --signal=TERM` do
             said = job.end()
+        assert sealed(journal) > before + 3, said
         assert steps(job.root, "slurm")[-1] >= sealed(journal), said
         assert job.calls.read_text().splitlines() == ["requeue 77"] * requeued, said
         assert gone(catalog) == {"n0": "stopped", "n1": "stopped"}, said

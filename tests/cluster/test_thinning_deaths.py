@@ -20,7 +20,7 @@ from tests.daemons import wait_until
 from tests.regressions.test_many_daemons import Daemon, Site, site
 
 __all__ = ["site"]
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
+pytestmark = pytest.mark.cluster
 
 CODING = ("states are coded", "coded, not proven")
 POINTS = (*CODING, "before it is replaced", "before exchange", "after exchange", "it is replaced")
@@ -85,7 +85,7 @@ def _killed(site: Site, daemons: dict[str, Daemon], marks: Marks, point: str, ba
         daemons[victim] = site.start(victim)
     wait_until(lambda: listed(daemons[victim], run) == FORMS, TAKEN_OVER_S)
     with Api(daemons[left].url) as api:
-        wait_until(lambda: all(one.verified and one.damage is None for one in api.checkpoints(run)))
+        wait_until(lambda: all(one.verified and one.damage is None for one in api.checkpoints(run)), TAKEN_OVER_S)
 
 
 @pytest.mark.parametrize("back", [True, pytest.param(False, marks=pytest.mark.cluster_slow)], ids=["comes back", "is gone"])

@@ -7,6 +7,7 @@ while `steered` lasts. What is steered is listed in `_OF_STORAGE` and `_OF_ARENA
 from __future__ import annotations
 
 import errno
+import inspect
 import mmap
 import os
 import sqlite3
@@ -14,14 +15,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 from sqlalchemy.engine.default import DefaultDialect
 
+import holdfast
+import holdfast_formats
+import holdfast_service
 from holdfast_service.daemon.arena import segment
-from holdfast_service.storage import direct, directories, posix, scratch, writeback
+from holdfast_service.storage import PosixTier, direct, directories, posix, scratch, writeback
 
 _OF_STORAGE = frozenset(
     {"open", "mkdir", "unlink", "rmdir", "rename", "ftruncate", "fstat", "stat", "listdir", "statvfs", "pwrite"}
@@ -40,7 +46,9 @@ _BOUND = {  # calls that posix.py and writeback.py hold under names of their own
 }
 _SQLITE_SAYS = {errno.ENOSPC: "database or disk is full", errno.EROFS: "attempt to write a readonly database"}
 
-_PRODUCT = ("holdfast", "holdfast_formats", "holdfast_service")
+_READING = frozenset({"fstat", "stat", "listdir", "statvfs", "preadv"})
+_PRODUCT = tuple(f"{Path(module.__path__[0])}/" for module in (holdfast, holdfast_formats, holdfast_service))
+_OPENS = inspect.unwrap(PosixTier._directory).__code__
 Place = tuple[str, ...]
 Steer = Callable[..., Any]  # (name, call, *arguments, **options) -> what the caller gets
 
@@ -129,7 +137,8 @@ class Fault:
 class PlaceFault:
     """Lets a call fail that the product makes at a place, and on a way to it, from which none has failed yet; once.
 
-    `tried` are those places: what fails is added. Calls in a loop are one; `Fault` takes each of them.
+    `tried` are those places: what fails is added. Calls in a loop are one; `Fault` takes each of them. A full disk
+    (ENOSPC) is met only by calls that write.
     """
 
     def __init__(self, code: int, tried: set[Place]) -> None:
@@ -138,24 +147,43 @@ class PlaceFault:
         self.failed = ""
 
     def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        place = (name, *_way())
-        with self._lock:
-            due = not self.failed and place not in self._tried
+        if not self.failed and self._can_fail(name, arguments):
+            places = _places(name)
+            with self._lock:
+                due = not self.failed and not self._tried.issuperset(places)
+                if due:
+                    self._tried.update(places)
+                    self.failed = name
             if due:
-                self._tried.add(place)
-                self.failed = name
-        if due:
-            raise OSError(self._code, os.strerror(self._code))
+                raise OSError(self._code, os.strerror(self._code))
         return call(*arguments, **options)
 
+    def _can_fail(self, name: str, arguments: tuple[Any, ...]) -> bool:
+        if self._code != errno.ENOSPC:
+            return True
+        return name not in _READING and (name != "open" or bool(arguments[1] & (os.O_WRONLY | os.O_RDWR)))
 
-def _way() -> Iterator[str]:
-    """The lines of the product that have led to the call that is being made, the innermost first."""
-    frame = sys._getframe()
+
+def _places(name: str) -> tuple[Place, ...]:
+    """What fails if the call that is being made does: its way, the innermost line first.
+
+    A tier opens directories name by name, by several calls that change nothing: from each place that asks for one, one of
+    them fails, and each of them from one place.
+    """
+    opening: Place = ()
+    way, frame = [name], sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
-        module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] in _PRODUCT:
-            yield f"{module}:{frame.f_lineno}"
+        if not _is_product(frame.f_code):
+            continue
+        way.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        if frame.f_code is _OPENS and not frame.f_locals["make"]:
+            opening, way = tuple(way), ["a directory"]
+    return (opening, tuple(way)) if opening else (tuple(way),)
+
+
+@cache
+def _is_product(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PRODUCT)
 
 
 def _write_half(call: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:

@@ -214,6 +214,32 @@ def test_another_node_publishes_while_a_small_file_is_put(root: RealDirectory) -
     assert outcomes == ["meanwhile", "published", "published"] and standing(store) is FIRST
 
 
+def test_another_node_publishes_and_tidies_up_while_a_small_file_is_put(
+    root: RealDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was staged is gone, and so is the directory that is made again for the file: it is committed, and so it says."""
+    store = root.open()
+    stage(store, JOINT, FIRST)
+    put, outcomes = store._tier.put, list[str]()
+
+    def late(path: str, data: bytes) -> None:
+        if not outcomes:
+            outcomes.append(root.open().commit(JOINT, FIRST.contents()).outcome)
+        put(path, data)
+
+    def steer(name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        found = call(*arguments, **options)
+        if name == "mkdir" and arguments[0] == JOINT.path.rpartition("/")[2]:
+            outcomes.append("tidied up")
+            os.rmdir(arguments[0], dir_fd=options["dir_fd"])
+        return found
+
+    monkeypatch.setattr(store._tier, "put", late)
+    with steered(steer):
+        outcomes.append(store.commit(JOINT, FIRST.contents()).outcome)
+    assert outcomes == ["published", "tidied up", "published"] and standing(store) is FIRST
+
+
 def test_what_stands_without_commit_keeps_its_step(root: RealDirectory) -> None:
     """A directory that somebody has damaged, or made: the step is taken, and nothing is put into it."""
     store = root.open()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
-from errno import EEXIST
+from errno import EEXIST, ENOENT
 from itertools import count
 
 from holdfast_formats import naming
@@ -172,7 +172,7 @@ class PosixStore:
                 return
             except StorageFailed as failure:
                 if self._tier.size(path) is None:  # else it came at this moment
-                    if failure.members.get("errno") == EEXIST:
+                    if failure.members.get("errno") in (EEXIST, ENOENT):  # others publish, and tidy up what is made anew
                         raise NoSuchResource(f"{path} was there, and all that was staged is gone") from failure
                     raise
         if self._tier.read(path) != data:

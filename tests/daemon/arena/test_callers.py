@@ -19,7 +19,7 @@ from holdfast.link import connect as place
 from holdfast_formats.errors import Forbidden, InvalidRequest
 from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena import fd_keeper, holder
-from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.callers import Caller, Callers, listen, prepare_directory
 from holdfast_service.daemon.arena.fd_keeper import HolderProcess
 from tests.daemons import RunningDaemon, running
 
@@ -159,6 +159,15 @@ def test_a_directory_in_which_others_may_replace_files(tmp_path: Path) -> None:
     assert "--socket" in refused.value.hint
     (tmp_path / "open").chmod(0o1777)
     prepare_directory(tmp_path / "open" / "s.sock")
+
+
+def test_a_socket_whose_path_is_too_long(tmp_path: Path) -> None:
+    """It is refused by name before anything is made; 100 bytes are taken."""
+    path = tmp_path / ("d" * (100 - len(str(tmp_path)) - 3)) / "s"
+    with pytest.raises(InvalidRequest, match="too long for a unix socket") as refused:
+        listen(path.with_name("ss"), Callers())
+    assert "at most 100 bytes" in refused.value.hint and not path.parent.exists()
+    listen(path, Callers()).close()
 
 
 @needs_root

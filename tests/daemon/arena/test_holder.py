@@ -79,6 +79,23 @@ def test_what_one_daemon_gives_the_next_one_gets(path: Path) -> None:
     empty(second)
 
 
+def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    """As with the runtime directory of a job, and a node's whole host name: the first save must not fail of it."""
+    path = tmp_path / ("d" * 100) / f"0123456789ab-{'n' * 63}.holder"
+    first, fd = HolderProcess(path), memory(b"kept")
+    first.keep("a", fd)
+    assert path.is_socket()
+    os.close(fd)
+    first.close()
+    second = HolderProcess(path)
+    ((name, taken),) = second.take()
+    assert (name, os.pread(taken, 10, 0)) == ("a", b"kept")
+    os.close(taken)
+    second.drop(name)
+    second.close()
+    wait_until(lambda: holders(path) == [])
+
+
 def test_the_holder_ends_when_it_is_not_needed(path: Path) -> None:
     """With nothing held it stays while a daemon is connected, and goes some seconds after."""
     keeper = HolderProcess(path)

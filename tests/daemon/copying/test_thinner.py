@@ -93,6 +93,18 @@ def test_a_restart_lists_what_was_thinned_as_it_is(world: CopiesWorld) -> None:
     assert world.catalog.checkpoint(RUN, 5).thinned == before[0].thinned
 
 
+def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has replaced the checkpoint, and was lost before the catalog heard of it: whoever looks next, tells it."""
+    keep(world, keep_full=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Thinning, "_record", lambda self, run, step: self._rotation.listed(run, step))
+        assert thinner(world).look(RUN) == [5] and world.decisions.recorded(30)
+    assert world.catalog.checkpoint(RUN, 5).thinned is None
+    assert thinner(world).look(RUN) == []
+    assert groups(world, 5) == {"model"} and world.catalog.checkpoint(RUN, 5).verified
+    assert len(world.events("checkpoint-thinned")) == 1
+
+
 def test_marks_and_readers_hold(world: CopiesWorld) -> None:
     """What is pinned, labelled or read stays whole, also if that begins at the last moment."""
     keep(world, keep_full=1)

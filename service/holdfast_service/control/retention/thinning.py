@@ -71,12 +71,16 @@ class Thinning:
                 self._rotation.is_replaced(run, step)
                 try:
                     made = publish_copy(self._store, place, encoded, commit, over=True)
-                finally:  # whatever has come of it, the catalog is told what stands there
-                    self._book.tell(f"what is left of {run}@{step}", lambda: self._record(run, step))
+                finally:  # whatever has come of it
+                    self.was_done(run, step)
         self.made(made)
         self.clear(place)
         self.clear(naming.replaced_place(run, step))
         return made
+
+    def was_done(self, run: str, step: int) -> None:
+        """Tell the catalog soon what stands there now."""
+        self._book.tell(f"what is left of {run}@{step}", lambda: self._record(run, step))
 
     def clear(self, place: Place) -> None:
         """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""

@@ -81,9 +81,6 @@ def prepare_directory(path: Path) -> bool:
     """Create the socket's directory for this user only, and report so; `InvalidRequest` if others could replace
     the socket.
     """
-    if len(os.fsencode(path)) > SOCKET_NAME_BYTES_MAX:
-        hint = f"choose one of at most {SOCKET_NAME_BYTES_MAX} bytes"
-        raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint=hint)
     made = not path.parent.exists()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.parent.stat()
@@ -97,6 +94,9 @@ def prepare_directory(path: Path) -> bool:
 
 def listen(path: Path, callers: Callers) -> socket.socket:
     """Open a socket at `path` for these callers; `RootBusy` if a daemon already answers there."""
+    if len(os.fsencode(path)) > SOCKET_NAME_BYTES_MAX:
+        hint = f"choose one with --socket, of at most {SOCKET_NAME_BYTES_MAX} bytes"
+        raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint=hint)
     made = prepare_directory(path)
     _refuse_if_answered(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

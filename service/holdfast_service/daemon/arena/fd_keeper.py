@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.callers import SOCKET_NAME_BYTES_MAX, Caller, Callers, prepare_directory
 
 log = logging.getLogger(__name__)
 
@@ -164,11 +165,25 @@ class FdStore:
             sender.sendmsg([message.encode()], ancillary, 0, self._address)
 
 
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for a socket that the kernel takes, however long its path is: by way of its directory, if need be."""
+    if len(os.fsencode(path)) <= SOCKET_NAME_BYTES_MAX:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
 def _connected(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
-        connection.connect(str(path))
+        with _short(path) as name:
+            connection.connect(name)
         Callers().check(Caller.of(connection))  # memory of ranks is not for somebody who only took the holder's place
     except CheckpointError as error:
         connection.close()
@@ -186,7 +201,8 @@ def _start(path: Path) -> None:
         mask = os.umask(0o177)
         try:
             path.unlink(missing_ok=True)
-            listener.bind(str(path))
+            with _short(path) as name:
+                listener.bind(name)
         finally:
             os.umask(mask)
         listener.listen(8)

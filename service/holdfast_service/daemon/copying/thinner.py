@@ -143,7 +143,10 @@ class Thinner:
         pair = read_pair(self._tier, naming.checkpoint_path(run, step))
         act = f"{self._node} {small or 'thin'} {manifest.stated_sha256(pair.commit)}"
         done = pair.made.thinned is not None or (small is not None and pair.made.compacted is not None)
-        if done or act in self._refused:
+        if done:  # by a node that was lost before the catalog heard of it, else it would not be due
+            self._book.was_done(run, step)
+            return False
+        if act in self._refused:
             return False
         place = naming.job_place(run, step, digest(act.encode()))
         try:
