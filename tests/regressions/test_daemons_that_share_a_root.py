@@ -112,6 +112,22 @@ def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_ro
     assert steps(b) == [1, 2]
 
 
+def test_what_a_lost_node_put_into_the_place_of_another_is_listed_as_it_is(pair: tuple[Node, Node]) -> None:
+    """Its committer was lost before the catalog heard of it: nothing that is known of the old one is said of the new one.
+    A node that does not see the new one yet looks again.
+    """
+    a, b = pair
+    committed(a, 1, 2)
+    a.catalog.note_round(RUN, 2, 2, 1, "2026-01-01T00:00:00Z")
+    a.cluster.close()
+    b.care.look()
+    assert b.catalog.checkpoint(RUN, 2).verified and b.catalog.checkpoint(RUN, 2).attempt == 1
+    _replaced_by_another_attempt(b, 2)
+    b.care.look()
+    listed = b.catalog.checkpoint(RUN, 2)
+    assert (listed.attempt, listed.verified) == (2, False) and b.catalog.checkpoint(RUN, 1).verified
+
+
 def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: tuple[Node, Node]) -> None:
     """Also where its beginning is recorded only after that: a new launch would wait for its end."""
     a, b = pair

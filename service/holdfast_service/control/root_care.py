@@ -6,17 +6,20 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 
+from holdfast_formats.errors import CheckpointError
 from holdfast_formats.moments import span, utc_now
 from holdfast_formats.naming import Place
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints import removal, roots
+from holdfast_service.control.checkpoints import removal, replicas, roots
 from holdfast_service.control.cluster.cluster import Cluster, deciding
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
 
+LOOKS = 5  # for a checkpoint in another one's place: a network file system may show the old one for a minute and a half
 IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 
 
@@ -49,6 +52,7 @@ class RootCare:
         self._cluster, self._events, self._due = cluster, events, due
         self.absences = roots.Absences()
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
+        self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
 
     def look(self, idle_s: float = IDLE_S) -> None:
@@ -60,6 +64,7 @@ class RootCare:
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._note_lost_nodes()
         self._end_saves()
+        self._list_replacements()
         self._note_lost()
         for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
@@ -85,6 +90,29 @@ class RootCare:
             text = f"step {ended.step} was not saved: {why}"
             log.warning("%s: %s (node %s)", ended.run, text, ended.node)
             self._events.add("save-aborted", text, ended.run, ended.step, level="warning")
+            self._doubtful[ended.run, ended.step] = LOOKS
+
+    def _list_replacements(self) -> None:
+        """A node may be lost after it has put a checkpoint into the place of another one, and before the catalog heard of
+        it, which would then go on to say of the new one what is known of the old one.
+        """
+        for run, step in list(self._doubtful):
+            self._doubtful[run, step] -= 1
+            if self._list_replacement(run, step) or not self._doubtful[run, step]:
+                del self._doubtful[run, step]
+
+    def _list_replacement(self, run: str, step: int) -> bool:
+        try:
+            there = bodies.describe(roots.load_manifest(self._store.files, run, step))
+            known = self._catalog.checkpoint(run, step)
+        except CheckpointError:  # not there, not listed, or not to be read: that is found elsewhere
+            return False
+        if (there.attempt, there.created) <= (known.attempt, known.created):
+            return False  # this node may still see the old one
+        log.warning("%s@%s was replaced by a node that is lost", run, step)
+        self._catalog.record_checkpoint(there, roots.stamp(self._store, run, step))
+        replicas.removed(self._catalog.database, run, step)
+        return True
 
     def _note_lost_nodes(self) -> None:
         for member in self._cluster.membership.newly_lost():
