@@ -19,6 +19,7 @@ from holdfast_formats.errors import CheckpointError, InUse, NoSpace, NoSuchResou
 from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots, run_files
+from holdfast_service.control.checkpoints.run_files import RunFile
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
@@ -386,3 +387,23 @@ def test_names_in_the_trash() -> None:
         assert naming.parse_trash_entry(name) is None
     with pytest.raises(CheckpointError):
         naming.trash_entry("../x", 1)
+
+
+def test_what_is_set_while_a_run_is_deleted_makes_no_other_run(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn comes after the deletion: it is refused, and nothing stands there that nobody saved."""
+    files = root.decisions.rotation.files
+    read, asked = files.read, []
+
+    def slow(run: str) -> RunFile:
+        found = read(run)
+        if not asked:
+            asked.append(run)
+            root.trash.delete(RUN)
+        return found
+
+    monkeypatch.setattr(files, "read", slow)
+    with pytest.raises(NoSuchRun, match="deleted meanwhile"):
+        files.change(RUN, lambda file: file.model_copy(update={"owner": "ann"}))
+    assert not root.stands() and not root.tier.list(RUN)
+    root.trash.undelete(RUN)
+    assert root.stands() and read(RUN).owner == ""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchRun, PreconditionFailed
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX
 from holdfast_service.storage import Readable, Tier, vouched
@@ -138,11 +138,16 @@ class RunFiles:
         return read_run_file(self._tier, run).with_usual(self.usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
-        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing."""
+        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing. `NoSuchRun` where
+        the run is deleted meanwhile: a file would make another run of that name.
+        """
+        there = self._tier.list(run)
         before = self.read(run)
         if act(before) == before:
             return before
         with self.exclusively(run):
+            if there and not self._tier.list(run):
+                raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
             before = self.read(run)
             after = act(before)
             if after != before:

@@ -123,7 +123,8 @@ class RunTrash:
                 raise
             self._tier.replace(path, said)
         self._rotation.still_deciding()
-        return self._told(self._moved(run), note)
+        with self._rotation.files.exclusively(run):
+            return self._told(self._moved(run), note)
 
     def undelete(self, run: str, entry: str | None = None) -> TrashedRun:
         """Bring a run back, by default as it was deleted last; it is read back again before it counts as verified.
