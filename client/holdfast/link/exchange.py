@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast_formats.errors import DaemonGone, from_problem
 from holdfast_formats.staging import wire
+from holdfast_formats.staging.socket_paths import addressable
 
 CONNECT_TIMEOUT_S = 5.0
-_SOCKET_PATH_BYTES_MAX = 107  # of sockaddr_un, less the byte that ends it
 HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
 SILENT_HINT = "it may be frozen, or its machine overloaded: look at its log, and restart it if `holdfast top` shows nothing"
 
@@ -25,26 +23,13 @@ def connect(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_TIMEOUT_S)
-        with _connectable(path) as name:
+        with addressable(path) as name:
             connection.connect(name)
         connection.settimeout(None)
     except OSError as error:
         connection.close()
         raise DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT) from error
     return connection
-
-
-@contextmanager
-def _connectable(path: Path) -> Iterator[str]:
-    """The path as connect(2) takes it: one of more than 107 bytes through a descriptor of its directory."""
-    if len(os.fsencode(path)) <= _SOCKET_PATH_BYTES_MAX:
-        yield str(path)
-        return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.staging.socket_paths import addressable
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.callers import SOCKET_NAME_BYTES_MAX, Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
 
 log = logging.getLogger(__name__)
 
@@ -165,24 +165,11 @@ class FdStore:
             sender.sendmsg([message.encode()], ancillary, 0, self._address)
 
 
-@contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """A name for a socket that the kernel takes, however long its path is: by way of its directory, if need be."""
-    if len(os.fsencode(path)) <= SOCKET_NAME_BYTES_MAX:
-        yield str(path)
-        return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)
-
-
 def _connected(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
-        with _short(path) as name:
+        with addressable(path) as name:
             connection.connect(name)
         Callers().check(Caller.of(connection))  # memory of ranks is not for somebody who only took the holder's place
     except CheckpointError as error:
@@ -201,7 +188,7 @@ def _start(path: Path) -> None:
         mask = os.umask(0o177)
         try:
             path.unlink(missing_ok=True)
-            with _short(path) as name:
+            with addressable(path) as name:
                 listener.bind(name)
         finally:
             os.umask(mask)
