@@ -292,7 +292,7 @@ def test_one_export_to_a_name_at_a_time(root: Path, tmp_path: Path) -> None:
     assert program.there() == ["out"]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(27, marks=pytest.mark.crash_slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(27, marks=pytest.mark.crash_slow)])
 def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
     """As a job, of all kinds in turn: after the restart it is done, whether or not it had been before it could say so."""
     (tmp_path / "place").mkdir()

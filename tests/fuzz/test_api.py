@@ -32,7 +32,7 @@ from tests.daemons import RunningDaemon, running
 DOCUMENTED = {503, 504, 507}
 RUNS = {"tiny": (5, 10), "other": (1,), "spare": (1,)}
 FLAGS = ("--arena-bytes-max", "50000000", "--spill", "never", "--silence-max", "5")
-QUICK = {GenerationMode.POSITIVE: 4, GenerationMode.NEGATIVE: 1}  # to make up what does not fit takes most of the time
+QUICK = {GenerationMode.POSITIVE: 2, GenerationMode.NEGATIVE: 1}  # to make up what does not fit takes most of the time
 LONG = 100
 # What is really there, so that not all end at the first look-up: parameter -> values.
 REAL: dict[str, list[Any]] = {
