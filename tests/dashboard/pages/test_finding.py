@@ -39,6 +39,7 @@ def found(browser: httpx.Client, q: str, **more: int) -> list[str]:
         ("llama-7b@5", ["llama-7b@5", "llama-7b@50"]),  # that very step first, then the newest with its digits
         ("llama@120", ["llama-70b@1201", "llama-7b@1200"]),
         ("mixtral@", ["mixtral@1"]),
+        ("7b@", ["7b@70", "llama-7b@1200", "llama-7b@50", "llama-7b@5"]),  # of the run of that very name first
         ("@1201", ["llama-70b@1201"]),
         ("1201", ["llama-70b@1201"]),
         ("best", ["llama-70b@1201"]),

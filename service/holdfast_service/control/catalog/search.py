@@ -42,7 +42,10 @@ def search(session: Session, asked: SearchQuery, limit: int, labels_of: Labels) 
     names = list(session.scalars(select(RunRow.name).order_by(RunRow.name)))
     runs = sorted((name for name in names if asked.names(name)), key=lambda name: _rank(name, asked))
     if asked.step is not None:
-        found = _at_step(session, runs[:RUNS_SEARCHED_MAX], asked.step, limit)
+        # Steps of the run that is named come before newer ones of others that have its name in theirs.
+        named = [name for name in runs[:1] if name.casefold() == " ".join(asked.words)]
+        found = _at_step(session, named, asked.step, limit) if named else []
+        found += _at_step(session, runs[len(named) : RUNS_SEARCHED_MAX], asked.step, limit)
         return [*found, *_labelled(runs[:RUNS_READ_MAX], asked.step, labels_of)][:limit]
     hits = [SearchHit(kind="run", run=name) for name in runs[:limit]]
     if len(asked.words) == 1 and len(hits) < limit:
