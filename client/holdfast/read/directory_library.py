@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.read.library import LATEST, CheckpointTarget, RunListing
@@ -31,8 +32,14 @@ class DirectoryLibrary:
         return (LATEST,)
 
     def runs(self) -> list[bodies.Run]:
+        return [self._run(name) for name in self.run_names("")]
+
+    def run_names(self, prefix: str) -> Iterator[str]:
         names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
-        return [self._run(name) for name in names if naming.is_run_name(name)]
+        return (name for name in names if naming.is_run_name(name) and name.startswith(prefix))
+
+    def steps(self, run: str) -> Iterator[int]:
+        return iter(self._steps(run))
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
         found: list[bodies.CheckpointInfo] = []

@@ -71,6 +71,8 @@ class Library(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
     def runs(self) -> list[bodies.Run]: ...
+    def run_names(self, prefix: str) -> Iterator[str]: ...  # of runs that begin so
+    def steps(self, run: str) -> Iterator[int]: ...  # the newest first
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing: ...
     def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
     def judged(self, target: CheckpointTarget) -> int: ...  # the step of a target that is `healthy` or the `best`
@@ -93,6 +95,12 @@ class ServiceLibrary:
 
     def runs(self) -> list[bodies.Run]:
         return list(self.api.runs())
+
+    def run_names(self, prefix: str) -> Iterator[str]:
+        return (run.name for run in self.api.runs(prefix))
+
+    def steps(self, run: str) -> Iterator[int]:
+        return (made.step for made in self.api.checkpoints(run))
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
         return RunListing(list(self.api.checkpoints(run, wanted)), [])

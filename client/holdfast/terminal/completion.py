@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 
 from typer import Context
@@ -19,9 +20,9 @@ WAIT_S = 2.0  # for whoever is asked: a service that hangs, or a file system, mu
 def runs(context: Context, incomplete: str) -> list[str]:
     """Names of runs."""
 
-    def ask() -> list[str]:
+    def ask() -> Iterator[str]:
         with closing(open_library(*_where(context))) as library:
-            return [run.name for run in library.runs()]
+            yield from library.run_names(incomplete)
 
     return _offered(ask, incomplete)
 
@@ -29,13 +30,13 @@ def runs(context: Context, incomplete: str) -> list[str]:
 def deleted(context: Context, incomplete: str) -> list[str]:
     """Names of runs that were deleted and can be brought back."""
 
-    def ask() -> list[str]:
+    def ask() -> Iterator[str]:
         from holdfast.config import default_url
         from holdfast.rest import runs as rest
         from holdfast.rest.api import Api
 
         with Api(_where(context)[1] or default_url()) as api:
-            return list(dict.fromkeys(one.run for one in rest.trash(api).items))
+            yield from dict.fromkeys(one.run for one in rest.trash(api).items)
 
     return _offered(ask, incomplete)
 
@@ -46,26 +47,26 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
     if not at:
         return runs(context, incomplete)
 
-    def ask() -> list[str]:
+    def ask() -> Iterator[str]:
         with closing(open_library(*_where(context))) as library:
-            steps = (str(checkpoint.step) for checkpoint in library.checkpoints(name).checkpoints)
-            return [f"{name}@{one}" for one in (*library.names, *steps)]
+            yield from (f"{name}@{one}" for one in library.names)
+            yield from (f"{name}@{step}" for step in library.steps(name))
 
     return _offered(ask, incomplete)
 
 
-def _offered(ask: Callable[[], list[str]], incomplete: str) -> list[str]:
+def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
     """Of what is found in time, what begins so. A thread that is still asking ends with the process."""
     found: list[str] = []
 
     def asking() -> None:
         with suppress(CheckpointError, OSError):
-            found.extend(ask())
+            found.extend(islice((one for one in ask() if one.startswith(incomplete)), OFFERED_MAX))
 
     thread = threading.Thread(target=asking, name="holdfast-completion", daemon=True)
     thread.start()
     thread.join(WAIT_S)
-    return [one for one in list(found) if one.startswith(incomplete)][:OFFERED_MAX]
+    return list(found)
 
 
 def _where(context: Context) -> tuple[Path | None, str | None]:
