@@ -49,8 +49,10 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
 
     def ask() -> Iterator[str]:
         with closing(open_library(*_where(context))) as library:
-            yield from (f"{name}@{one}" for one in library.names)
-            yield from (f"{name}@{step}" for step in library.steps(name))
+            steps = iter(library.steps(name))
+            newest = list(islice(steps, 1))  # where that cannot be asked, nothing is offered
+            yield from (f"{name}@{one}" for one in (*library.names, *newest))
+            yield from (f"{name}@{step}" for step in steps)
 
     return _offered(ask, incomplete)
 
