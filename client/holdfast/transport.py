@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from holdfast_formats.staging import wire
@@ -14,6 +15,12 @@ class Transport(Protocol):
 
     @property
     def alive(self) -> bool: ...
+    @property
+    def receiving(self) -> AbstractContextManager[object]:
+        """Held from a request that is answered with descriptors until they are taken: those of two threads' requests would
+        be taken for each other's.
+        """
+
     def next_id(self) -> int: ...
     def request(self, message: wire.Request, kind: type[Reply], timeout_s: float = ...) -> Reply: ...
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), timeout_s: float = ...) -> Reply:

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,24 @@ def link(daemon: RunningDaemon) -> SocketLink:
 def hello(link: SocketLink, **changes: object) -> wire.Welcome:
     message = wire.Hello(**{"id": link.next_id(), "run": "r", "rank": 0, "world": 1, "launch": "x", **changes})
     return link.request(message, wire.Welcome)
+
+
+def test_descriptors_that_two_threads_ask_for_are_not_taken_for_each_others(daemon: RunningDaemon) -> None:
+    """Memory for slots and for an average come to one rank: who asks waits until the other one has taken its own."""
+    with_us, done = link(daemon), threading.Event()
+    hello(with_us, run="two-threads")
+
+    def reserve() -> None:
+        Slots(with_us, 1, 100, 100)
+        done.set()
+
+    with with_us.receiving:
+        asking = threading.Thread(target=reserve)
+        asking.start()
+        assert not done.wait(0.3)
+    asking.join(60)
+    assert done.is_set()
+    with_us.close()
 
 
 def test_a_stranger_is_asked_to_say_hello(daemon: RunningDaemon) -> None:

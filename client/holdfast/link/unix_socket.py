@@ -58,6 +58,7 @@ class SocketLink:
         self._condition = threading.Condition()
         self._replies: dict[int, wire.Reply] = {}
         self._fds: list[int] = []
+        self.receiving = threading.Lock()
         self._broken: CheckpointError | None = None  # the present conversation's end
         self._lost: CheckpointError | None = None  # the end of all
         self._mender: threading.Thread | None = None

@@ -84,8 +84,9 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
 def take(link: Transport, request: wire.Held | wire.HeldElsewhere, step: int, wait_s: float = TAKE_WAIT_S) -> list[HeldSlot]:
     """The slots that the daemon names in answer to a request, locked. The caller closes them."""
     with ExitStack() as undo:
-        reply = link.request(request, wire.HeldSlots, wait_s)
-        fds = link.take_fds(len(reply.parts))
+        with link.receiving:
+            reply = link.request(request, wire.HeldSlots, wait_s)
+            fds = link.take_fds(len(reply.parts))
         for fd in fds:
             undo.callback(os.close, fd)
         with ExitStack() as on_failure:

@@ -10,6 +10,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from holdfast.remote.own_slots import OwnSave, OwnSegment
@@ -44,8 +45,8 @@ class RemoteLink:
         self._ids, self._numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
         self._courier: Uploader | None = None
-        self._segment: OwnSegment | None = None
         self._fds: list[int] = []
+        self._receiving = threading.Lock()
         self._closed = False
         self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply]] = {
             wire.Hello: self._hello,
@@ -86,6 +87,10 @@ class RemoteLink:
         save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
         if save is not None and isinstance(message, wire.Measured):
             save.stall_s = message.stall_s
+
+    @property
+    def receiving(self) -> AbstractContextManager[object]:
+        return self._receiving
 
     def take_fd(self) -> int:
         """The descriptor of the segment that was reserved last; the caller closes it."""

@@ -401,11 +401,12 @@ class Averaging:
         table = _table(AverageUpdate(self._owner(), 2**53, 2**53, self._ema.rule, layout.digest, layout.stretches))
         room = wire.ReserveAverage(id=link.next_id(), data_bytes=layout.nbytes, table_bytes=TABLE_ROOM * len(table) + 4096)
         try:
-            link.request(room, wire.Segment)
+            with link.receiving:
+                link.request(room, wire.Segment)
+                (fd,) = link.take_fds(1)
         except InvalidRequest as error:
             error.hint = "ema= needs a daemon on the trainer's machine, of the same version as the trainer"
             raise
-        (fd,) = link.take_fds(1)
         try:
             mapped = MappedMemory(fd, write=True)
             made = average.read_superblock(mapped.memory)

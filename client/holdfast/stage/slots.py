@@ -57,13 +57,14 @@ class Slots:
     def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
         self.link = link
         message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
-        given = link.request(message, wire.Segment)
+        with link.receiving:
+            given = link.request(message, wire.Segment)
+            fd = link.take_fd()
         self.notice, self.spilled = given.notice, given.spilled
         self._touching, self._touched = threading.Lock(), False
         self.pinning = threading.Lock()
         self.pinned: bool | None = None  # page-locked for GPUs; None until that was tried (`cuda_copy`)
         self.unlock_pages: weakref.finalize[..., Slots] | None = None
-        fd = link.take_fd()
         try:
             self._mapping = Mapping(fd, write=True)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from holdfast.threads.latch import Latch
@@ -39,6 +40,10 @@ class BackgroundRequests:
 
     def tell(self, message: wire.Request) -> None:
         done(lambda: self._transport.tell(message))
+
+    @property
+    def receiving(self) -> AbstractContextManager[object]:
+        return self._transport.receiving
 
     def take_fd(self) -> int:
         return done(self._transport.take_fd)
