@@ -45,6 +45,7 @@ class RemoteLink:
         self._ids, self._numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
         self._courier: Uploader | None = None
+        self._segment: OwnSegment | None = None
         self._fds: list[int] = []
         self._receiving = threading.Lock()
         self._closed = False

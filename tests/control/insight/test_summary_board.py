@@ -69,7 +69,7 @@ def test_a_run_that_nobody_trains_is_not_summarised_again() -> None:
     first = kept.of(facts(life="ended"))
     again = kept.of(facts(life="ended", now=NOW + 5, free_bytes=10**9 + 1))
     assert again.attention is first.attention and (again.last_commit_age_s, again.free_bytes) == (45.0, 10**9 + 1)
-    kept.forget_others(["other"])
+    kept.forget_others({"other"})
     assert kept.of(facts(life="ended")).attention is not first.attention
 
 

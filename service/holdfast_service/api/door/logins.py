@@ -141,8 +141,16 @@ def load(path: Path) -> Logins:
         check_pattern(grant.runs)
     proxies = tuple(ip_network(one, strict=False) for one in read.proxies)
     secret = _secret(path.parent / read.secret_file)
-    limits = read.requests_per_s, read.bytes_per_s
-    return Logins(proxies, secret, read.groups, read.everybody, read.headers, read.logout, *limits)
+    return Logins(
+        proxies,
+        secret,
+        read.groups,
+        read.everybody,
+        read.headers,
+        read.logout,
+        requests_per_s=read.requests_per_s,
+        bytes_per_s=read.bytes_per_s,
+    )
 
 
 def _secret(path: Path) -> str:

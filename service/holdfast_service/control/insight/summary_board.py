@@ -6,7 +6,7 @@ summary says of a run that nobody trains changes with what is known of it; all e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
@@ -18,7 +18,7 @@ from holdfast_service.control.insight.run_orders import ATTENTION, RunOrder, Wan
 from holdfast_service.control.insight.summary import age_s, summarise, training
 
 FRESH_S, OLD_S = 4.0, 10.0
-STILL_S = 10.0
+STILL_S = 10.0  # what a summary says of the time alone, of a run that nobody trains, is at most so old
 ORDERS_KEPT = 32
 BY_NEED = RunOrder(ATTENTION)
 
@@ -38,9 +38,10 @@ class KeptSummaries:
             return made
         return kept[1].model_copy(update={"free_bytes": facts.free_bytes, "last_commit_age_s": age_s(facts)})
 
-    def forget_others(self, runs: Collection[str]) -> None:
+    def forget_others(self, runs: set[str]) -> None:
         """Forget all runs but these."""
-        self._made = {run: kept for run, kept in self._made.items() if run in runs}
+        for run in self._made.keys() - runs:  # others add some meanwhile
+            self._made.pop(run, None)
 
 
 def _says_the_same(before: Facts, now: Facts) -> bool:
