@@ -30,6 +30,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
     "rank": (
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
         *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
+        "torch._dynamo",  # the first optimizer of a process imports it, which takes longer than most of what ranks then do
     ),
     "daemon": (
         *("holdfast_service.config", "holdfast_service.observe.logs", "holdfast_service.daemon.server"),

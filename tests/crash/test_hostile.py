@@ -333,6 +333,7 @@ def test_dev_shm_too_small(place: Path) -> None:
 
 
 @pytest.mark.crash_slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_second_daemon_while_the_first_one_saves(place: Path) -> None:
     """It is refused by name, and the save that was under way is committed."""
     with running(place / "root", "--write-bytes-per-second", "2000000") as daemon:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from holdfast_formats.errors import DaemonGone
 from holdfast_formats.rest.operations import Job, JobRequest
 from tests.crash import ledger
 from tests.daemons import free_port, wait_until
+from tests.forked import Forked
 
 LANE = "service killed in an import"
 RNG = np.random.default_rng(11)
@@ -34,7 +33,7 @@ class ImportingService:
         self.root, self.log, self._place = directory / "root", directory / "acts", directory / "place"
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
 
     def __enter__(self) -> ImportingService:
         return self
@@ -53,9 +52,8 @@ class ImportingService:
         """Start a process, which may die at once."""
         where = ["--root", str(self.root), "--socket", f"{self.root}.sock", "--listen", f"127.0.0.1:{self._port}"]
         flags = [*where, "--export-root", str(self._place), "--loopback-open"]
-        command = [sys.executable, "-m", self.program, str(self.log), *flags]
         with open(f"{self.root}.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = Forked(["-m", self.program, self.log, *flags], output=log.fileno(), kind="daemon")
 
     def answers(self) -> bool:
         assert self.process is not None

@@ -142,6 +142,7 @@ def test_the_socket_is_the_users_own(daemon: RunningDaemon) -> None:
     assert stat.S_IMODE(os.stat(daemon.socket).st_mode) == 0o600
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("same", ["root", "socket"])
 def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same: str) -> None:
     """On a root or a socket that is served already, the second one ends with a name and a hint, and harms nothing."""
@@ -187,6 +188,7 @@ def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
     assert not about.exists()
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     "flags",
     [

@@ -221,6 +221,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
             event_commands(parse(["--on-event-kinds", "run-lost"], {}), cast(Events, None), Path("/"))
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_daemon_that_cannot_tell_does_not_start(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdfast_service", "--root", tmp_path / "root", "--socket", tmp_path / "s"]
     flags = ["--listen", "none", "--notify", "/nothing"]

@@ -171,6 +171,7 @@ def test_a_socket_whose_path_is_too_long(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.usefixtures("forked_programs")
 def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     """A daemon does not start in it, and a client does not look for one there of its own accord."""
     theirs = tmp_path / "theirs"
