@@ -6,8 +6,11 @@ answers; any other 5xx is a defect, and so is a body that is not what the descri
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +83,14 @@ def is_whole_problem(context: CheckContext, response: Any, case: Any) -> None:
 CHECKS = [is_whole_problem, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-def ask(described: Any, mode: GenerationMode, examples: int) -> int:
-    """Ask every operation this often; the number of operations."""
-    asked = 0
-    for found in described.get_all_operations():
-        operation = found.ok()
+def ask(described: Any, mode: GenerationMode, examples: int, seconds: float = inf) -> int:
+    """Ask every operation this often, in any order, until the time is over; the number of operations."""
+    asked, end = 0, time.monotonic() + seconds
+    operations = [found.ok() for found in described.get_all_operations()]
+    random.shuffle(operations)
+    for operation in operations:
+        if time.monotonic() > end:
+            break
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans(), data=st.data())
@@ -110,9 +116,9 @@ def test_what_is_described(described: Any) -> None:
 
 @pytest.mark.crash_slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
-def test_what_is_described_at_length(described: Any, mode: GenerationMode) -> None:
-    """The same, for as long as it takes, and with arguments that do not fit."""
-    ask(described, mode, LONG)
+def test_what_is_described_at_length(described: Any, mode: GenerationMode, request: pytest.FixtureRequest) -> None:
+    """The same for --fuzz-s seconds, or until all have been asked; and with arguments that do not fit."""
+    assert ask(described, mode, LONG, request.config.getoption("--fuzz-s") or inf)
 
 
 def test_the_daemon_is_as_before(daemon: RunningDaemon) -> None:
