@@ -284,6 +284,7 @@ def test_an_address_says_which_database_it_is_and_nothing_else() -> None:
             OperationalError("", {}, sqlite3.OperationalError("attempt to write a readonly database")),
             "owner, mode and mount",
         ),
+        (OperationalError("", {}, sqlite3.OperationalError("unable to open database file")), "fewer than 500 bytes"),
         (IntegrityError("", {}, sqlite3.IntegrityError("UNIQUE constraint failed: runs.name")), "wrote the same"),
         (OperationalError("", {}, Exception("connection refused")), "running and reachable"),
     ],
