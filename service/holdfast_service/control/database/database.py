@@ -37,8 +37,8 @@ _HINT = (
 _GOES_ON = "then try again. Nothing was changed; saves continue without it"
 _SQLITE_HINTS = {
     "database is locked": f"another program writes to the catalog's file: let it end, {_GOES_ON}",
-    "unable to open": "check that the daemon may open the catalog's file, and that its path has fewer than 500 bytes, which is "
-    f"SQLite's limit, {_GOES_ON}",
+    "unable to open": "check that the daemon may open the catalog's file, and that its path has fewer than 500 bytes, "
+    f"as SQLite demands, {_GOES_ON}",
     "readonly database": f"the daemon may not write to the catalog's file: check its owner, mode and mount, {_GOES_ON}",
 }
 _MET_HINT = "somebody else wrote the same at this moment: try again. If it stays, look with `holdfast catalog check`"
