@@ -34,10 +34,10 @@ def default_socket() -> Path:
 
 def runtime_directory() -> Path:
     """Where this user's daemon puts files for the user's programs; below /tmp if the system has no runtime
-    directory.
+    directory. A relative path there counts as none (the XDG specification): each process would take it for another place.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "holdfast" if os.path.isabs(runtime) else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
 def has_display() -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
+CLOCKS_APART_S = 5.0  # between machines, as usual; what is further ahead is the time of a clock that was set back
+
 
 def utc_now(timespec: str = "milliseconds") -> str:
     """The present time."""

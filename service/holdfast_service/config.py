@@ -239,9 +239,9 @@ def default_socket(environment: Mapping[str, str]) -> Path:
 
 
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Directory for files that other programs of the same user must find."""
-    runtime = (os.environ if environment is None else environment).get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
+    """Directory for files that other programs of the same user must find; a relative XDG_RUNTIME_DIR counts as none."""
+    runtime = (os.environ if environment is None else environment).get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "holdfast" if os.path.isabs(runtime) else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
 class StoredDescriptors(NamedTuple):

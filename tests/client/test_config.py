@@ -9,12 +9,17 @@ import pytest
 
 from holdfast import config
 from holdfast_formats.errors import InvalidRequest
+from holdfast_service import config as service_config
 
 
 def test_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket is in the runtime directory, else in a directory of the user's own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert config.default_socket() == Path("/run/user/7/holdfast/holdfast.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")  # the daemon would serve elsewhere than its ranks look
+    assert config.default_socket() == Path(f"/tmp/holdfast-{os.getuid()}/holdfast.sock")
+    assert service_config.default_socket({"XDG_RUNTIME_DIR": "relative"}) == config.default_socket()
+    assert service_config.default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/holdfast/holdfast.sock")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert config.default_socket() == Path(f"/tmp/holdfast-{os.getuid()}/holdfast.sock")
 

@@ -326,6 +326,8 @@ class Api(JobsApi):
 
     def _gone(self, error: httpx.HTTPError) -> DaemonGone:
         hint = "start it with `holdfast serve`, or give another address (at=, --url or HOLDFAST_URL)"
+        if isinstance(error, httpx.ReadTimeout):
+            hint = "it was reached and does not answer: look at its log; if it hangs, end it and start it again"
         return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
 
 

@@ -6,6 +6,8 @@ import time
 
 import httpx
 
+from holdfast.rest.silence import awaited
+
 WAIT_MAX_S = 120.0  # for one request, all waits together
 _REPEATABLE = ("GET", "HEAD")
 
@@ -19,7 +21,8 @@ class Patient(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         waited = 0.0
         while True:
-            response = self._transport.handle_request(request)
+            with awaited(str(request.url.copy_with(raw_path=b"/")), "wait_s" in request.url.params):
+                response = self._transport.handle_request(request)
             wait_s = _wait_s(response)
             if request.method not in _REPEATABLE or wait_s is None or waited + wait_s > WAIT_MAX_S:
                 return response

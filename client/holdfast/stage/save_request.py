@@ -127,10 +127,15 @@ def check_check(check: str) -> str:
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that JSON can hold, as Python floats; `InvalidRequest` for anything but numbers."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidRequest(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
     kept: dict[str, float] = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}", hint="call .item() on it")
+        if not isinstance(name, str):
+            raise InvalidRequest(f"the name of a metric must be text, not {name!r}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            hint = "call .item() on it" if hasattr(value, "item") else "give a number, or leave it out"
+            raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}", hint=hint)
         try:
             number = float(value)
         except OverflowError:  # an integer or a fraction beyond what a float holds

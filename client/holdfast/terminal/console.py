@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from holdfast.rest.silence import silence_told
 from holdfast.terminal.tables import Table
 from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, exit_status
@@ -51,9 +52,12 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
-    """Turn an error into its message on stderr (or its problem on stdout) and its exit status."""
+    """Turn an error into its message on stderr (or its problem on stdout) and its exit status; say on stderr when a service
+    does not answer for a while.
+    """
     try:
-        yield
+        with silence_told(lambda text: err().print(text, markup=False)):
+            yield
     except CheckpointError as error:
         if as_json:
             print_json(error.problem())

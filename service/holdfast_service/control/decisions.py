@@ -96,6 +96,7 @@ class Decisions:
         self.statistics = StatisticsStore(catalog.database)
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
+        self._files.is_run = self.attempts.has
         self.abouts = RunAbouts(tier, catalog, self._files, self.events)
         self.readers = Readers()
         self.rotation = Rotation(self.store, catalog, self._files, self.readers)
@@ -106,7 +107,7 @@ class Decisions:
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
         self._admission.empty_trash = self.trash.make_room
         self.standing = Standing(self.store, catalog, self.book, self.findings)
-        self.trash.forgotten = self.standing.forget
+        self.trash.forgotten, self.trash.later = self.standing.forget, self.book.tell
         self.renaming = RunRenaming(tier, catalog, self.attempts, self.rotation, self.trash, self.events)
         self.renaming.renamed, self.renaming.is_alone = self.standing.forget, cluster is None
         known = Known(self._health, self.findings, self.readers, self.standing.left)

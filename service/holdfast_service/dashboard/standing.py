@@ -107,11 +107,12 @@ def _safe(summary: RunSummary) -> str:
 
 
 def ago_text(text: str) -> str:
-    """How long ago a time of the API was; the text itself where it is none."""
+    """How long ago a time of the API was; the text itself where it is none, or yet to come: a clock was set back."""
     try:
-        return age_text((datetime.now(timezone.utc) - moments.read(text)).total_seconds())
+        passed = (datetime.now(timezone.utc) - moments.read(text)).total_seconds()
     except ValueError:
         return text
+    return text if passed < -moments.CLOCKS_APART_S else age_text(max(passed, 0.0))
 
 
 def _runs(count: int) -> str:

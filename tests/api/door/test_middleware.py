@@ -429,6 +429,27 @@ def test_what_lasts_ends_with_its_token(
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 
+def test_streams_of_a_browser_that_keeps_a_token_end_when_it_signs_out(tmp_path: Path) -> None:
+    """The token stays in force, for programs and for whoever shows it again."""
+    with guarded(tmp_path / "root", Policy(tokens=True)) as closed:
+        token = closed.token("read", "team-a")
+        there, head = {"Cookie": f"{COOKIE}={token}", "Sec-Fetch-Site": "same-origin"}, {"Accept": "text/event-stream"}
+        url = f"{closed.running.url}/v1/events"
+        with (
+            httpx.Client(trust_env=False, timeout=60) as client,
+            client.stream("GET", url, headers={**head, **there}) as tab,
+            client.stream("GET", url, headers={**head, "Authorization": f"Bearer {token}"}) as program,
+        ):
+            assert (tab.status_code, program.status_code) == (200, 200)
+            assert closed.ask("POST", "/logout", headers=there).status_code == 303
+            with pytest.raises(httpx.RemoteProtocolError):
+                tab.read()
+            closed.running.services.events.add("token-changed", "still here", "team-a")
+            assert any("still here" in line for line in program.iter_lines())
+            with client.stream("GET", url, headers={**head, **there}) as again:
+                assert again.status_code == 200
+
+
 @pytest.mark.parametrize("whose", ["a token", "the owner"])
 def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
     """Who signs out leaves no tab behind that goes on reading; the same holder's other sessions go on."""

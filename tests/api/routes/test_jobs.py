@@ -67,6 +67,14 @@ def test_a_checkpoint_is_verified(http: httpx.Client, service: Served) -> None:
     assert kinds[0] == "checkpoint-verified"
 
 
+@pytest.mark.parametrize("kind", ["verify", "compare", "export", "import", "merge"])
+def test_a_checkpoint_named_in_the_arguments_is_refused(http: httpx.Client, kind: str) -> None:
+    """Run and step are members of the request; nobody reads them elsewhere."""
+    said = {"run": "tiny", "step": 5, "with": "10", "to": "/tmp/x", "from": "/tmp/x", "recipe": {}}
+    answer = http.post("/v1/jobs", json={"kind": kind, "arguments": said})
+    assert answer.status_code == 400 and "needs 'run'" in answer.json()["detail"]
+
+
 def test_damage_is_named_and_a_repair_that_cannot_be_fails(http: httpx.Client, service: Served) -> None:
     """A flipped byte is named: file and bytes, and the checkpoint is not called sound."""
     file = sorted((service.root / naming.checkpoint_path("tiny", 5)).glob("model*.safetensors"))[0]

@@ -24,3 +24,11 @@ def test_what_is_no_number_is_refused_by_name(value: object) -> None:
     """Before anything is copied."""
     with pytest.raises(InvalidRequest, match="loss"):
         check_metrics({"loss": value})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"), [([("loss", 1.0)], "mapping"), ("loss", "mapping"), ({1: 1.0}, "name of a metric")]
+)
+def test_what_is_no_mapping_of_names_is_refused_as_that(metrics: object, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        check_metrics(metrics)  # type: ignore[arg-type]

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError, OperationalError
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, NoSuchRun, StorageFailed
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    StorageFailed,
+)
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.database import Database, translated
 from holdfast_service.control.database.engines import address, without_password
 from tests.control.published import a_row
 from tests.databases import Postgres
@@ -265,3 +274,22 @@ def test_an_address_says_which_database_it_is_and_nothing_else() -> None:
         assert address(url) == plain
         assert "secret" not in without_password(url)
     assert address("postgresql://db.example:6000/holdfast") != plain != address("postgresql://db.example/other")
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (OperationalError("", {}, sqlite3.OperationalError("database is locked")), "another program writes"),
+        (
+            OperationalError("", {}, sqlite3.OperationalError("attempt to write a readonly database")),
+            "owner, mode and mount",
+        ),
+        (OperationalError("", {}, sqlite3.OperationalError("unable to open database file")), "fewer than 500 bytes"),
+        (IntegrityError("", {}, sqlite3.IntegrityError("UNIQUE constraint failed: runs.name")), "wrote the same"),
+        (OperationalError("", {}, Exception("connection refused")), "running and reachable"),
+    ],
+)
+def test_a_refusal_says_what_to_do_about_its_cause(error: Exception, hint: str) -> None:
+    with pytest.raises(CatalogUnavailable) as caught, translated():
+        raise error
+    assert hint in caught.value.hint and "try again" in caught.value.hint

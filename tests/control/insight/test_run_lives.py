@@ -82,6 +82,9 @@ def test_verdicts_say_what_to_do() -> None:
     died = summarise(facts("lost", every=60.0)).verdict
     assert "12 min ago" in died and "step 9" in died and "start it again" in died
     assert summarise(facts("ended", every=60.0)).verdict.startswith("Finished 12 min ago")
+    assert summarise(facts("lost")._replace(since="2030-01-31T12:00:01.000Z")).verdict.startswith("Died 0 s ago:")
+    ahead = facts("lost")._replace(since="2030-01-31T13:00:00.000Z")
+    assert summarise(ahead).verdict.startswith("Died: its ranks")  # the clock was set back: nobody knows when
     assert "A new launch takes it back" in summarise(facts("ended", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
     assert "somebody has seen that" in summarise(facts("lost", SEEN)).verdict

@@ -14,7 +14,7 @@ import pytest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.rest.runs import RunChange
-from holdfast_service.control.catalog import run_settings
+from holdfast_service.control.catalog import book, run_settings
 from holdfast_service.control.checkpoints import consistency
 from holdfast_service.control.database import engines
 from holdfast_service.control.retention import rotation
@@ -63,6 +63,37 @@ def test_a_run_that_is_deleted(root: Root, at: Path) -> None:
         root.trash.delete(RUN)
         root.trash.undelete(RUN)  # the catalog still lists the one that was deleted, which is no other run
     assert root.listed() and agrees(root) and root.decisions.hello(RUN, "another", 1, None) == 2
+
+
+def test_a_deleted_run_whose_entry_is_removed_for_good(root: Root, at: Path) -> None:
+    """Nothing of it is left to tell the catalog by, and it is listed no more all the same."""
+    with locked(at):
+        root.trash.delete(RUN)
+        assert root.trash.empty(RUN) and not root.trash.entries()
+    assert not root.listed() and agrees(root)
+
+
+def test_a_run_that_was_launched_and_deleted_meanwhile(root: Root, at: Path) -> None:
+    """What waits to be recorded of its launch does not have it listed again, nor makes a directory of that name."""
+    with locked(at):
+        attempt = root.decisions.hello(RUN, "another", 1, None)
+        root.decisions.launched(RUN, attempt, 1, {"user": "ana"})
+        wait_until(lambda: root.decisions.book.trouble is not None)
+        root.trash.delete(RUN)
+    assert not root.listed() and agrees(root) and not root.tier.list(RUN)
+    root.trash.undelete(RUN)
+    assert root.stands() and root.listed()
+    assert root.decisions.hello(RUN, "a third", 1, None) == attempt + 1
+
+
+def test_a_new_run_asks_what_to_restore(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog can be read, has not heard of it, and it has not been found out yet that it cannot be written."""
+    monkeypatch.setattr(book, "STUCK_S", 0.05)
+    with opened(at) as root:
+        with locked(at):
+            attempt = root.decisions.hello("another-run", "launch", 1, None)
+            assert root.decisions.choose("another-run", attempt, 1, None, ()) is None
+        assert root.decisions.recorded(60)
 
 
 def test_a_run_that_is_renamed(root: Root, at: Path) -> None:

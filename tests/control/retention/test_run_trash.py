@@ -17,6 +17,8 @@ from sqlalchemy import update
 from holdfast_formats import moments, naming
 from holdfast_formats.errors import CheckpointError, InUse, NoSpace, NoSuchResource, NoSuchRun, Pinned
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots, run_files
 from holdfast_service.control.checkpoints.run_files import RunFile
@@ -387,6 +389,31 @@ def test_names_in_the_trash() -> None:
         assert naming.parse_trash_entry(name) is None
     with pytest.raises(CheckpointError):
         naming.trash_entry("../x", 1)
+
+
+def test_what_is_let_in_before_a_deletion_and_done_after_it_makes_no_other_run(root: Root) -> None:
+    """Whatever of it was looked at before: the run is deleted, so it has no file, and the catalog hears nothing."""
+    catalog = root.decisions.rotation._catalog
+    entry = root.trash.delete(RUN)
+    for change in ({"owner": "ann"}, {"pins": (1,)}, {"policy": RetentionPolicy(last=1)}):
+        with pytest.raises(NoSuchRun, match="deleted meanwhile"):
+            root.decisions.rotation.files.change(RUN, lambda file, made=change: file.model_copy(update=made))  # type: ignore[misc]
+    run_settings.note(catalog, RUN, run_settings.RunSettings(owner="ann"), known_only=True)
+    assert not root.tier.list(RUN) and not root.listed()
+    assert [one.entry for one in root.trash.entries()] == [entry.entry]
+    root.trash.undelete(RUN)
+    assert root.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"owner": "bo"})).owner == "bo"
+
+
+def test_a_run_without_a_directory_gets_a_file_unless_it_is_being_deleted(root: Root) -> None:
+    """A launch that has saved nothing is a run; while it is deleted, nobody makes its directory."""
+    files = root.decisions.rotation.files
+    root.decisions.hello("new-run", "launch", 1, None)
+    assert not root.tier.list("new-run")
+    with files.leaving("new-run"), pytest.raises(NoSuchRun):
+        files.change("new-run", lambda file: file.model_copy(update={"owner": "ann"}))
+    files.change("new-run", lambda file: file.model_copy(update={"owner": "ann"}))
+    assert root.tier.list("new-run") == [naming.RUN_FILE]
 
 
 def test_what_is_set_while_a_run_is_deleted_makes_no_other_run(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from holdfast_formats import moments
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Alert, Overview
 from holdfast_formats.rest.retention import RetentionPolicy
@@ -148,6 +149,8 @@ def test_sentences() -> None:
         "Checkpointing costs 0.9 %",
     ]
     assert standing.standing("archived").word == "archived" and standing.standing("odd").word == "odd"
+    assert standing.ago_text("2999-01-31T12:00:00Z") == "2999-01-31T12:00:00Z"  # a clock was set back since
+    assert standing.ago_text(moments.utc_now()).endswith("s ago") and standing.ago_text("never") == "never"
     calm = standing.verdict(summary("calm"))
     assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
     assert standing.verdict(summary("dead", life="lost")).level == "error"

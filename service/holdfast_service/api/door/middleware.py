@@ -146,7 +146,8 @@ class Doors:
         if bearer is None and login is not None:
             principal = login
         elif shown is not None:
-            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, _peer(scope), limiter=self._threads)
+            verify = self._tokens.verify_kept if bearer is None else self._tokens.verify
+            principal = await anyio.to_thread.run_sync(verify, shown, _peer(scope), limiter=self._threads)
         elif self._policy.tokens:
             raise missing()
         else:

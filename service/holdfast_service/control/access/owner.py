@@ -21,6 +21,7 @@ LINK_WAIT_MAX_S = 60.0
 SESSION_MAX_S = 7 * 86_400.0
 LINKS_MAX = 64
 SESSIONS_MAX = 256
+SIGNED_OUT_MAX = 1024
 
 
 class Links:
@@ -33,6 +34,7 @@ class Links:
         self._lock = threading.Lock()
         self._codes: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._signed_out: OrderedDict[str, int] = OrderedDict()  # tokens that browsers keep, and how often one let go of it
 
     def offer(self, token: str) -> str:
         """The code of a new link for the holder of this token."""
@@ -55,16 +57,34 @@ class Links:
             raise Unauthenticated("this session has ended", hint="`holdfast open` starts a new one")
         return token
 
-    def end(self, session: str) -> None:
-        """End a session, if there is such a one."""
+    def kept(self, token: str) -> str:
+        """What stands for the session of a browser that keeps this token itself. It ends, for every browser that keeps it,
+        when one signs out; the others, whose token stays in force, ask again.
+        """
+        known = digest(token)
         with self._lock:
-            self._sessions.pop(digest(session), None)
+            return f"{known}.{self._signed_out.get(known, 0)}"
+
+    def end(self, shown: str) -> None:
+        """End a session, if there is such a one, or those of browsers that keep this token."""
+        known = digest(shown)
+        with self._lock:
+            if shown.startswith(SESSION_PREFIX):
+                self._sessions.pop(known, None)
+                return
+            self._signed_out[known] = self._signed_out.pop(known, 0) + 1
+            while len(self._signed_out) > SIGNED_OUT_MAX:
+                self._signed_out.popitem(last=False)
 
     def in_force(self, known: Collection[str]) -> set[str]:
-        """Which of these sessions, by their digests, have not ended."""
+        """Which of these sessions, by their digests or what `kept` says, have not ended."""
         now = time.monotonic()
         with self._lock:
-            return {one for one in known if self._sessions.get(one, ("", 0.0))[1] > now}
+            return {one for one in known if self._sessions.get(one, ("", 0.0))[1] > now or self._is_kept(one)}
+
+    def _is_kept(self, session: str) -> bool:
+        token, kept, times = session.partition(".")
+        return bool(kept) and times == str(self._signed_out.get(token, 0))
 
     def _add(self, to: OrderedDict[str, tuple[str, float]], text: str, token: str, life_s: float, most: int) -> str:
         with self._lock:

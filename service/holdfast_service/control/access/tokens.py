@@ -248,6 +248,13 @@ class Tokens:
             self._seen.pop(next(iter(self._seen)), None)
         return found
 
+    def verify_kept(self, text: str, address: str) -> Principal:
+        """The same, shown by a browser, which keeps it."""
+        found = self.verify(text, address)
+        if self._owner is None or found.session is not None:
+            return found
+        return found._replace(session=self._owner.links.kept(text))
+
     def _looked_up(self, text: str, address: str) -> tuple[Principal, str | None]:
         wanted, now = digest(text), self._now()
         with self._database.read() as session:

@@ -153,6 +153,10 @@ class Attempts:
         with self._lock:
             return self._runs.get(run, RunAttempts()).attempt
 
+    def has(self, run: str) -> bool:
+        """Whether the run has been launched and not deleted since, as far as that is known."""
+        return self.newest(run) > 0 or not self.complete
+
     def of(self, run: str, launch: str, member: Member = UNNAMED) -> int | None:
         """The attempt that a launch has been given; None before it said hello, and where this member is of another start."""
         with self._lock:

@@ -24,8 +24,11 @@ class RunSettings(NamedTuple):
 COLUMNS = tuple(getattr(RunRow, name) for name in RunSettings._fields)
 
 
-def note(catalog: Catalog, run: str, settings: RunSettings) -> None:
+def note(catalog: Catalog, run: str, settings: RunSettings, known_only: bool = False) -> None:
+    """Tell the catalog; with `known_only` not of a run that it does not know, which was deleted meanwhile."""
     with catalog.database.write(hasty=True) as session:
+        if known_only and session.get(RunRow, run) is None:
+            return
         row = lock_run(session, run)
         for name, value in settings._asdict().items():
             setattr(row, name, value)

@@ -125,6 +125,11 @@ class SharedAttempts(Attempts):
             except msgspec.DecodeError as error:
                 raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch anew") from error
 
+    def has(self, run: str) -> bool:
+        """As `Attempts.has`: another node may have deleted the run, which the catalog knows. Raises `CatalogUnavailable`."""
+        with self._database.apart() as session:
+            return session.get(RunRow, run) is not None
+
     def refresh(self, runs: Collection[str]) -> dict[str, int]:
         """Ask the catalog for the newest attempts of these runs; returns those of which this daemon did not know."""
         with self._database.apart() as session:

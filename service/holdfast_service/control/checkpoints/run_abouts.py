@@ -94,7 +94,9 @@ class RunAbouts:
             log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, refused)
             return
         try:
-            self._records.note(run, made)
+            with self._files.exclusively(run):
+                self._files.refuse_deleted(run)
+                self._records.note(run, made)
             self._list(run)
         except CatalogUnavailable:
             raise  # it is told again
@@ -115,7 +117,7 @@ class RunAbouts:
     def _list(self, run: str, file: RunFile | None = None) -> None:
         said = roots.settings_of(self._tier, run, file)
         if said is not None:
-            run_settings.note(self._catalog, run, said)
+            run_settings.note(self._catalog, run, said, known_only=True)
 
 
 def _seen(file: RunFile, attempt: int) -> bool:

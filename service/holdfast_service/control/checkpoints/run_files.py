@@ -119,14 +119,17 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
 class RunFiles:
     """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
 
-    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any.
+    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any. `is_run` says whether a run
+    without a directory is one, such as a launch that has saved nothing.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.usual = RetentionPolicy()  # of runs without a policy of their own, besides how many are kept
         self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
+        self.is_run: Callable[[str], bool] = lambda run: True
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
+        self._leaving: set[str] = set()  # runs that are being deleted
 
     @contextmanager
     def exclusively(self, run: str) -> Iterator[None]:
@@ -134,25 +137,39 @@ class RunFiles:
         with self.changing, self.elsewhere(run):
             yield
 
+    @contextmanager
+    def leaving(self, run: str) -> Iterator[None]:
+        """The run is deleted within the block: where its directory is gone, no change makes another."""
+        with self.changing:
+            self._leaving.add(run)
+        try:
+            yield
+        finally:
+            with self.changing:
+                self._leaving.discard(run)
+
     def read(self, run: str) -> RunFile:
         return read_run_file(self._tier, run).with_usual(self.usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
-        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing. `NoSuchRun` where
-        the run is deleted meanwhile: a file would make another run of that name.
+        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing. `NoSuchRun` if the
+        run was deleted, also after the caller has looked: a file would make another run of that name.
         """
-        there = self._tier.list(run)
         before = self.read(run)
         if act(before) == before:
             return before
         with self.exclusively(run):
-            if there and not self._tier.list(run):
-                raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
+            self.refuse_deleted(run)
             before = self.read(run)
             after = act(before)
             if after != before:
                 write_run_file(self._tier, run, after)
             return after
+
+    def refuse_deleted(self, run: str) -> None:
+        """`NoSuchRun` if there is no such run any more. Ask it `exclusively`, before a file of it is written."""
+        if not self._tier.list(run) and (run in self._leaving or not self.is_run(run)):
+            raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
         """Set the run's policy if `tag` is the validator of the one in force; else `PreconditionFailed`."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError, ResourceClosedError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -34,6 +34,14 @@ _HINT = (
     "without it. A damaged SQLite file is rebuilt from the directories when the daemon starts, or by `holdfast "
     "catalog rebuild`"
 )
+_GOES_ON = "then try again. Nothing was changed; saves continue without it"
+_SQLITE_HINTS = {
+    "database is locked": f"another program writes to the catalog's file: let it end, {_GOES_ON}",
+    "unable to open": "check that the daemon may open the catalog's file, and that its path has fewer than 500 bytes, "
+    f"as SQLite demands, {_GOES_ON}",
+    "readonly database": f"the daemon may not write to the catalog's file: check its owner, mode and mount, {_GOES_ON}",
+}
+_MET_HINT = "somebody else wrote the same at this moment: try again. If it stays, look with `holdfast catalog check`"
 
 
 class Trouble(NamedTuple):
@@ -228,7 +236,14 @@ def translated() -> Iterator[None]:
         cause = getattr(error, "orig", None) or error
         if _SQLITE_FULL in str(cause):
             raise NoSpace(f"the catalog: {cause}", hint="free space, or keep fewer checkpoints") from error
-        raise CatalogUnavailable(f"the catalog: {_first_line(cause)}", hint=_HINT) from error
+        raise CatalogUnavailable(f"the catalog: {_first_line(cause)}", hint=_hint(error, str(cause))) from error
+
+
+def _hint(error: Exception, cause: str) -> str:
+    """What to do about it; nothing was changed, in every case."""
+    if isinstance(error, IntegrityError):
+        return _MET_HINT
+    return next((hint for said, hint in _SQLITE_HINTS.items() if said in cause), _HINT)
 
 
 def _first_line(cause: object) -> str:

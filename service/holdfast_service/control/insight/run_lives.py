@@ -89,7 +89,7 @@ def _newest(summary: RunSummary) -> str:
 
 def _ago(facts: Facts, since: str | None) -> str:
     passed = None if since is None else facts.now - moments.seconds_of(since)
-    if passed is None or not isfinite(passed):
+    if passed is None or not isfinite(passed) or passed < -moments.CLOCKS_APART_S:  # a clock was set back: nobody knows
         return ""
     for_so_long = facts.life == "running"
     return f" for {moments.span(max(passed, 0.0))}" if for_so_long else f" {moments.span(max(passed, 0.0))} ago"

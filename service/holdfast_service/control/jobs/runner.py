@@ -26,6 +26,7 @@ ALIVE_EVERY_S = 5.0
 END_AGAIN_S = 5.0  # after which a job's end is recorded again where the catalog did not take it
 LOOK_EVERY_S = 2.0  # for jobs that other nodes were given
 CLOSE_WAIT_S = 5.0
+_OWN = ("run", "step")  # members of a request: what its arguments call so is another thing, which no handler reads
 
 
 class Cancelled(Exception):
@@ -127,7 +128,7 @@ class JobRunner:
         if registered is None:
             raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=_one_of(self.kinds))
         for name in registered.needs:
-            if getattr(request, name, None) is None and request.arguments.get(name) is None:
+            if (getattr(request, name) if name in _OWN else request.arguments.get(name)) is None:
                 raise InvalidRequest(f"a {request.kind} job needs {name!r}", hint=f"it needs {', '.join(registered.needs)}")
         if request.run is not None:
             naming.check_run(request.run)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.choosing import lacking
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
@@ -142,10 +142,15 @@ class Choices:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
 
     def _listed(self, asked: RestoreQuestion) -> int | None:
-        """As the catalog has it, once that says what the directories say."""
+        """As the catalog has it, once that says what the directories say. `CatalogUnavailable` where it has not been told of
+        this launch's run: it is behind.
+        """
         run, step = asked.run, asked.step
-        if not roots.agrees(self._store, self._catalog, run):
-            roots.reconcile(self._store, self._catalog, absences=self.absences)
+        try:
+            if not roots.agrees(self._store, self._catalog, run):
+                roots.reconcile(self._store, self._catalog, absences=self.absences)
+        except NoSuchRun as behind:
+            raise CatalogUnavailable(f"the catalog has not heard of the run {run!r} yet", hint="try again") from behind
         if step is not None:
             self._catalog.checkpoint(run, step)
             return step

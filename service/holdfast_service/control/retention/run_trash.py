@@ -75,7 +75,9 @@ class RunTrash:
         self._tier, self._store, self._catalog = tier, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
         self._ages = TrashAges(tier)
+        self._owed: dict[str, _Note] = {}  # deleted runs that the catalog still lists, also if their entries are gone
         self.days: float | None = KEPT_DAYS
+        self.later: Callable[[str, Callable[[], object]], None] = lambda what, act: None  # after what waits to be recorded
         self.forgotten: Callable[[str], None] = lambda run: None  # the run is another one from now on, or none
         self.restored: Callable[[Collection[CheckpointId]], None] = lambda places: None  # these are to be read back
 
@@ -103,10 +105,14 @@ class RunTrash:
             made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
             if dry_run:
                 return made
-            if self._tier.list(run):
-                made = self.put_away(run, known)  # it is deleted
-            with self._catalog.database.told_later(f"{run} was deleted"):
-                self._forget(run)
+            with self._rotation.files.leaving(run):
+                if self._tier.list(run):
+                    made = self.put_away(run, known)  # it is deleted
+                self._owed[run] = note = self._noted(run, known)
+                with self._catalog.database.told_later(f"{run} was deleted"):
+                    self._forget(run)
+                if run in self._owed:  # what waits to be recorded would have it listed again
+                    self.later(f"that {run} was deleted", lambda: self._forget_recorded(note))
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
         self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
@@ -189,8 +195,8 @@ class RunTrash:
                 with self._rotation.deciding(run):  # nobody is deleting it at this moment
                     if naming.DELETED_FILE in self._tier.list(run):
                         self._settle(run)
-        for name in self._tier.list(naming.RUN_TRASH):
-            note = self._note(f"{naming.RUN_TRASH}/{name}") if naming.parse_trash_entry(name) else None
+        names = filter(naming.parse_trash_entry, self._tier.list(naming.RUN_TRASH))
+        for note in (*self._owed.values(), *(self._note(f"{naming.RUN_TRASH}/{name}") for name in names)):
             if note is not None and not self._tier.list(note.run) and self._has_attempts_of(note):
                 with self._rotation.deciding(note.run):
                     if not self._tier.list(note.run) and self._has_attempts_of(note):
@@ -232,7 +238,13 @@ class RunTrash:
         """The catalog first, because attempts must never be lower than it says."""
         run_removal.forget(self._catalog, run)
         self._attempts.forget(run)
+        self._owed.pop(run, None)
         self.forgotten(run)
+
+    def _forget_recorded(self, note: _Note) -> None:
+        with self._rotation.deciding(note.run):
+            if not self._tier.list(note.run) and (self._has_attempts_of(note) or not self._attempts.newest(note.run)):
+                self._forget(note.run)
 
     def _settle(self, run: str) -> None:
         """The run is there, and not deleted: nobody gets an attempt's number that it has seen."""

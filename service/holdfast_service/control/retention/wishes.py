@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from holdfast_formats.errors import CatalogUnavailable, Damaged
+from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchRun
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.run_files import RunFiles
@@ -36,7 +36,7 @@ class RetentionWishes:
                 self._book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
-        except CatalogUnavailable as away:  # a rank that comes back: what it asks for was in force before
+        except (CatalogUnavailable, NoSuchRun) as away:  # a rank that comes back: what it asks for was in force before
             log.warning("keep_last=%s of %s is not in force yet: %s", keep_last, run, away.detail)
 
     def denied(self, run: str, keep_last: int | None, owner: bool) -> tuple[str, ...]:
