@@ -94,15 +94,19 @@ def completed(module: str, arguments: Sequence[str], work: Path, world: int = 1)
 
 
 def killed(module: str, arguments: Sequence[str], work: Path, last: int, kills: int, seed: int, world: int = 1) -> Outcome:
-    """Run a script to its end, killed so many times: at a step's end by itself, or at any moment from outside."""
+    """Run a script to its end, killed so many times: at a step's end by itself, or at any moment from outside. The last kill
+    comes late, so that something has been saved, however few there are.
+    """
     chance = random.Random(seed)
     record = work / "record-0.jsonl"
-    for _ in range(kills):
+    for number in range(kills):
         seen = max(outcome(record).steps, default=0)
         target = min(seen + chance.randint(1, STEPS_PAST), last)
         if seen >= last:  # all steps were seen once: the rest are killed on the way through them once more
             target = chance.randint(max(1, last - STEPS_PAST), last)
         by_itself = chance.random() < 0.5
+        if number == kills - 1 and seen < last:
+            target, by_itself = max(target, last - chance.randrange(STEPS_PAST)), True
         lines = len(_steps(record))
         ranks = start(module, arguments, work, world, target if by_itself else -1)
         try:
