@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -128,6 +130,16 @@ def running(root: Path, *flags: str, listen: str = "none", closed: bool = False)
         if daemon.process.poll() is None:
             status = daemon.stop()
             assert status == 0, daemon.log.read_text()
+
+
+def copy_served(source: Path, target: Path) -> None:
+    """Copy what a daemon may still write to; what is renamed or removed meanwhile is left out."""
+    try:
+        shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
+    except shutil.Error as failed:
+        gone = os.strerror(errno.ENOENT)
+        if any(gone not in why for _, _, why in failed.args[0]):
+            raise
 
 
 def hide(daemon: RunningDaemon) -> None:

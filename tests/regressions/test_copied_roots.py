@@ -19,7 +19,7 @@ from holdfast.link.roots import mark
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NotFound, StorageFailed
 from holdfast_service.storage.posix import PosixTier
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, copy_served, running, wait_until
 
 
 def steps(root: Path) -> list[str]:
@@ -67,7 +67,7 @@ def test_a_copy_of_a_served_root_gets_a_daemon_of_its_own(place: Path) -> None:
     """Saves into the copy stay in the copy, what is restored is the copy's, and the original's daemon is named and alone."""
     root, copy = place / "root", place / "copy"
     with save(1, 1.0, at=root), save(2, 2.0, at=root):
-        shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
+        copy_served(root, copy)
         shutil.rmtree(copy / naming.checkpoint_path("run", 2))
         live = state(0.0)
         with Checkpointer("run", live, at=copy) as other:
@@ -84,7 +84,7 @@ def test_without_a_daemon_a_copy_is_read_itself(place: Path) -> None:
     """A rank that starts no daemon reads the directory that it was given, whatever daemon is named in there."""
     root, copy = place / "root", place / "copy"
     with save(1, 1.0, at=root):
-        shutil.copytree(root, copy)
+        copy_served(root, copy)
         shutil.rmtree(copy / "run")
         assert Checkpointer("run", state(0.0), at=copy).restore() == 0
 

@@ -27,6 +27,8 @@ def translated(operation: str, path: str) -> Iterator[None]:
         hint = "check the disk and its mount"
         if code in (errno.ENOTDIR, errno.ELOOP):
             hint = "inside the root, symbolic links are not allowed, and a file may not take the place of a directory"
+        elif code in (errno.EMFILE, errno.ENFILE):
+            hint = "raise the daemon's limit of open files (ulimit -n), then try again"
         elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "give the daemon's user permission to write there"
         raise StorageFailed(what, hint=hint, **members) from error

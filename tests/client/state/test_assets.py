@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from holdfast.state import assets
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InvalidRequest, LimitExceeded, NoSuchCheckpoint, StateMismatch
 from tests.client.test_cli import call, call_json
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, copy_served, running, wait_until
 
 _runs = itertools.count()
 NAN = float("nan")
@@ -212,7 +211,7 @@ def test_a_trainer_reads_what_it_has_saved(daemon: RunningDaemon, run: str, tmp_
     with Checkpointer(run, state, at=daemon.url) as remote:
         assert remote.read_asset(1, "trainer_state.json") == b"{}"
     root = tmp_path / "root"
-    shutil.copytree(daemon.root / run, root / run)
+    copy_served(daemon.root / run, root / run)
     alone = Checkpointer(run, state, at=root)
     assert alone.read_asset(1, "trainer_state.json") == b"{}"
     damaged = root / naming.checkpoint_path(run, 1) / "trainer_state.json"
