@@ -10,6 +10,8 @@ from typing import Any
 
 from holdfast_formats.errors import NoSpace, NoSuchResource, StorageFailed
 
+DESCRIPTORS_HINT = "raise the daemon's limit of open files (ulimit -n)"
+
 
 @contextmanager
 def translated(operation: str, path: str) -> Iterator[None]:
@@ -28,7 +30,7 @@ def translated(operation: str, path: str) -> Iterator[None]:
         if code in (errno.ENOTDIR, errno.ELOOP):
             hint = "inside the root, symbolic links are not allowed, and a file may not take the place of a directory"
         elif code in (errno.EMFILE, errno.ENFILE):
-            hint = "raise the daemon's limit of open files (ulimit -n), then try again"
+            hint = DESCRIPTORS_HINT
         elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "give the daemon's user permission to write there"
         raise StorageFailed(what, hint=hint, **members) from error

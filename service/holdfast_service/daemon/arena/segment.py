@@ -21,6 +21,7 @@ from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.arena.spill import emptier
 from holdfast_service.storage import scratch
+from holdfast_service.storage.translation import DESCRIPTORS_HINT
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +314,6 @@ def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
     return True
 
 
-_DESCRIPTORS_HINT = "raise the daemon's limit of open files (ulimit -n)"
 _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer slots"
 
 
@@ -345,6 +345,6 @@ def memfd(label: str, size: int) -> int:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        hint = _DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
+        hint = DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
         raise NoSpace(f"cannot create {size} bytes of shared memory: {error.strerror}", hint=hint) from error
     return fd
