@@ -210,7 +210,7 @@ class Conversation:
         self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._plane.arena, self._plane.saver.holds
         label, holder = f"{who.run}-rank{who.rank}", ShareHolder(who.run, self._asker.tenant)
-        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder)
+        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder, not holder.tenant)
         self._use(segment)
         holds.succeeded(who.owner)
         reply = wire.Segment(
@@ -229,7 +229,7 @@ class Conversation:
             raise InvalidRequest("attaching a segment needs its file descriptor")
         fd = self._fds.pop(0)
         try:
-            segment, taken = plane.arena.attach(fd, who.owner)
+            segment, taken = plane.arena.attach(fd, who.owner, self._asker.tenant)
         finally:
             os.close(fd)
         self._use(segment)
@@ -306,7 +306,7 @@ class Conversation:
             raise InvalidRequest("attaching an average needs its file descriptor")
         fd = self._fds.pop(0)
         try:
-            self._plane.averages.attach(fd, self._known().owner, self)
+            self._plane.averages.attach(fd, self._known().owner, self, self._asker.tenant)
         finally:
             os.close(fd)
         return wire.Done(reply_to=request.id)

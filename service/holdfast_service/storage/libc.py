@@ -42,10 +42,13 @@ def zero_range(descriptor: int, offset: int, length: int) -> None:
     _call("fallocate", descriptor, _ZERO_RANGE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
 
-def file_system(path: Path) -> int:
-    """The number of the kind of file system at `path` (f_type)."""
+def file_system(at: Path | int) -> int:
+    """The number of the kind of file system at a path, or of an open file (f_type)."""
     found = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
-    _call("statfs", os.fsencode(path), found)
+    if isinstance(at, int):
+        _call("fstatfs", at, found)
+    else:
+        _call("statfs", os.fsencode(at), found)
     return int(ctypes.cast(found, ctypes.POINTER(ctypes.c_long))[0])  # the first field, a word, on the machines we support
 
 

@@ -26,7 +26,7 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
     file system keeps its files in memory, or cannot reserve: then a write into mapped memory could fail for lack of a block.
     """
     with translated("create scratch file in", str(root)):
-        if libc.file_system(root) in _IN_MEMORY:
+        if is_in_memory(root):
             raise StorageFailed(f"{root} is itself in memory", hint="spilling needs a root on a disk")
         free = _free(root)
         if free < size + beside:
@@ -47,6 +47,11 @@ def free_bytes(root: Path) -> int:
     """The bytes that can still be reserved below `root`."""
     with translated("stat", str(root)):
         return _free(root)
+
+
+def is_in_memory(at: Path | int) -> bool:
+    """Whether the file system of a directory, or of a file that is open, keeps its files in memory, page by page."""
+    return libc.file_system(at) in _IN_MEMORY
 
 
 def is_scratch(descriptor: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import socket
@@ -19,6 +20,7 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Bound, Budget
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
+from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.arena.spill import Spill
 
 ASKED = arena.geometry(2, 2**20, 4096)
@@ -224,3 +226,49 @@ class TestOutgrown:
         assert os.fstat(ranks).st_blocks * 512 <= 4 * 4096
         assert arena.read_measures(memoryview(os.pread(ranks, 4096, 0))) == ASKED
         os.close(ranks)
+
+
+class TestTenants:
+    """Ranks of other users: what they hold of the daemon's memory must not be able to end the daemon."""
+
+    def test_a_tenant_gets_no_file(self, tmp_path: Path) -> None:
+        """A file can be truncated by whoever has it, which ends who has mapped it. The refusal says who is staged."""
+        node = Arena(memory_of(ONE.segment_bytes - 1), None, Spill(tmp_path))
+        with pytest.raises(LimitExceeded, match=r"not staged on disk.*truncate it.*over HTTP"):
+            node.reserve(ASKED, "r", OWNER, ShareHolder("r", "user 7"), on_disk=False)
+        assert node.reserve(ASKED, "r", OWNER).spilled
+
+    def test_a_tenant_brings_no_file(self, tmp_path: Path) -> None:
+        """Nor one that it has made by itself, or that it got from a daemon before."""
+        before = Arena(memory_of(0), None, Spill(tmp_path))
+        segment = before.reserve(ASKED, "r", OWNER)
+        with pytest.raises(InvalidRequest, match="a file of another user"):
+            Arena(memory_of(0)).attach(segment.fd, OWNER, "user 7")
+        found, _ = Arena(memory_of(0)).attach(segment.fd, OWNER)
+        assert found.spilled
+
+    def test_what_a_tenant_brings_counts_for_its_share(self) -> None:
+        """Memory that takes no page yet could else take everybody's budget without a byte."""
+        before = Arena(memory_of(2**30))
+        mine = before.reserve(ASKED, "r", OWNER)
+        node = Arena(memory_of(ASKED.segment_bytes), run_share=96)
+        with pytest.raises(LimitExceeded, match="all runs of user 7 may reserve 96 %"):
+            node.attach(mine.fd, OWNER, "user 7")
+        assert node.bytes == 0
+        found, _ = node.attach(mine.fd, OWNER)
+        assert found.holder == ShareHolder("r")
+        roomy = Arena(memory_of(2 * ASKED.segment_bytes), run_share=96)
+        found, _ = roomy.attach(mine.fd, OWNER, "user 7")
+        assert found.holder == ShareHolder("r", "user 7")
+
+    def test_memory_in_large_pages_is_refused(self) -> None:
+        """Where none is left, a touch of a page ends who touches it, whatever the seals say."""
+        try:
+            fd = os.memfd_create("large", os.MFD_ALLOW_SEALING | 0x0004)  # MFD_HUGETLB
+        except OSError as error:
+            pytest.skip(f"no large pages here: {error}")
+        with open(fd, "w+b"):
+            os.ftruncate(fd, 2 * 2**20)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            with pytest.raises(InvalidRequest, match="not a staging arena"):
+                segments.is_spilled(fd)

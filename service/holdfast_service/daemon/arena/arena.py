@@ -16,7 +16,7 @@ from holdfast_service.daemon.arena.budget import Budget, SegmentRoom, fitting
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder, left
-from holdfast_service.daemon.arena.spill import Spill, fewer_notice, refusal
+from holdfast_service.daemon.arena.spill import NO_FILE, Spill, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +77,20 @@ class Arena:
             return any(one.holder.run == run for one in self._all())
 
     def reserve(
-        self, asked: Geometry, label: str, owner: SegmentOwner | None = None, holder: ShareHolder | None = None
+        self,
+        asked: Geometry,
+        label: str,
+        owner: SegmentOwner | None = None,
+        holder: ShareHolder | None = None,
+        on_disk: bool = True,
     ) -> ArenaSegment:
         """Create a segment with as many of the requested slots as memory has room for, or with one slot on disk;
         `notice` says if it is less than requested.
 
         Waits if the owner's old segment is in the way. Raises `LimitExceeded`, with the numbers,
         if neither memory nor disk has room for one slot. With an owner, the descriptor outlives this daemon.
-        `holder` is whose share the memory counts for; by default the owner's run.
+        `holder` is whose share the memory counts for; by default the owner's run. `on_disk`: whether it may be a file,
+        which everybody who gets its descriptor can truncate, and so end whoever has mapped it.
         """
         holder = holder or ShareHolder(label if owner is None else owner.run)
         with self._lock:
@@ -96,7 +102,7 @@ class Arena:
                 self._lock.wait_for(
                     lambda: self._fitting(asked, holder) == asked.slots or not self._leaving(owner), RETURN_WAIT_S
                 )
-            segment = self._make(asked, label, owner, holder)
+            segment = self._make(asked, label, owner, holder, on_disk)
             self._segments.add(segment)
         if segment.notice:
             log.warning("%s: %s", label, segment.notice)
@@ -160,8 +166,9 @@ class Arena:
         return made
 
     def take_in(self, segment: AverageSegment) -> None:
-        """An average that its rank has brought along."""
+        """An average that its rank has brought along. A tenant's counts for its share, as in `attach`."""
         with self._lock:
+            self._check_brought(segment.bytes, segment.holder)
             self._averages.add(segment)
         self._keep(segment)
 
@@ -175,24 +182,34 @@ class Arena:
         self._forget(segment)
         segment.close()
 
-    def attach(self, fd: int, owner: SegmentOwner) -> tuple[ArenaSegment, list[int]]:
+    def attach(self, fd: int, owner: SegmentOwner, tenant: str = "") -> tuple[ArenaSegment, list[int]]:
         """The owner's segment at a descriptor, which stays the caller's, and the slots that the rank leased
         without us.
+
+        A tenant brings no file, which could be truncated under us, and no more memory than its share of an empty arena.
         """
         with self._lock:
+            holder = ShareHolder(owner.run, tenant)
             for segment in self._segments:
                 if segment.owner == owner and segment.is_at(fd):
+                    segment.holder = holder
                     segment.revive()
                     return segment, segment.find_taken()
             ours = os.dup(fd)
             try:
-                segment = ArenaSegment.adopt(ours, uuid.uuid4().hex)
+                segment = ArenaSegment.adopt(ours, uuid.uuid4().hex, on_disk=not tenant)
             except (CheckpointError, OSError, ValueError) as error:
                 os.close(ours)
                 raise InvalidRequest(f"the descriptor is not a staging arena: {error}") from error
             if segment.owner != owner:
                 segment.close()
                 raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
+            segment.holder = holder
+            try:
+                self._check_brought(segment.geometry.segment_bytes, holder)
+            except LimitExceeded:
+                segment.close()
+                raise
             self._segments.add(segment)
         self._keep(segment)
         return segment, segment.taken
@@ -223,13 +240,28 @@ class Arena:
             except OSError as error:
                 log.warning("could not tell the holder process to drop %s: %s", segment.name, error)
 
-    def _make(self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder) -> ArenaSegment:
+    def _check_brought(self, size: int, holder: ShareHolder) -> None:
+        """`LimitExceeded` for memory that this holder's ranks cannot have got from any daemon of this node."""
+        others = [(whose, held) for whose, held in self._held() if whose.tenant == holder.tenant]
+        share = left(self.run_share, self._budget.bytes_max, others, holder)
+        if holder.tenant and size > share.left:
+            raise LimitExceeded(
+                f"a rank of {holder.run} brings {size} bytes of memory; {share.left} are left of {self._budget.bytes_max} "
+                f"bytes, {share.name}",
+                hint="restart the trainer, or start the daemon with a larger --arena-bytes-max or --run-share",
+            )
+
+    def _make(
+        self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder, on_disk: bool
+    ) -> ArenaSegment:
         room = self._room(holder)
         slots = fitting(asked, room)
         if slots:
             given = asked._replace(slots=slots)
             segment = ArenaSegment.make(memfd(label, given.segment_bytes), given, owner)
             segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
+        elif not on_disk:
+            raise refusal(label, asked, self._taken(), room, NO_FILE)
         else:
             segment = self._make_on_disk(asked, label, owner, holder, room)
         segment.holder = holder

@@ -71,13 +71,15 @@ class ArenaSegment:
         return made
 
     @classmethod
-    def adopt(cls, fd: int, name: str) -> ArenaSegment:
+    def adopt(cls, fd: int, name: str, on_disk: bool = True) -> ArenaSegment:
         """Take over a segment of another daemon: leased and sealed slots stay taken. `InvalidRequest` if it is not a
-        segment.
+        segment, or a file although it may be none (`on_disk`).
 
         The descriptor belongs to the segment only if this returns.
         """
         spilled = is_spilled(fd)
+        if spilled and not on_disk:
+            raise InvalidRequest("a file of another user, who could truncate it")
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
@@ -323,10 +325,12 @@ _MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the
 def is_spilled(fd: int) -> bool:
     """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
 
-    Files have no seals. That ranks do not truncate theirs is trusted: they are the same user's as the daemon.
+    Files have no seals: they are mapped only where nobody but the daemon's own user and root has had the descriptor
+    (`Arena.reserve`, `Arena.attach`). Sealed memory in large pages is refused: a page that is missing ends who touches it.
     """
     try:
-        fixed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS == _MEMFD_SEALS
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS == _MEMFD_SEALS
+        fixed = sealed and scratch.is_in_memory(fd)
         spilled = False
     except OSError:
         fixed = spilled = scratch.is_scratch(fd)

@@ -16,6 +16,10 @@ from holdfast_formats.staging.arena import Geometry
 from holdfast_service.daemon.arena.budget import SegmentRoom
 from holdfast_service.storage import scratch
 
+NO_FILE = (
+    "; it is not staged on disk, because whoever has the file can truncate it under the daemon: only ranks of the daemon's "
+    "own user, and ranks that save over HTTP (at=URL, with a token), are staged there"
+)
 GIB = 2**30
 MIB = 2**20
 

@@ -93,7 +93,7 @@ class Averages:
         self._add(segment, user)
         return segment
 
-    def attach(self, fd: int, owner: SegmentOwner, user: object) -> None:
+    def attach(self, fd: int, owner: SegmentOwner, user: object, tenant: str = "") -> None:
         """Go on with an average that its rank brings along; the descriptor stays the caller's."""
         known = self._known(owner)
         if known is None or not known.is_at(fd):
@@ -108,9 +108,15 @@ class Averages:
             if known.owner != owner:
                 known.close()
                 raise InvalidRequest(f"{owner} brings an average of {known.owner}")
-            self._arena.take_in(known)
+            known.holder = ShareHolder(owner.run, tenant)
+            try:
+                self._arena.take_in(known)
+            except CheckpointError:
+                known.close()
+                raise
             self._add(known, user)
             return
+        known.holder = ShareHolder(owner.run, tenant)
         self._use(known, user)
 
     def ring(self, owner: SegmentOwner) -> None:
