@@ -145,7 +145,7 @@ def trained_arrays(seed: int = 0) -> Arrays:
             "layers.0.loose.weight/exp_avg": broken,
             "layers.0.loose.weight/exp_avg_sq": -np.abs(rng.standard_normal((40, 40))).astype(np.float32),
             "layers.0.loose.weight/exp_avg.codes": rng.integers(0, 255, (40, 40)).astype(np.uint8),
-            "layers.0.loose.weight/preconditioner": rng.standard_normal((40, 40)).astype(np.float32),
+            "layers.0.other.weight/preconditioner": rng.standard_normal((40, 40)).astype(np.float32),
             "embed.weight/count": np.arange(400, dtype=np.int64),
         },
         "extra": {"seen": np.arange(9, dtype=np.int64)},

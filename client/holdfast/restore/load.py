@@ -88,6 +88,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
     restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast)
+    coded.refuse_apart(reader.manifest, {leaf.key for leaf in restoration.leaves})
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
     targets = targets_of([_own(leaf, reader.contents, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]

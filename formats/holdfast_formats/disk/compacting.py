@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -28,7 +29,19 @@ OptimRule = Literal["exact", "bf16", "int8"]
 RULES: tuple[OptimRule, ...] = get_args(OptimRule)
 OPTIM, MASTER = "optim", "master"
 FIRST = frozenset({"exp_avg", "momentum_buffer"})  # first moments: of both signs
-SECOND = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})  # never below zero
+SECOND = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "acc_delta"})  # never below zero
+# The states of one parameter whose moments may be rounded, by key; single numbers and integers may be beside them. A step
+# subtracts, divides and compares states, so of any other set, such as a centered RMSprop's, all stay as they were saved.
+TOGETHER = (
+    frozenset({"exp_avg", "exp_avg_sq"}),
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    frozenset({"exp_avg", "exp_inf"}),
+    frozenset({"square_avg"}),
+    frozenset({"square_avg", "momentum_buffer"}),
+    frozenset({"square_avg", "acc_delta"}),
+)
+COUNTS = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
+MAXIMUM = "max_exp_avg_sq"  # never below exp_avg_sq: only rounding each value for itself keeps that
 BYTES_MIN = 1024  # of a tensor; a smaller one's entry in the manifest would take what coding it saves
 ROW_MIN = 16  # elements of the last dimension, from which blocks of 8-bit codes are smaller than bfloat16
 TIES_SHARE = 64  # a master of which more than one element in so many lies half-way stays whole
@@ -59,29 +72,56 @@ def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
     if made.thinned is not None or made.compacted is not None:
         return
     held = made.tensors.get(OPTIM, {})
-    for name, entry in held.items():
-        coding = _moments(name, entry, rule, held)
-        if coding is not None and _free(made, OPTIM, name, coding):
-            yield CodingCandidate(OPTIM, name, coding, entry)
+    chosen = _moments(made, rule)
+    for name in filter(chosen.__contains__, held):
+        yield CodingCandidate(OPTIM, name, chosen[name], held[name])
     for name, entry in made.tensors.get(MASTER, {}).items():
         if _weight(made, name, entry) and _free(made, MASTER, name, "low16"):
             yield CodingCandidate(MASTER, name, "low16", entry)
 
 
-def _moments(name: str, entry: TensorEntry, rule: str, held: Collection[str]) -> str | None:
-    """How a rule codes one of the `held` states; None if it does not.
+def parameter_of(name: str) -> str:
+    """The parameter that a state in the group `optim` is kept of."""
+    return name.rpartition("/")[0]
 
-    A first moment without a second one is left: Lion takes its sign, and Muon makes its least directions as long as its
-    greatest, so what rounding changes is most of what they see (measured: 2 and 8 % of an update by bfloat16).
+
+def _moments(made: Manifest, rule: str) -> dict[str, str]:
+    """How a rule codes the states of optimizers, by name: all of a parameter's, or none.
+
+    A first moment without a second one is in none of the sets: Lion takes its sign, and Muon makes its least directions as
+    long as its greatest, so what rounding changes is most of what they see (measured: 2 and 8 % of an update by bfloat16).
     """
-    key = name.rpartition("/")[2]
-    of = name.removesuffix(key)
-    wanted = key in SECOND or (key in FIRST and any(of + second in held for second in SECOND))
-    if rule == "exact" or not wanted or entry.dtype != "F32" or not entry.shape or entry.nbytes < BYTES_MIN:
-        return None
-    if rule == "bf16" or entry.shape[-1] < ROW_MIN:
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in made.tensors.get(OPTIM, {}).items() if rule != "exact" else ():
+        if prod(entry.shape) > 1 and entry.dtype not in COUNTS:
+            states.setdefault(parameter_of(name), {})[name.rpartition("/")[2]] = entry
+    found: dict[str, str] = {}
+    for parameter, kept in states.items():
+        if kept.keys() not in TOGETHER or any(one.dtype != "F32" or one.nbytes < BYTES_MIN for one in kept.values()):
+            continue
+        wanted = {f"{parameter}/{key}": _coding(key, rule, entry, kept) for key, entry in kept.items()}
+        if all(_free(made, OPTIM, name, coding) for name, coding in wanted.items()):
+            found |= wanted
+    return found
+
+
+def _coding(key: str, rule: str, entry: TensorEntry, kept: Collection[str]) -> str:
+    if rule == "bf16" or entry.shape[-1] < ROW_MIN or (MAXIMUM in kept and key in SECOND):
         return "bf16"
     return "int8" if key in FIRST else "int8-log"
+
+
+def together(found: Sequence[Encoded]) -> list[Encoded]:
+    """What was looked at, where no state is coded beside one of the same parameter that stays as it was saved."""
+    left = {parameter_of(one.candidate.name): one for one in found if one.left and one.candidate.group == OPTIM}
+
+    def kept(one: Encoded) -> Encoded:
+        beside = left.get(parameter_of(one.candidate.name)) if one.candidate.group == OPTIM else None
+        if one.left or beside is None:
+            return one
+        return Encoded(one.candidate, left=f"{beside.candidate.name.rpartition('/')[2]} beside it stays: {beside.left}")
+
+    return [kept(one) for one in found]
 
 
 def milder(made: Manifest, one: CodingCandidate) -> CodingCandidate | None:

@@ -60,25 +60,37 @@ class Odd(torch.optim.Optimizer):
             parameter -= 1e-3 * parameter.grad
 
 
+class Negative(torch.optim.SGD):
+    """One with a state that has the name of a second moment, and values below zero."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["square_avg"] = -parameter.grad.abs()
+
+
 MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "lion": Lion,
     "muon": lambda params: torch.optim.Muon(params, lr=1e-2),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9),
+    "centered": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
+    "negative": Negative,
     "odd": Odd,
 }
 # Of each optimizer's states, those that a rule codes.
 CODED: dict[str, dict[str, dict[str, str]]] = {
-    **{name: {"int8": {}} for name in ("adafactor", "lion", "muon", "sgd")},
+    **{name: {"int8": {}} for name in ("adafactor", "lion", "muon", "sgd", "centered", "negative")},
     "rmsprop": {
         "bf16": {"square_avg": "bf16", "momentum_buffer": "bf16"},
         "int8": {"square_avg": "int8-log", "momentum_buffer": "int8"},
     },
-    "odd": {"bf16": {"max_exp_avg_sq": "bf16"}, "int8": {}},
+    "odd": {"bf16": {}, "int8": {}},
 }
 RUNS = [(name, rule) for name, rules in CODED.items() for rule in rules]
-REFUSED = "odd-int8@1 is not compacted: odd-int8@1 cannot be stored in fewer bytes: it has values below zero"
+REFUSED = "negative-int8@1 is not compacted: negative-int8@1 cannot be stored in fewer bytes: it has values below zero"
 
 
 class Trainer:

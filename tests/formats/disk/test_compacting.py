@@ -11,8 +11,8 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.disk import coded, codings, compacting, manifest
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
-from holdfast_formats.disk.compacting import RULES, Encoded, candidates, plan, small_bytes
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.compacting import RULES, CodingCandidate, Encoded, candidates, plan, small_bytes, together
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.rest import bodies
 from tests.checkpoints import Built, build, trained_arrays, varied_arrays
@@ -58,6 +58,45 @@ def test_what_has_nothing_to_save(built: Built, tmp_path: Path) -> None:
         plan(
             built.manifest, b"", "bf16", [Encoded(one, left="too strange") for one in candidates(built.manifest, "bf16")], AT
         )
+
+
+FAMILIES = {
+    "exp_avg exp_avg_sq": ("int8", "int8-log"),
+    "exp_avg exp_avg_sq max_exp_avg_sq": ("int8", "bf16", "bf16"),  # the maximum stays one: both are rounded value by value
+    "exp_avg exp_inf": ("int8", "int8-log"),
+    "square_avg": ("int8-log",),
+    "square_avg momentum_buffer": ("int8-log", "int8"),
+    "square_avg acc_delta": ("int8-log", "int8-log"),
+    "square_avg grad_avg": (),  # a centered RMSprop subtracts the square of one from the other
+    "square_avg grad_avg momentum_buffer": (),
+    "exp_avg exp_avg_sq exp_avg_diff neg_pre_grad": (),  # Adan
+    "exp_avg": (),
+    "exp_avg_sq": (),
+}
+
+
+@pytest.mark.parametrize("keys", FAMILIES)
+def test_states_of_a_parameter_are_coded_together_or_not_at_all(tmp_path: Path, keys: str) -> None:
+    """Those that a step subtracts or compares; of a set of states that is not known, none. Counts do not matter."""
+    names = [f"w/{key}" for key in keys.split()]
+    optim = dict.fromkeys(names, np.ones((8, 64), np.float32)) | {"w/step": np.array(3.0, np.float32)}
+    optim["w/seen"] = np.arange(400)
+    made = build(tmp_path / "family", {"model": {}, "optim": optim}).manifest
+    assert chosen(made, "int8") == dict(zip((f"optim/{name}" for name in names), FAMILIES[keys], strict=False))
+    assert chosen(made, "bf16") == dict.fromkeys(chosen(made, "int8"), "bf16")
+    for odd in names:
+        mixed = build(tmp_path / odd.replace("/", "-"), {"model": {}, "optim": optim | {odd: np.ones((8, 64), np.float16)}})
+        assert chosen(mixed.manifest, "bf16") == {}
+
+
+def test_what_stays_keeps_what_is_beside_it() -> None:
+    """A state whose values cannot be coded leaves no other one of its parameter coded; other parameters do not matter."""
+    entry = TensorEntry("F32", (8, 64), "f", 0, ())
+    found = [
+        Encoded(CodingCandidate("optim", name, "bf16", entry), left="it has NaN" if name == "a/exp_avg" else "")
+        for name in ("a/exp_avg", "a/exp_avg_sq", "b/exp_avg")
+    ]
+    assert [one.left for one in together(found)] == ["it has NaN", "exp_avg beside it stays: it has NaN", ""]
 
 
 def test_aliases_of_masters_stay_aliases(tmp_path: Path) -> None:
@@ -133,6 +172,23 @@ def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
     assert (form.parts, form.bytes) == (("a/exp_avg.q8", "a/exp_avg.q8.scale"), 8 * 300 + 8 * 2 * 4)
     assert coded.stored_form(made, "optim", "b/exp_avg") is None
     assert [coded.is_zeros(shown[name]) for name in ("a/exp_avg", "b/exp_avg", "c/exp_avg")] == [False, False, True]
+
+
+def test_states_that_were_rounded_apart_are_refused(tmp_path: Path) -> None:
+    """As the first version did with a centered RMSprop: by name, unless one of the two is left out."""
+    values = np.ones((8, 64), np.float32)
+    stored = {"w/square_avg.bf16": codings.encode("bf16", values)["codes"], "w/grad_avg": values}
+    whole = build(tmp_path / "stored", {"model": {}, "optim": stored}).manifest
+    told = {"optim": {"w/square_avg": CodedTensor("bf16", "F32", (8, 64), 0.001)}}
+    made = msgspec.structs.replace(whole, compacted=Compacted(AT, "bf16", whole.bytes, "0" * 64, told))
+    manifest.validate(made)
+    both = {("optim", "w/square_avg"), ("optim", "w/grad_avg")}
+    with pytest.raises(StateMismatch, match=r"w/square_avg .*w/grad_avg") as refusal:
+        coded.refuse_apart(made, both)
+    assert "groups=" in refusal.value.hint
+    for one in both:
+        coded.refuse_apart(made, both - {one})
+    coded.refuse_apart(whole, both)
 
 
 def test_contents_are_those_that_were_saved(built: Built) -> None:

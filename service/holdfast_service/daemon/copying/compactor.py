@@ -74,7 +74,7 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     chosen = list(compacting.candidates(full, rule))
     _refuse_full(tier, full, compacting.least_new_bytes(full, chosen))  # before all of it is read
     looked = [_look(full, source, stored, one, going) for one in chosen]
-    planned = compacting.plan(full, pair.encoded, rule, [one.encoded for one in looked], utc_now())
+    planned = compacting.plan(full, pair.encoded, rule, compacting.together([one.encoded for one in looked]), utc_now())
     _refuse_full(tier, full, sum(file.bytes for file in planned.files))
     second_names.prove(tier, place, planned.proof, going)
     streaming.forget(tier, place.path)  # notes of an earlier start: all is written anew
