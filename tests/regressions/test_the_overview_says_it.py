@@ -24,7 +24,7 @@ __all__ = ["tmp_path"]
 LIMIT_S = 240.0
 # A run, or the replica; the code of its alert; what the overview says of it; and the button that mends it.
 SAID = (
-    ("killed", "run-lost", "ranks disappeared without closing their Checkpointer", "Resume from step"),
+    ("killed", "run-lost", "ranks were killed or ended by an exception", "Resume from step"),
     ("hung", "no-commit", "of training; usually there is one every", "Look at the saves"),
     ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Restore step 40"),
     ("full", "saves-failing", "quota-exceeded", "Raise the quota by half"),

@@ -44,7 +44,8 @@ Sort = Annotated[
         help=f"Sort runs by {', '.join(RUN_SORTS)}, metric:NAME, each with a minus for the largest first, or by attention.",
     ),
 ]
-All = Annotated[bool, typer.Option("--all", help="List archived runs too.")]
+_HIDDEN = ("archived", "failed")
+All = Annotated[bool, typer.Option("--all", help="List archived runs, and those that failed to start, too.")]
 
 
 def ls(  # noqa: PLR0913 — one an option
@@ -77,7 +78,7 @@ def ls(  # noqa: PLR0913 — one an option
 
 def _list_runs(library: Library, everything: bool, sort: str, as_json: bool) -> None:
     found = run_lists.runs(library, sort)
-    runs = [run for run in found if everything or run.life != "archived"]
+    runs = [run for run in found if everything or run.life not in _HIDDEN]
     if as_json:
         console.print_json([run.model_dump() for run in runs])
         return
@@ -92,7 +93,7 @@ def _list_runs(library: Library, everything: bool, sort: str, as_json: bool) -> 
         table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life, *more)
     console.show(table if runs else f"No runs in {library.label}.")
     if left := len(found) - len(runs):
-        _warn(f"{left} archived {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
+        _warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
 
 def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:

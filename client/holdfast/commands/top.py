@@ -47,7 +47,7 @@ def top(  # noqa: PLR0913 — one option each
     with console.reporting(as_json), Api(url or default_url()) as api:
 
         def look() -> list[RunSummary]:
-            return list(summaries(api, prefix, "name" if by_name else "attention", runs))
+            return list(summaries(api, prefix, "name" if by_name else "attention", runs, failed=bool(prefix)))
 
         if as_json:
             console.print_json([summary.model_dump() for summary in look()])

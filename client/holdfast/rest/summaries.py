@@ -17,9 +17,12 @@ def summary(api: Api, run: str) -> RunSummary:
     return api.get(f"/v1/runs/{quote(run, safe='')}/summary", RunSummary)
 
 
-def summaries(api: Api, prefix: str = "", order: str = "name", most: int | None = None) -> Iterator[RunSummary]:
+def summaries(
+    api: Api, prefix: str = "", order: str = "name", most: int | None = None, *, failed: bool = True
+) -> Iterator[RunSummary]:
     """The summaries of all runs whose name begins with `prefix`, page by page; at most `most`. `order` is one of
-    `RUN_SORTS`, with a minus for the largest first, `metric:NAME` or `attention`.
+    `RUN_SORTS`, with a minus for the largest first, `metric:NAME` or `attention`. `failed`: with runs that failed to start.
     """
     query = {"prefix": prefix or None, "sort": order, "limit": str(PAGE_ITEMS if most is None else min(most, PAGE_ITEMS))}
+    query["failed"] = None if failed else "false"
     return islice(api.pages("/v1/summaries", RunSummary, query), most)

@@ -120,8 +120,9 @@ class Alert(Attention):
 # Of a run whose ranks connected to a service: some are connected; all have said goodbye; some are gone without that.
 Life = Literal["running", "ended", "lost"]
 # What a run is doing: its ranks save; nobody trains it, or its ranks are here and have long begun no save; they have closed
-# in order; they have disappeared, and nobody has dealt with it yet; a person has put it away.
-RunLife = Literal["training", "idle", "finished", "died", "archived"]
+# in order; they have ended otherwise, and nobody has dealt with it yet, or they did so before anything was saved to the
+# run; a person has put it away.
+RunLife = Literal["training", "idle", "finished", "died", "failed", "archived"]
 
 
 class GoodCheckpoint(Body):

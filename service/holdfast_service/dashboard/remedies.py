@@ -41,11 +41,6 @@ TITLES = {
 }
 
 
-def rank(code: str) -> int:
-    """Where alerts of a code stand among others that are as severe."""
-    return list(TITLES).index(code) if code in TITLES else len(TITLES)
-
-
 def title(code: str) -> str:
     """What alerts of a code are called."""
     return TITLES.get(code, code.replace("-", " ").capitalize())

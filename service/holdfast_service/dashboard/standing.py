@@ -29,6 +29,7 @@ _STANDINGS: Mapping[str, RunStanding] = {
     "died": DIED,
     "finished": FINISHED,
     "idle": IDLE,
+    "failed": RunStanding("failed to start", "gone"),
     "archived": RunStanding("archived", "gone"),
 }
 
@@ -62,6 +63,8 @@ def strip(overview: Overview) -> list[Clause]:
     if died := runs.get("died", 0):
         ago = f" {ago_text(overview.newest_lost_since)}" if overview.newest_lost_since else ""
         clauses.append(Clause(f"{died} died{', the last' if died > 1 and ago else ''}{ago}", "error", overview.newest_lost))
+    if failed := runs.get("failed to start", 0):
+        clauses.append(Clause(f"{failed} failed to start"))
     if overview.exposed_s is not None and runs.get("training"):
         clauses.append(
             Clause(f"Oldest unprotected work: {seconds_text(round(overview.exposed_s))}", "", overview.exposed_run)
@@ -91,7 +94,7 @@ def verdict(summary: RunSummary) -> Clause:
     since = f" {ago_text(summary.life_since)}" if summary.life_since and standing(summary.life).lasts else ""
     if worst is not None:
         return Clause(f"{_upper(word)}{since}, but {worst.text}. {safe}", "warning")
-    if summary.life in ("idle", "archived"):
+    if summary.life in ("idle", "failed", "archived"):
         return Clause(f"{summary.verdict} {safe}", "fine")
     crash = cost_of_a_crash(summary)
     return Clause(f"{_upper(word)}{since}. {safe}" + (f" A crash now would cost {crash}." if crash else ""), "fine")

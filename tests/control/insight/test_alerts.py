@@ -6,9 +6,9 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, RunSummary
 from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
-from holdfast_service.control.insight.facts import ReplicaCounts
+from holdfast_service.control.insight.facts import ReplicaCounts, Save
 from holdfast_service.control.insight.summary import summarise
-from tests.control.insight.test_summary import NOW, facts
+from tests.control.insight.test_summary import NOW, facts, saves
 
 
 def summary(run: str, **changes: object) -> RunSummary:
@@ -38,6 +38,30 @@ def test_what_nobody_has_seen_comes_first() -> None:
     found = sorted(alerts.marked(alerts.of_runs(board), seen), key=alerts.place)
     assert [(one.run, one.code) for one in found] == [("c", "run-lost"), ("a", "disk-nearly-full"), ("b", "run-lost")]
     assert found[-1].acknowledged is not None and len({alerts.place(one) for one in found}) == 3
+
+
+def test_alerts_stand_by_danger_to_data() -> None:
+    """What is damaged comes before what fails, and a death, which puts nothing in danger, after both; of whatever run."""
+    failing = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "no-space"), *saves())
+    damaged = facts().held._replace(damaged=1, newest_damaged=700)
+    board = [
+        summary("a", life="lost"),
+        summary("b", saves=failing),
+        summary("c", held=damaged, life="lost"),
+        summary("d", free_bytes=17_000),
+    ]
+    found = sorted([*alerts.of_runs(board), *alerts.of_nodes([node(replicas={"far": "gone"})])], key=alerts.place)
+    assert [(one.run or one.subject, one.code) for one in found] == [
+        ("c", "checkpoint-damaged"),
+        ("b", "saves-failing"),
+        ("far", "replica-lost"),
+        ("a", "run-lost"),
+        ("c", "run-lost"),
+        ("d", "disk-nearly-full"),
+    ]
+    assert [item.code for item in board[2].attention] == ["checkpoint-damaged", "run-lost"]
+    unknown = found[0].model_copy(update={"code": "of-a-newer-daemon"})
+    assert alerts.place(found[4]) < alerts.place(unknown) < alerts.place(found[5])
 
 
 def test_a_lost_replica_is_said_once() -> None:

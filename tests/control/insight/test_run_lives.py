@@ -56,7 +56,7 @@ SEEN, SEEN_BEFORE = RunSettings(acknowledged=3), RunSettings(acknowledged=2)
 )
 def test_states(life: Life | None, settings: RunSettings, state: RunLife) -> None:
     """A death that was seen in an earlier attempt says nothing of a later one; a living rank is stronger than an archive."""
-    found = summarise(facts(life, settings))
+    found = summarise(facts(life, settings, every=60.0))
     assert found.life == state and found.verdict
     counted = {item.code for item in found.attention if item.acknowledged is None}
     assert ("run-lost" in counted) == (state == "died")
@@ -82,13 +82,14 @@ def test_verdicts_say_what_to_do() -> None:
     died = summarise(facts("lost", every=60.0)).verdict
     assert "12 min ago" in died and "step 9" in died and "start it again" in died
     assert summarise(facts("ended", every=60.0)).verdict.startswith("Finished 12 min ago")
-    assert summarise(facts("lost")._replace(since="2030-01-31T12:00:01.000Z")).verdict.startswith("Died 0 s ago:")
-    ahead = facts("lost")._replace(since="2030-01-31T13:00:00.000Z")
+    lost = facts("lost", every=60.0)
+    assert summarise(lost._replace(since="2030-01-31T12:00:01.000Z")).verdict.startswith("Died 0 s ago:")
+    ahead = lost._replace(since="2030-01-31T13:00:00.000Z")
     assert summarise(ahead).verdict.startswith("Died: its ranks")  # the clock was set back: nobody knows when
     assert "A new launch takes it back" in summarise(facts("ended", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
-    assert "somebody has seen that" in summarise(facts("lost", SEEN)).verdict
-    assert "ann has seen that" in summarise(facts("lost", SEEN._replace(acknowledged_by="ann"))).verdict
+    assert "somebody has seen that" in summarise(facts("lost", SEEN, every=60.0)).verdict
+    assert "ann has seen that" in summarise(facts("lost", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
 
 
 def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:
@@ -98,3 +99,28 @@ def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:
     broken = put_away._replace(held=put_away.held._replace(damaged=1, newest_damaged=9, healthy=False))
     assert [item.code for item in summarise(broken).attention] == ["checkpoint-damaged"]
     assert state_of(broken).life == "archived"
+
+
+@pytest.mark.parametrize(
+    ("saves", "state", "codes"),
+    [
+        ((), "failed", []),  # refused before a save began: a step, or a value in the state
+        ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "state-mismatch"),), "failed", []),
+        ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "round-aborted"),), "failed", []),  # another rank's was refused
+        ((Save(1, 3, "open", NOW - 730),), "failed", []),  # and it has not ended yet
+        ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "no-space"),), "died", ["saves-failing", "run-lost"]),
+        ((Save(1, 3, "sealed", NOW - 730),), "died", ["run-lost"]),  # it is being written
+    ],
+)
+def test_a_run_that_failed_to_start_needs_nobody(saves: tuple[Save, ...], state: RunLife, codes: list[str]) -> None:
+    """Nothing of it is lost. A storage that refuses saves, and a run that has trained for long, are something else."""
+    lost = facts("lost")._replace(saves=saves, declared=(NOW - 740,))
+    found = summarise(lost)
+    assert (found.life, [item.code for item in found.attention]) == (state, codes)
+    assert found.verdict.startswith("Failed to start 12 min ago") == (state == "failed")
+    assert summarise(lost._replace(settings=ARCHIVED)).life == "archived"
+    for trained in (
+        lost._replace(declared=(NOW - 8000,)),
+        lost._replace(held=CheckpointFacts(checkpoints=1, newest=1, created=THEN)),
+    ):
+        assert summarise(trained).life == "died" and "run-lost" in {item.code for item in summarise(trained).attention}

@@ -93,7 +93,8 @@ def test_buttons_mend(service: Served, browser: httpx.Client) -> None:
 
 def test_a_run_says_its_verdict_first(browser: httpx.Client) -> None:
     """One sentence, then alerts, then the timeline with the metrics; all of it is what is fetched again."""
-    for run, said in ((LONG, "Ranks disappeared without closing their Checkpointer. The last good checkpoint is step 1"),):
+    killed = "Ranks were killed or ended by an exception, without closing their Checkpointer."
+    for run, said in ((LONG, f"{killed} The last good checkpoint is step 1"),):
         page = Page(browser.get(f"/runs/{run}").text)
         assert page.faults() == []
         assert said in page.text

@@ -34,7 +34,7 @@ def list_runs(
 ) -> bodies.Page[bodies.Run]:
     """Any order but that by name is some seconds old."""
     found = summaries.summaries_of(request)
-    if wanted.order == BY_NAME:
+    if wanted.order == BY_NAME and wanted.failed:
         page = services.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
     else:
         names = found.names(cursor, limit, wanted)

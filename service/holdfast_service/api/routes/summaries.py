@@ -27,8 +27,9 @@ def wanted_runs(
             "`attention`",
         ),
     ] = "name",
+    failed: Annotated[bool, Query(description="with runs that failed to start, to which nothing was ever saved")] = True,
 ) -> WantedRuns:
-    return WantedRuns.parse(prefix, q, sort)
+    return WantedRuns.parse(prefix, q, sort, failed)
 
 
 Wanted = Annotated[WantedRuns, Depends(wanted_runs)]

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.danger import danger
 from holdfast_formats.rest.observed import Acknowledgement, Alert, Attention, Overview, RunSummary
 from holdfast_service.control.insight.acknowledgements import AlertKey
 
@@ -57,8 +58,9 @@ def marked(alerts: Iterator[Alert], known: Mapping[AlertKey, Acknowledgement]) -
 
 
 def place(alert: Alert) -> str:
-    """In order these bring those first that nobody has acknowledged, errors before warnings."""
-    first = f"{int(alert.acknowledged is not None)}{int(alert.level != 'error')}"
+    """In order these bring those first that nobody has acknowledged, of these errors, and of these the most dangerous."""
+    level, code = danger(alert)
+    first = f"{int(alert.acknowledged is not None)}{level}{code:03d}"
     return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
 
 

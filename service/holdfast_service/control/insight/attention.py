@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from math import isfinite
 
 from holdfast_formats.moments import seconds_of, span, write
+from holdfast_formats.rest.danger import danger
 from holdfast_formats.rest.observed import Attention, Remedy, RunSummary
 from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.facts import Facts, Save
@@ -25,15 +26,15 @@ _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
 
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
-    """Everything that needs attention now, errors first."""
+    """Everything that needs attention now, errors first, and then what puts more data in danger."""
     found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
     found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
-    if summary.life == "archived":  # put away: what was committed is still watched, and nothing else
+    if summary.life in ("archived", "failed"):  # put away, or never begun: what is stored is still watched, and nothing else
         found = [item for item in found if item.code in _OF_WHAT_IS_STORED]
     follows = _follows(facts, {item.code for item in found})
-    return sorted((item for item in found if item.code not in follows), key=lambda item: item.level != "error")
+    return sorted((item for item in found if item.code not in follows), key=danger)
 
 
 def _follows(facts: Facts, found: set[str]) -> set[str]:
@@ -62,7 +63,7 @@ def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
         yield Attention(
             level="error",
             code=DEATH,
-            text="ranks disappeared without closing their Checkpointer",
+            text="ranks were killed or ended by an exception, without closing their Checkpointer",
             hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
             step=summary.newest,
             since=facts.since,

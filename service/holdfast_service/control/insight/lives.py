@@ -6,13 +6,21 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from holdfast_formats.errors import CatalogUnavailable
-from holdfast_formats.moments import utc_now
+from holdfast_formats.moments import seconds_of, utc_now
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.insight.facts import UNKNOWN, Lived
+from holdfast_service.control.insight import known_rows
+from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
+from holdfast_service.control.insight.run_lives import failed_to_start
+
+# By whether the run failed to start: kind, words and level of the event.
+_LOSSES: Mapping[bool, tuple[str, str, Level]] = {
+    False: ("run-lost", "is lost: its ranks were killed or ended by an exception", "error"),
+    True: ("run-failed", "failed to start: its ranks ended before anything was saved", "warning"),
+}
 
 
 class KnownLives:
@@ -52,7 +60,15 @@ class KnownLives:
         since = None if life == "running" else at
         if self._shared:  # other nodes show it too
             self._book.tell("whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since))
-        if life != "running":
-            how = "has ended" if life == "ended" else "is lost: its ranks disappeared without closing their Checkpointer"
-            level: Level = "info" if life == "ended" else "error"
-            self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
+        if life == "ended":
+            self._tell("run-ended", f"attempt {attempt} has ended", run, attempt=attempt)
+        elif life == "lost":  # its saves are recorded first
+            self._book.tell(f"how {run} was lost", lambda: self._tell_of_loss(run, attempt, at))
+
+    def _tell_of_loss(self, run: str, attempt: int, at: str) -> None:
+        with self._catalog.database.read() as session:
+            rows = known_rows.read(session, [run]).get(run, known_rows.RunRows(attempt))
+        now = seconds_of(at)
+        facts = Facts(run, attempt, now, held=rows.held, saves=rows.saves, declared=rows.declared, life="lost", since=at)
+        kind, how, level = _LOSSES[failed_to_start(facts)]
+        self._tell(kind, f"attempt {attempt} {how}", run, level=level, attempt=attempt)

@@ -16,6 +16,9 @@ from holdfast_service.control.insight.facts import Facts
 IDLE_INTERVALS = 3.0  # no save has begun for so many of the usual intervals, and at least
 IDLE_MIN_S = 60.0
 IDLE_UNKNOWN_S = 3600.0  # where it is not known how often it saves
+STARTING_S = 3600.0  # who has trained for longer without one commit has lost work when it dies
+_NOT_SEALED = frozenset({"open", "aborted"})
+_OF_STORAGE = frozenset({"no-space", "quota-exceeded", "storage-failed"})
 
 
 class RunState(NamedTuple):
@@ -33,11 +36,21 @@ def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
         return RunState("training", _text(facts.declared[0]) if facts.declared else None)
     if settings.archived is not None:
         return RunState("archived", settings.archived)
+    if facts.life == "lost" and failed_to_start(facts):
+        return RunState("failed", facts.since)
     if facts.life == "lost" and death_seen(facts) is None:
         return RunState("died", facts.since)
     if facts.life == "ended":
         return RunState("finished", facts.since)
     return RunState("idle", facts.since)
+
+
+def failed_to_start(facts: Facts) -> bool:
+    """Whether a lost run ended before anything was saved to it, such as by an error in its first `save()`."""
+    if facts.held.checkpoints or any(save.state not in _NOT_SEALED or save.code in _OF_STORAGE for save in facts.saves):
+        return False
+    trained_s = moments.seconds_of(facts.since or "") - facts.declared[0] if facts.declared else 0.0
+    return not trained_s > STARTING_S
 
 
 def death_seen(facts: Facts) -> Acknowledgement | None:
@@ -65,9 +78,11 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
         return f"Training{since}; the newest checkpoint is step {summary.newest}{exposed}."
     if summary.life == "died":
         return (
-            f"Died{since}: its ranks disappeared without closing their Checkpointer. See the trainer's log, then start it "
+            f"Died{since}: its ranks were killed or ended by an exception. See the trainer's log, then start it "
             f"again ({goes_on}), or acknowledge it."
         )
+    if summary.life == "failed":
+        return f"Failed to start{since}: its ranks ended before anything was saved. See the trainer's log."
     if summary.life == "finished":
         return f"Finished{since}: its ranks have closed in order; {_newest(summary)}."
     if summary.life == "archived":

@@ -20,7 +20,7 @@ ATTENTION, METRIC = "attention", "metric"
 _FAR_S = 10**12  # later than any commit, in seconds since 1970
 _NAME = "[A-Za-z0-9._-]{1,128}"
 _NEED, _VALUE = "[0-9]{19}", "0[0-9a-f]{16}|10{16}"
-_LIVES: tuple[RunLife, ...] = ("died", "training", "idle", "finished", "archived")
+_LIVES: tuple[RunLife, ...] = ("died", "training", "idle", "finished", "failed", "archived")
 assert set(_LIVES) == set(get_args(RunLife))
 
 
@@ -71,15 +71,18 @@ BY_NAME = RunOrder()
 
 
 class WantedRuns(NamedTuple):
-    """Runs whose names begin with `prefix` and contain every one of the words, in whatever case, in an order."""
+    """Runs whose names begin with `prefix` and contain every one of the words, in whatever case, in an order; with those
+    that `failed` to start, or without.
+    """
 
     prefix: str = ""
     words: tuple[str, ...] = ()
     order: RunOrder = BY_NAME
+    failed: bool = True
 
     @classmethod
-    def parse(cls, prefix: str = "", q: str = "", sort: str = "name") -> WantedRuns:
-        return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort))
+    def parse(cls, prefix: str = "", q: str = "", sort: str = "name", failed: bool = True) -> WantedRuns:
+        return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort), failed)
 
     @property
     def every(self) -> bool:

@@ -61,6 +61,7 @@ class _Marked(NamedTuple):
     made: list[RunSummary]
     known: Mapping[AlertKey, Acknowledgement]
     summaries: list[RunSummary]  # by need
+    failed: frozenset[str]  # the runs that failed to start
     keys: dict[RunOrder, list[str]]
 
 
@@ -91,10 +92,15 @@ class SummaryBoard:
             if len(marked.keys) >= ORDERS_KEPT:
                 marked.keys.clear()
             marked.keys[order] = known
-        if wanted.every and sees_all():
+        hidden = frozenset() if wanted.failed else marked.failed
+        if wanted.every and not hidden and sees_all():
             return known
         named = ((key, order.run_of(key)) for key in known)
-        return [key for key, run in named if wanted.has(run) and visible(run)]
+        return [key for key, run in named if wanted.has(run) and run not in hidden and visible(run)]
+
+    def failed(self) -> frozenset[str]:
+        """The runs that failed to start."""
+        return self._now().failed
 
     def renew(self) -> None:
         """Whoever asks next is told how it is then."""
@@ -104,7 +110,8 @@ class SummaryBoard:
         made, known, last = self._summaries.get(), self._acknowledgements.everything(), self._marked
         if last is not None and last.made is made and last.known is known:
             return last
-        marked = _Marked(made, known, sorted(seen(made, known), key=BY_NEED.key), {})
+        failed = frozenset(summary.run for summary in made if summary.life == "failed")
+        marked = _Marked(made, known, sorted(seen(made, known), key=BY_NEED.key), failed, {})
         self._marked = marked
         return marked
 

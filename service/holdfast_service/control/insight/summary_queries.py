@@ -22,7 +22,7 @@ from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.acknowledgements import Acknowledgements
-from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
+from holdfast_service.control.insight.facts import UNKNOWN, CheckpointFacts, Facts, Lived
 from holdfast_service.control.insight.known_rows import FRESH_S, KnownRows, RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, summarise
@@ -116,6 +116,8 @@ class Summaries:
 
     def _by_name(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
         names = named(wanted.prefix, wanted.words).limit(limit)
+        if not wanted.failed:
+            names = names.where(RunRow.name.not_in(self._board.failed()))
         if wanted.order.descends:
             names = names.order_by(RunRow.name.desc())
             names = names if after is None else names.where(RunRow.name < after)
@@ -180,15 +182,21 @@ class Summaries:
         ]
 
     def states(self, runs: Sequence[bodies.Run]) -> list[bodies.Run]:
-        """The same runs, with what they are doing and who answers for them; saves are looked at only of those that train."""
+        """The same runs, with what they are doing and who answers for them; saves are looked at only of those of which they
+        say it: that train, or may have failed to start.
+        """
         lives, settings = self._lives(), run_settings.known(self._catalog, [run.name for run in runs])
-        training = [run.name for run in runs if lives.get(run.name, UNKNOWN).life == "running"]
-        facts = {found.run: found for found in self.facts(training)}
+        lived_of = {run.name: lives.get(run.name, UNKNOWN) for run in runs}
+        telling = {run.name for run in runs if lived_of[run.name].life == "running"}
+        telling |= {run.name for run in runs if lived_of[run.name].life == "lost" and not run.checkpoints}
+        facts = {found.run: found for found in self.facts(sorted(telling))}
         told: list[bodies.Run] = []
         for run in runs:
-            lived, said = lives.get(run.name, UNKNOWN), settings.get(run.name, RunSettings())
-            found = facts.get(run.name)
-            found = found or Facts(run.name, run.attempt, self._clock(), life=lived.life, since=lived.since, settings=said)
+            lived, said = lived_of[run.name], settings.get(run.name, RunSettings())
+            held = CheckpointFacts(checkpoints=run.checkpoints)
+            found = facts.get(run.name) or Facts(
+                run.name, run.attempt, self._clock(), held=held, life=lived.life, since=lived.since, settings=said
+            )
             life, since = run_lives.state_of(found, interval(found.saves)[0])
             more = {"state": lived.life, "life": life, "life_since": since, "owner": said.owner}
             told.append(run.model_copy(update=more))

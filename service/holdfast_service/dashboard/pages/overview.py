@@ -11,6 +11,7 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.danger import danger
 from holdfast_formats.rest.observed import RUN_SORTS, Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.dashboard import remedies, repeated, standing
@@ -96,8 +97,13 @@ class ShownGroup(NamedTuple):
 async def show_overview(
     request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
 ) -> Response:
-    """Lines of a page of runs, those first that need a person; above them what they need."""
-    asking = api.page(RunSummary, "/v1/summaries", q=wanted.q, sort=wanted.sort, cursor=cursor, limit=RUNS_SHOWN)
+    """Lines of a page of runs, those first that need a person; above them what they need. Runs that failed to start are
+    shown to who looks for them.
+    """
+    failed = str(bool(wanted.q) or wanted.sort == "state").lower()
+    asking = api.page(
+        RunSummary, "/v1/summaries", q=wanted.q, sort=wanted.sort, failed=failed, cursor=cursor, limit=RUNS_SHOWN
+    )
     summed, overview, alerts, health, nodes, going_on = await asyncio.gather(
         asking,
         api.get(Overview, "/v1/overview"),
@@ -130,14 +136,14 @@ async def show_overview(
 
 
 def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
-    """Those that nobody has acknowledged by code, errors first; a code is as severe as its worst."""
+    """Those that nobody has acknowledged by code, the most dangerous first; a code is as severe as its worst."""
     groups: dict[str, AlertGroup] = {}
     for one in alerts:
         if one.acknowledged is not None:
             continue
         known = groups.setdefault(one.code, AlertGroup(one.code, remedies.title(one.code), one.level, []))
         known.alerts.append(one)
-    return sorted(groups.values(), key=lambda group: (group.level != "error", remedies.rank(group.code)))
+    return sorted(groups.values(), key=lambda group: min(danger(one) for one in group.alerts))
 
 
 def _shown(group: AlertGroup, may: Callable[..., bool]) -> ShownGroup:

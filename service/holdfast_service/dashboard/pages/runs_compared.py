@@ -40,7 +40,7 @@ class ComparedRun(NamedTuple):
 async def compare_runs(request: Request, api: Asked, run: Names = None, metric: Text = "", q: Text = "") -> Response:
     """The runs that were chosen, `RUNS_MAX` at most, and a form to choose others."""
     chosen = list(dict.fromkeys(run or []))
-    listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="attention", limit=CHOICES)
+    listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="attention", failed="false", limit=CHOICES)
     read = await asyncio.gather(*(_read(api, name) for name in chosen[:RUNS_MAX]))
     names = Counter(name for _, made in read for one in metrics(made) for name in [one.name])
     wanted = metric if metric in names else next((name for name, _ in names.most_common(1)), "")

@@ -1,0 +1,35 @@
+"""The order of alerts: by how much data is in danger."""
+
+from __future__ import annotations
+
+from holdfast_formats.rest.observed import Attention
+
+# The codes of all alerts, by how much data is in danger: what is stored, what is being saved, room for it, copies; then
+# what costs time alone.
+ALERT_CODES = (
+    "checkpoint-damaged",
+    "saves-failing",
+    "no-commit",
+    "checkpoint-unhealthy",
+    "disk-nearly-full",
+    "quota-nearly-full",
+    "replica-damaged",
+    "replica-lost",
+    "not-verified",
+    "replica-failing",
+    "replica-behind",
+    "node-lost",
+    "run-lost",
+    "clock-differs",
+    "storage-slow",
+    "saves-dropped",
+    "checkpoint-frozen",
+    "saves-too-seldom",
+    "saves-too-often",
+)
+
+
+def danger(alert: Attention) -> tuple[int, int]:
+    """Sorts alerts: errors before warnings, and of each those first that put more data in danger."""
+    known = ALERT_CODES.index(alert.code) if alert.code in ALERT_CODES else len(ALERT_CODES)
+    return int(alert.level != "error"), known
