@@ -13,9 +13,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from holdfast.remote.own_slots import OwnSave, OwnSegment
+from holdfast.remote.own_slots import OwnSave, OwnSegment, within
 from holdfast.remote.uploader import OPEN_TIMEOUT_S, Uploader
 from holdfast.rest.api import Api
+from holdfast_formats import memory_bounds
 from holdfast_formats.errors import (
     ArenaFull,
     CheckpointError,
@@ -132,9 +133,13 @@ class RemoteLink:
 
     def _reserve(self, message: wire.Reserve) -> wire.Segment:
         courier = self._known()
-        segment = OwnSegment(arena.geometry(message.slots, message.data_bytes, message.table_bytes))
+        asked = arena.geometry(message.slots, message.data_bytes, message.table_bytes)
+        if self._segment is not None:
+            self._segment.give_back()
+        geometry, notice = within(asked, memory_bounds.of_process())  # anew: the memory is this process's own
+        segment = OwnSegment(geometry)
         try:
-            courier.reserve(restate(message, Room), segment)
+            courier.reserve(restate(message, Room, slots=geometry.slots), segment)
         except CheckpointError:
             os.close(segment.fd)
             raise
@@ -143,7 +148,11 @@ class RemoteLink:
             self._fds.append(segment.fd)
         made = segment.geometry
         return wire.Segment(
-            reply_to=message.id, slots=made.slots, data_bytes=made.data_bytes, table_bytes_max=made.table_bytes_max
+            reply_to=message.id,
+            slots=made.slots,
+            data_bytes=made.data_bytes,
+            table_bytes_max=made.table_bytes_max,
+            notice=notice,
         )
 
     def _lease(self, message: wire.Lease) -> wire.Granted:

@@ -6,17 +6,40 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.threads import at_exit
-from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMismatch
+from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StateMismatch
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.staging.messages import SlotRequest
+from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting
 
 JOIN_POLL_S = 0.02
+
+
+def within(asked: Geometry, bounds: Sequence[Bound]) -> tuple[Geometry, str]:
+    """As many of the slots as this process's own memory limits leave room for, and the notice if they are fewer;
+    `LimitExceeded`, with the numbers, if not even one fits.
+    """
+    rooms = [SegmentRoom(of.usable, f"{of.name}, {of.bytes_max} bytes") for of in bounds]
+    room = min(rooms, default=SegmentRoom(asked.segment_bytes, ""))
+    slots = fitting(asked, room)
+    if slots == asked.slots:
+        return asked, ""
+    room = room._replace(bytes=max(room.bytes, 0))
+    if not slots:
+        one = asked._replace(slots=1).segment_bytes
+        raise LimitExceeded(
+            f"one slot needs {one} bytes of this process's memory, and {room.bytes} are left of {room.name}",
+            hint="raise the memory limit of the trainer's container or control group, or save a smaller state",
+            needed=one,
+            left=room.bytes,
+        )
+    return asked._replace(slots=slots), fewer_notice(asked, slots, room)
 
 
 class OwnSegment:
@@ -27,11 +50,12 @@ class OwnSegment:
         self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)  # closed by the one who takes it
         try:
             os.ftruncate(self.fd, geometry.segment_bytes)
-            self.memory = memoryview(mmap.mmap(self.fd, geometry.segment_bytes))
+            self._map = mmap.mmap(self.fd, geometry.segment_bytes)
         except OSError as error:
             os.close(self.fd)
             hint = "free memory on this machine, or save a smaller state with fewer slots"
             raise NoSpace(f"cannot reserve {geometry.segment_bytes} bytes for slots: {error.strerror}", hint=hint) from error
+        self.memory = memoryview(self._map)
         self._changed = threading.Condition()
         self._free = set(range(geometry.slots))
         self._lost: CheckpointError | None = None
@@ -60,6 +84,12 @@ class OwnSegment:
         with self._changed:
             self._free.add(slot)
             self._changed.notify_all()
+
+    def give_back(self) -> None:
+        """A larger segment follows: free the memory now, if no save is in it any more."""
+        with self._changed:
+            if len(self._free) == self.geometry.slots:
+                self._map.madvise(mmap.MADV_REMOVE)
 
     def lose(self, error: CheckpointError) -> None:
         """No slot will become free any more: tell the reason to everyone who waits for one."""

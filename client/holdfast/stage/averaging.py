@@ -28,6 +28,7 @@ from holdfast.state.train_state import EXTRA, MASTER, TrainState
 from holdfast.threads import background_requests
 from holdfast.threads.latch import Latch
 from holdfast.transport import Transport
+from holdfast_formats import memory_bounds
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, InvalidRequest, StateMismatch
 from holdfast_formats.staging import average, wire
@@ -399,7 +400,12 @@ class Averaging:
 
     def _reserved(self, link: Transport, layout: AverageLayout) -> _Memory:
         table = _table(AverageUpdate(self._owner(), 2**53, 2**53, self._ema.rule, layout.digest, layout.stretches))
-        room = wire.ReserveAverage(id=link.next_id(), data_bytes=layout.nbytes, table_bytes=TABLE_ROOM * len(table) + 4096)
+        room = wire.ReserveAverage(
+            id=link.next_id(),
+            data_bytes=layout.nbytes,
+            table_bytes=TABLE_ROOM * len(table) + 4096,
+            bounds=tuple(memory_bounds.of_process()),
+        )
         try:
             with link.receiving:
                 link.request(room, wire.Segment)

@@ -8,6 +8,7 @@ import weakref
 
 from holdfast.memory.mapping import Mapping
 from holdfast.transport import Transport
+from holdfast_formats import memory_bounds
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -56,7 +57,8 @@ class Slots:
 
     def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
         self.link = link
-        message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
+        bounds = tuple(memory_bounds.of_process())
+        message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes, bounds=bounds)
         with link.receiving:
             given = link.request(message, wire.Segment)
             fd = link.take_fd()

@@ -15,16 +15,19 @@ from pydantic_core import PydanticSerializationError
 
 from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 9
+PROTOCOL = 10
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
 RANGES_MAX = 16_384  # that one message asks for
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
+
+Bounds = Annotated[tuple[Bound, ...], Field(max_length=BOUNDS_MAX)]
 
 
 class Message(Body):
@@ -55,9 +58,12 @@ class Welcome(Reply, messages.Reception):
 
 
 class Reserve(Request, messages.Room):
-    """Ask for a segment of up to `slots` slots; the reply is `Segment`, with its descriptor."""
+    """Ask for a segment of up to `slots` slots; the reply is `Segment`, with its descriptor. `bounds` are the limits of this
+    rank's own memory, to whose control groups the slots are charged.
+    """
 
     type: Literal["reserve"] = "reserve"
+    bounds: Bounds = ()
 
 
 class Segment(Reply):
@@ -224,6 +230,7 @@ class ReserveAverage(Request):
     type: Literal["reserve-average"] = "reserve-average"
     data_bytes: int = Field(ge=0)
     table_bytes: int = Field(ge=0)
+    bounds: Bounds = ()
 
 
 class AttachAverage(Request):

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import (
@@ -15,6 +15,7 @@ from holdfast_formats.errors import (
     LimitExceeded,
     from_problem,
 )
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
@@ -207,9 +208,9 @@ class Conversation:
     def _reserve(self, request: wire.Reserve) -> None:
         who = self._known()
         asked = geometry(request.slots, request.data_bytes, request.table_bytes)
-        self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._plane.arena, self._plane.saver.holds
-        label, holder = f"{who.run}-rank{who.rank}", ShareHolder(who.run, self._asker.tenant)
+        label, holder = f"{who.run}-rank{who.rank}", self._holder(who, request.bounds)
+        self._part_with_segments()  # first, so that there is room where memory has none for both
         segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder, not holder.tenant)
         self._use(segment)
         holds.succeeded(who.owner)
@@ -222,6 +223,10 @@ class Conversation:
             notice=segment.notice,
         )
         self._send(reply, (segment.fd,))
+
+    def _holder(self, who: Participant, bounds: Sequence[Bound]) -> ShareHolder:
+        """Whose share this rank's memory counts for, and what its own limits leave for it."""
+        return ShareHolder(who.run, self._asker.tenant, self._plane.arena.limits(bounds, f"rank {who.rank}'s"))
 
     def _attach(self, request: wire.Attach) -> wire.Reply:
         who, plane = self._known(), self._plane
@@ -293,7 +298,7 @@ class Conversation:
     def _reserve_average(self, request: wire.ReserveAverage) -> None:
         who = self._known()
         room = average.geometry(request.data_bytes, request.table_bytes)
-        holder = ShareHolder(who.run, self._asker.tenant)
+        holder = self._holder(who, request.bounds)
         made = self._plane.averages.reserve(who.owner, room, holder, self)
         sizes = made.geometry
         reply = wire.Segment(

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_service.daemon.arena import arena as arena_module
 from holdfast_service.daemon.arena import segment as segments
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.budget import Bound, Budget
+from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder
@@ -39,6 +40,28 @@ def test_all_slots_where_they_fit() -> None:
     assert segment.geometry == ASKED and segment.notice == "" and node.bytes == ASKED.segment_bytes
     node.drop(segment)
     assert node.bytes == 0
+
+
+def test_ranks_of_one_control_group_share_its_room() -> None:
+    """Two ranks that reserve at the same moment, before either has touched its slots, do not both get what is free once;
+    what the first gives back counts for the next at once, and ranks of another group have their own.
+    """
+    node, one = Arena(memory_of(2**30)), ONE.segment_bytes
+
+    def holder(group: str, free: int) -> ShareHolder:
+        bounds = [Bound("memory.max", 0, free, group), Bound("memory.high", 2**40, 2**40, group)]
+        return ShareHolder("r", limits=node.limits(bounds, "rank 7's"))
+
+    first = node.reserve(ASKED, "r", holder=holder("2:1", ASKED.segment_bytes))
+    assert first.geometry.slots == 2
+    with pytest.raises(LimitExceeded, match=r"and 0 are left of rank 7's own limit, memory.max, 0 bytes") as refused:
+        node.reserve(ONE, "r", holder=holder("2:1", ASKED.segment_bytes - 4 * arena.PAGE_BYTES))
+    assert "raise the memory limit of the trainer's container" in (refused.value.hint or "")
+    assert node.reserve(ASKED, "r", holder=holder("2:2", one)).geometry.slots == 1
+    first.memory[:] = bytes(len(first.memory))  # touched: less is free, and that much of it is the first one's
+    second = holder("2:1", 0)
+    node.drop(first)
+    assert node.reserve(ASKED, "r", holder=second).geometry.slots == 2
 
 
 def test_memory_goes_with_the_segment_and_waits_for_no_collector() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_service.config import RUN_SHARE_PERCENT
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.budget import Bound, Budget
+from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder, left
 from holdfast_service.daemon.arena.spill import Spill

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena as slots
 from holdfast_formats.staging import average, replica_claims, slot_table
@@ -20,7 +21,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.average_segment import AverageSegment
-from holdfast_service.daemon.arena.budget import Bound, Budget
+from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, Pinned
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.wire import FrameDecoder, Message
 from holdfast_formats.whereabouts import RootMark
 
 TO_DAEMON: list[Message] = [
     wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", keep_last=3),
-    wire.Reserve(id=1, slots=2, data_bytes=2**40, table_bytes=100),
+    wire.Reserve(id=1, slots=2, data_bytes=2**40, table_bytes=100, bounds=(Bound("memory.max", 2**40, -5, "2:9"),)),
     wire.Attach(id=6, open=(500, 501)),
     wire.Lease(id=2, step=500, wait_s=1.5, restored=400, turn=1, existing="replace", groups=("model",), again=1),
     wire.Seal(id=3, slot=0, step=500, table_digest="0123456789abcdef"),

@@ -7,20 +7,23 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging.arena import Geometry, SegmentOwner
+from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting
 from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
-from holdfast_service.daemon.arena.budget import Budget, SegmentRoom, fitting
+from holdfast_service.daemon.arena.budget import Budget, own_limits
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
-from holdfast_service.daemon.arena.shares import ShareHolder, left
-from holdfast_service.daemon.arena.spill import NO_FILE, Spill, fewer_notice, refusal
+from holdfast_service.daemon.arena.shares import OwnLimit, ShareHolder, left
+from holdfast_service.daemon.arena.spill import NO_FILE, Spill, refusal
 
 log = logging.getLogger(__name__)
 
 RETURN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one where memory has no room for both
+RAISE_OWN = "raise the memory limit of the trainer's container or control group, or save a smaller state with fewer slots"
 NAMED_MAX = 10  # runs that a refusal names in the log
 
 
@@ -75,6 +78,15 @@ class Arena:
         """Whether this run has a segment, in memory or on disk, of any attempt."""
         with self._lock:
             return any(one.holder.run == run for one in self._all())
+
+    def limits(self, bounds: Sequence[Bound], whose: str) -> tuple[OwnLimit, ...]:
+        """What a rank's own bounds, found just now, leave for its segments; to be asked before it gives any back."""
+
+        def touched(group: str) -> int:
+            return sum(one.touched_bytes for one in self._all() if not one.spilled and one.holder.is_in(group))
+
+        with self._lock:
+            return own_limits(bounds, whose, touched)
 
     def reserve(
         self,
@@ -156,7 +168,8 @@ class Arena:
                 raise LimitExceeded(
                     f"{label} needs {size} bytes of memory for the average; {self._taken()} are reserved, and {room.bytes} "
                     f"are left of {room.name}",
-                    hint="free memory, start the daemon with a larger --arena-bytes-max, or train without ema=",
+                    hint=room.remedy
+                    or "free memory, start the daemon with a larger --arena-bytes-max, or train without ema=",
                     needed=size,
                     left=room.bytes,
                 )
@@ -311,10 +324,16 @@ class Arena:
         yield from self._averages
 
     def _room(self, holder: ShareHolder) -> SegmentRoom:
-        """What this holder may have now: what there is, or what its share leaves it."""
+        """What this holder may have now: what there is, what its share leaves it, or what limits of its own do."""
         room = self._budget.room(self._taken(), self._touched())
         share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
-        return min(room, SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
+        shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
+        own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
+        return min(room, shared, *own)
+
+    def _charged(self, group: str) -> int:
+        """What segments may take of a control group."""
+        return sum(size for holder, size in self._held() if holder.is_in(group))
 
     def _room_on_disk(self, holder: ShareHolder, free: int) -> SegmentRoom:
         spilled = [(s.holder, s.geometry.segment_bytes) for s in self._segments if s.spilled]

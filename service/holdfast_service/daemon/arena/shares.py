@@ -11,11 +11,28 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
+class OwnLimit(NamedTuple):
+    """What a limit of a rank's own process leaves for segments: of all ranks in this control group, or of this rank alone
+    where `group` is "".
+    """
+
+    group: str
+    bytes: int
+    name: str
+
+
 class ShareHolder(NamedTuple):
-    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins."""
+    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins. `limits` are those of the
+    process that touches the memory.
+    """
 
     run: str
     tenant: str = ""
+    limits: tuple[OwnLimit, ...] = ()
+
+    def is_in(self, group: str) -> bool:
+        """Whether what it touches is charged to this control group."""
+        return bool(group) and any(limit.group == group for limit in self.limits)
 
 
 class Asker(NamedTuple):

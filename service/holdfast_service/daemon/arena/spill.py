@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
 from holdfast_formats.staging.arena import Geometry
-from holdfast_service.daemon.arena.budget import SegmentRoom
+from holdfast_formats.staging.room import MIB, SegmentRoom, amount
 from holdfast_service.storage import scratch
 
 NO_FILE = (
     "; it is not staged on disk, because whoever has the file can truncate it under the daemon: only ranks of the daemon's "
     "own user, and ranks that save over HTTP (at=URL, with a token), are staged there"
 )
-GIB = 2**30
-MIB = 2**20
 
 
 class Spilled(NamedTuple):
@@ -58,23 +56,13 @@ class Spill:
             os.close(fd)
             raise
         notice = (
-            f"memory has room for {_amount(room.bytes)} more ({room.name}), less than one slot of "
-            f"{_amount(one.slot_bytes)}: staging uses {_amount(one.segment_bytes)} on the disk of {self._root} "
+            f"memory has room for {amount(room.bytes)} more ({room.name}), less than one slot of "
+            f"{amount(one.slot_bytes)}: staging uses {amount(one.segment_bytes)} on the disk of {self._root} "
             f"instead, at about {speed / MIB:.0f} MiB/s. Each save may stall training for up to "
             f"{one.slot_bytes / speed:.1f} s, and every byte is written to that disk twice; "
-            f"{_amount(one.segment_bytes - room.bytes)} more memory would avoid this"
+            f"{amount(one.segment_bytes - room.bytes)} more memory would avoid this"
         )
         return Spilled(fd, one, notice)
-
-
-def fewer_notice(asked: Geometry, slots: int, room: SegmentRoom) -> str:
-    """The notice for a rank that gets fewer slots than requested."""
-    return (
-        f"reserved {slots} slot{'s' * (slots > 1)} instead of {asked.slots}: memory has room for "
-        f"{_amount(room.bytes)} ({room.name}), but {asked.slots} slots of {_amount(asked.slot_bytes)} need "
-        f"{_amount(asked.segment_bytes - room.bytes)} more. A save that starts while {slots} "
-        f"{'are' if slots > 1 else 'is'} being written finds no free slot"
-    )
 
 
 def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str) -> LimitExceeded:
@@ -83,15 +71,11 @@ def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str
     return LimitExceeded(
         f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for "
         f"{asked.slots}; {taken} are reserved, and {room.bytes} are left of {room.name}{why}",
-        hint="free memory, start the daemon with a larger --arena-bytes-max or --run-share, or save a smaller state",
+        hint=room.remedy or "free memory, start the daemon with a larger --arena-bytes-max or --run-share, or save less",
         needed=one.segment_bytes,
         taken=taken,
         left=room.bytes,
     )
-
-
-def _amount(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
 
 
 def emptier(fd: int, geometry: Geometry) -> Callable[[int], None]:
