@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,17 +93,17 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
     given = module.state_dict(keep_vars=True)
-    _refuse_temporaries(module, given, path)
     for raw, value in given.items():
         name = clean(raw)
         if name in tensors or name in extras:
             raise InvalidRequest(f"{path}: two tensors have the name {name!r} once wrapper prefixes are removed")
         if name in owners and name.rpartition(".")[2] == EXTRA_STATE:
-            extras[name] = owners[name], value
+            extras[name] = owners[name], value  # the module is given it in set_extra_state: it may be made on each call
         elif isinstance(value, torch.Tensor):
             tensors[name] = value
         else:
             raise InvalidRequest(f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor")
+    _refuse_temporaries(module, tensors, path)
     return ModuleState(tensors, extras, unsaved=_made_by_itself(module, tensors))
 
 
@@ -162,7 +163,18 @@ def refuse_empty_lists(path: str, value: object, only_tensors: bool) -> None:
         )
 
 
-def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
+def _set_extra(owner: nn.Module, live: Any, value: Any) -> None:
+    """Give a module its own value in the form in which it has it: tensors on its device, and bytes that another program
+    wrote as a stream.
+    """
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+        value = value.to(live.device)
+    elif isinstance(live, io.BytesIO) and isinstance(value, bytes):
+        value = io.BytesIO(value)
+    owner.set_extra_state(value)
+
+
+def _refuse_temporaries(module: nn.Module, found: Mapping[str, Storable], path: str) -> None:
     """Refuse, by name, tensors that the module created for its `state_dict`: it would never see restored values in them."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
     foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
@@ -272,9 +284,9 @@ class NamedTensors(NamedTuple):
         plan.actions += self.state.release
         names = {self._stored_name(alias): self._stored_name(canonical) for alias, canonical in aliases.items()}
         plan.aliases[self.group] = {a: c for a, c in names.items() if selection.takes(self.group, a)}
-        for name, (owner, _) in self.state.extras.items():
+        for name, (owner, live) in self.state.extras.items():
             if selection.takes(self.group, name):
-                self._plan_extra(plan, stored, name, owner)
+                self._plan_extra(plan, stored, name, partial(_set_extra, owner, live))
         return plan
 
     def left_out(self) -> list[str]:
@@ -287,7 +299,7 @@ class NamedTensors(NamedTuple):
         """Whether those are still what they were: none is trained by now."""
         return not any(is_trained(self.state.tensors[name]) for name in self.state.unsaved)
 
-    def _plan_extra(self, plan: PartPlan, stored: OfferedLeaves, name: str, owner: nn.Module) -> None:
+    def _plan_extra(self, plan: PartPlan, stored: OfferedLeaves, name: str, install: Callable[[Any], None]) -> None:
         plan.documents.append((self.group, name))
         text = stored.value(self.group, name)
         if text is None:
@@ -296,7 +308,7 @@ class NamedTensors(NamedTuple):
         plan.missing += [f"{self.group}/{unknown}" for unknown in regrown.unknown]
         for tensor_name, tensor in regrown.tensors.items():
             plan.want(self.group, tensor_name, tensor)
-        plan.actions.append(lambda: owner.set_extra_state(regrown.build()))
+        plan.actions.append(lambda: install(regrown.build()))
 
     def _tree(self, name: str, value: Any) -> trees.Tree:
         return trees.grow(value, f"{self.path}.{name}", name, f"{RANK_PREFIX}{self.rank:05d}/{name}")

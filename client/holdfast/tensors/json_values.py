@@ -3,6 +3,7 @@
 Plain JSON stands for itself. Everything else is an object with a single key that begins with "$":
 
     {"$float": "nan"}  {"$int": "-0x1f…"}  {"$str": hex of UTF-8}  {"$bytes": base64}  {"$bytearray": base64}
+    {"$bytesio": [base64, position]}
     {"$complex": [re, im]}  {"$tuple": […]}  {"$set": […]}  {"$frozenset": […]}  {"$range": [start, stop, step]}
     {"$deque": [maxlen, […]]}  {"$dict": [[key, value], …]}  {"$ordereddict": …}  {"$counter": …}
     {"$defaultdict": ["int", [[key, value], …]]}  {"$dtype": "float32"}  {"$device": "cuda:0"}  {"$size": […]}
@@ -16,6 +17,7 @@ of Fragments is one tensor.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import struct
@@ -108,6 +110,8 @@ class _Writer:
             return self._beside(value, trail)
         if isinstance(value, np.generic):
             return self._scalar(value, trail)
+        if kind is io.BytesIO and self.inside and not value.closed:  # an entry of the state would keep the one that it has
+            return {"$bytesio": [base64.b64encode(value.getvalue()).decode(), value.tell()]}
         if kind not in _CONTAINERS:
             raise self._refusal(value, trail)
         if holds_fragments(value):
@@ -276,6 +280,12 @@ def _decode_dtype(content: str) -> torch.dtype:
     return dtype
 
 
+def _decode_stream(content: list[Any]) -> io.BytesIO:
+    stream = io.BytesIO(base64.b64decode(content[0], validate=True))
+    stream.seek(content[1])
+    return stream
+
+
 def _decode_scalar(content: list[str]) -> Any:
     dtype = np.dtype(content[0])
     if dtype.kind not in _SCALAR_KINDS:
@@ -289,6 +299,7 @@ _TAGS: dict[str, Callable[[_Reader, Any], Any]] = {
     "$str": lambda reader, content: bytes.fromhex(content).decode(errors="surrogatepass"),
     "$bytes": lambda reader, content: base64.b64decode(content, validate=True),
     "$bytearray": lambda reader, content: bytearray(base64.b64decode(content, validate=True)),
+    "$bytesio": lambda reader, content: _decode_stream(content),
     "$complex": lambda reader, content: complex(*reader.sequence(content)),
     "$range": lambda reader, content: range(*reader.sequence(content)),
     "$dtype": lambda reader, content: _decode_dtype(content),

@@ -119,6 +119,7 @@ _TAGS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "$float": lambda content, _: _decode_float(content),
     "$str": lambda content, _: bytes.fromhex(content).decode(errors="surrogatepass"),
     "$bytes": lambda content, _: base64.b64decode(content, validate=True),
+    "$bytesio": lambda content, _: base64.b64decode(content[0], validate=True),
     "$tuple": lambda content, inner: tuple(inner(content)),
     "$dict": lambda content, inner: {inner(key): inner(value) for key, value in content},
     "$ordereddict": lambda content, inner: {inner(key): inner(value) for key, value in content},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,50 @@ class Loader:
 
     def load_state_dict(self, state: Any) -> None:
         self.held = state
+
+
+class Extra(nn.Module):
+    """A module with a value of its own, made anew at each call, as Transformer Engine's FP8 scales are."""
+
+    def __init__(self, seed: int, give: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(2, 2), (torch.full((5,), 1 / 3) * seed)
+        self._give, self._take = give, take
+
+    def get_extra_state(self) -> Any:
+        return self._give(self.scales)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = self._take(state)
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _unraw(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32)
+
+
+def _stream(tensor: torch.Tensor) -> io.BytesIO:
+    torch.save({"scales": tensor}, stream := io.BytesIO())
+    return stream
+
+
+def _unstream(stream: io.BytesIO) -> torch.Tensor:
+    stream.seek(0)
+    return torch.load(stream)["scales"]  # type: ignore[no-any-return]
+
+
+EXTRAS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "extra tensor": (torch.clone, torch.clone),
+    "extra tensor of bytes": (lambda t: t.clone().view(torch.uint8), lambda t: t.view(torch.float32).clone()),
+    "extra float8": (lambda t: t.to(torch.float8_e4m3fn), lambda t: t.float()),
+    "extra bytes": (_raw, _unraw),
+    "extra bytearray": (lambda t: bytearray(_raw(t)), _unraw),
+    "extra stream": (_stream, _unstream),
+    "extra of all": (lambda t: {"a": [t.clone(), _raw(t)], "b": _stream(t)}, lambda held: _unstream(held["b"])),
+}
 
 
 def fake() -> torch.Tensor:
@@ -175,6 +220,8 @@ def held(state: Made) -> list[Any]:
 
 
 def _comparable(item: Any) -> Any:
+    if isinstance(item, io.BytesIO):
+        return item.getvalue(), item.tell()
     if isinstance(item, torch.Tensor):
         data = item.detach().contiguous()
         return str(item.dtype), tuple(item.shape), data.reshape(-1).view(torch.uint8).tolist() if data.numel() else []
@@ -282,6 +329,10 @@ OTHERS: dict[str, tuple[Callable[[int], Made], bool]] = {
     "object": (lambda seed: {"o": object()}, False),
     "raw generator": (lambda seed: {"g": torch.Generator().manual_seed(seed)}, True),
     "plain loader": (lambda seed: {"loader": torch.utils.data.DataLoader([1, 2, 3])}, False),
+    **{
+        kind: (lambda seed, forms=forms: {"model": nn.Sequential(Extra(seed, *forms))}, True)
+        for kind, forms in EXTRAS.items()
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from types import MappingProxyType
 
 import numpy as np
@@ -320,6 +321,9 @@ def test_extra_state_of_modules():
     assert other[0].extra["seen"] == 3 and torch.equal(other[0].extra["scale"], torch.ones(2))
     restore(save({"model": nn.Sequential(Counting(None))}), {"model": other})
     assert other[0].extra is None
+    other[0].extra = io.BytesIO()
+    restore(save({"model": nn.Sequential(Counting(b"fp8"))}), {"model": other})  # as an import of another program has it
+    assert type(other[0].extra) is io.BytesIO and other[0].extra.getvalue() == b"fp8"
     with pytest.raises(StateMismatch, match=r"missing.*model/0\._extra_state"):
         restore(save({"model": nn.Sequential(nn.Sequential())}), {"model": nn.Sequential(Counting())})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from holdfast.tensors.json_values import DEPTH_MAX, dumps, loads, referred
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
+from holdfast_formats.foreign.json_values import decode as plain
 
 
 class Colour(IntEnum):
@@ -127,6 +129,21 @@ def test_sets_come_back_and_have_one_text():
 def test_any_nested_value_comes_back(value):
     """Whatever is nested out of plain types comes back exactly."""
     assert same(through(value), value)
+
+
+def test_a_stream_of_bytes_comes_back_with_its_position():
+    """Where an object returned it; an entry of the state itself would keep the stream that it has."""
+    stream = io.BytesIO(b"\x00\xffabc")
+    stream.seek(2)
+    text = dumps({"s": stream}, "v", inside=True)
+    found = loads(text, "v")["s"]
+    assert type(found) is io.BytesIO and (found.getvalue(), found.tell()) == (b"\x00\xffabc", 2)
+    assert plain(json.loads(text), lambda kind, name: None) == {"s": b"\x00\xffabc"}
+    with pytest.raises(InvalidRequest, match=r"v\.s: a value of type _io.BytesIO"):
+        dumps({"s": stream}, "v")
+    stream.close()
+    with pytest.raises(InvalidRequest, match=r"v\.s: a value of type _io.BytesIO"):
+        dumps({"s": stream}, "v", inside=True)
 
 
 def test_text_is_plain_json_where_it_can_be():
