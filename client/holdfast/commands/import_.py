@@ -17,6 +17,7 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.rest.operations import JobRequest
 from holdfast_formats.rest.recipes import average_of_last
 
@@ -36,6 +37,10 @@ Program = Annotated[
 ]
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
 Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
+Int16 = Annotated[
+    str | None,
+    typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would become of what, and write nothing.")]
 
 RECIPE_BYTES_MAX = 2**15
@@ -57,6 +62,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     program: Program = None,
     as_is: AsIs = False,
     assemble_flat: Flat = False,
+    int16: Int16 = None,
     dry_run: DryRun = False,
     root: Root = None,
     url: Url = None,
@@ -74,7 +80,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         if root is not None and url is not None:
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         text = None if program is None else program_text(program)
-        given = {"kind": kind, "program": text, "as_is": as_is, "assemble_flat": assemble_flat, "dry_run": dry_run}
+        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16)}
+        given = {"program": text, **reading, "dry_run": dry_run}
         arguments = {name: value for name, value in given.items() if value}
         if root is not None:
             words = [source, f"{run}@{step}", "--root", str(root), *options_of(arguments)]
@@ -101,6 +108,13 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
 def _by_service(url: str | None, wanted: JobRequest, as_json: bool, doing: str) -> dict[str, Any]:
     with Api(url or default_url()) as api, console.told(doing, shown=not as_json) as on_bytes:
         return delegated.as_job(api, wanted, on_bytes)
+
+
+def int16_of(text: str | None) -> str | None:
+    """What `--int16` says; `InvalidRequest` for anything else."""
+    if text not in (None, *sixteen_bits.WAYS):
+        raise InvalidRequest(f"--int16 is {text!r}", hint=f"one of {', '.join(sixteen_bits.WAYS)}")
+    return text
 
 
 def options_of(arguments: dict[str, Any]) -> list[str]:

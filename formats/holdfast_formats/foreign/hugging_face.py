@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,7 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign import directories, hugging_face_names
+from holdfast_formats.foreign import directories, hugging_face_names, sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
@@ -59,8 +60,10 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     if weight_map is not None:
         _check_index(weight_map, tensors.values())
     copies = hugging_face_names.check_names(names, {*weights, INDEX})
-    placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
-    hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
+    config = hugging_face_names.read_config(files)
+    taken = as_bfloat16(tensors.values(), config, options)
+    tensors = {tensor.key: tensor for tensor in taken.tensors}
+    hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
     assets = assets_of(files, names)
     uses = [FileUse(file, "tensors") for file in weights]
     if weight_map is not None:
@@ -68,7 +71,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     uses += [*copies, *(FileUse(name, "asset") for name in assets)]
     known = {use.file for use in uses}
     uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
-    return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets)
+    return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets, notes=taken.notes)
 
 
 def _check_index(weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
@@ -121,6 +124,23 @@ def in_file(files: ForeignFiles, file: str, group: str = GROUP) -> list[ForeignT
         piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
         found.append(ForeignTensor(spec, (piece,)))
     return found
+
+
+class TakenTensors(NamedTuple):
+    """Tensors, and what was taken for granted of their dtypes."""
+
+    tensors: tuple[ForeignTensor, ...]
+    notes: tuple[str, ...]
+
+
+def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], options: ReadOptions) -> TakenTensors:
+    """Tensors of safetensors files, BF16 where integers are its bits; `StateMismatch` by name where that is not certain."""
+    tensors = tuple(found)
+    stored = (sixteen_bits.StoredDtype(one.spec.name, one.spec.dtype, one.pieces[0].file) for one in tensors)
+    dtype = sixteen_bits.taken_for_bfloat16(stored, config, options.int16)
+    if dtype is None:
+        return TakenTensors(tensors, ())
+    return TakenTensors(tuple(sixteen_bits.with_bfloat16(one, dtype) for one in tensors), (sixteen_bits.note(dtype),))
 
 
 def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:

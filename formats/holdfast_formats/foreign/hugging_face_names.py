@@ -1,7 +1,7 @@
 """Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
 
-Otherwise an import could commit weights that load wrong, or lose training state: bfloat16 that numpy wrote as
-integers, weights transposed for another framework, quantised weights, optimizer state and masters.
+Otherwise an import could commit weights that load wrong, or lose training state: weights transposed for another
+framework, quantised weights, optimizer state and masters.
 """
 
 from __future__ import annotations
@@ -120,14 +120,6 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
         )
     for spec, file in specs:
         name = spec.name
-        if spec.dtype == "U16":
-            said = config.get("dtype") or config.get("torch_dtype") or "nothing"
-            raise _mismatch(
-                name,
-                file,
-                f"is U16, but {CONFIG} says {said}: numpy writes bfloat16 this way",
-                "save it as BF16, from PyTorch",
-            )
         if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
             raise _mismatch(
                 name, file, f"looks like quantised weights ({spec.dtype})", "import the model in its own precision"

@@ -11,11 +11,12 @@ from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
 
 class ReadOptions(NamedTuple):
     """What a user may ask of an import: names and layouts as they are (`as_is`), Paddle's broken flat directories put
-    together (`assemble_flat`).
+    together (`assemble_flat`), 16-bit integers taken for what they are (`int16`, one of `sixteen_bits.WAYS`).
     """
 
     as_is: bool = False
     assemble_flat: bool = False
+    int16: str | None = None
 
 
 class ForeignKind(NamedTuple):

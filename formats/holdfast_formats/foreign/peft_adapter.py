@@ -33,9 +33,9 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     if file is None:
         raise StateMismatch(f"there is neither {SAFE} nor {PICKLED}", file=SAFE)
     if file == SAFE:
-        found = hugging_face.in_file(files, file, GROUP)
+        found, notes = hugging_face.as_bfloat16(hugging_face.in_file(files, file, GROUP), {}, options)
     else:
-        found = torch_values.state_dict(read_torch(files, file), file, GROUP)
+        found, notes = tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)), ()
     if not found:
         raise StateMismatch(f"{file} has no tensors", file=file)
     hugging_face_names.check_tensors([(tensor.spec, file) for tensor in found], {})
@@ -46,7 +46,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     uses += [FileUse(name, "unused", f"the adapter once more; {file} is read") for name in twice]
     known = {use.file for use in uses}
     uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in names if name not in known]
-    return ForeignListing(KIND.name, {tensor.key: tensor for tensor in found}, tuple(uses), assets=assets)
+    return ForeignListing(KIND.name, {tensor.key: tensor for tensor in found}, tuple(uses), assets=assets, notes=notes)
 
 
 def _check_config(files: ForeignFiles) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor
-from holdfast_formats.foreign.pickles import PickledArray
+from holdfast_formats.foreign.pickles import LatinArray, PickledArray, PickledBytes
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -29,6 +29,9 @@ def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
     for name, array in value.items():
         if not isinstance(name, str) or not isinstance(array, PickledArray):
             raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)} and not a tensor by a name")
+        if array.dtype == "U16" and not array.storage:
+            what = f"has {name!r}, a numpy array of U16: numpy writes bfloat16 as such integers too"
+            raise mismatch(file, name, what, "save it as a torch tensor: torch.uint16 and torch.bfloat16 are told apart")
         found.append(tensor(array, group, name))
     return found
 
@@ -61,5 +64,11 @@ def mismatch(file: str, key: str, what: str, hint: str = "") -> CheckpointError:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, PickledArray):
+        return "tensor" if value.storage else "numpy array"
+    if isinstance(value, LatinArray):
+        return "numpy array"
+    if isinstance(value, PickledBytes):
+        return "bytes object"
     name = getattr(value, "name", None)
     return f"{name} object" if isinstance(name, str) else type(value).__name__

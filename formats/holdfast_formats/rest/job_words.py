@@ -18,6 +18,7 @@ _NAMES = {
     "dtype": "Converted to",
     "from": "Source",
     "id": "Job",
+    "int16": "16-bit integers are",
     "layouts": "Restore tested in",
     "left": "Left as they are",
     "nonfinite": "Not finite",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.whereabouts import check_output_place
 from holdfast_service.daemon.copying import converting, exporting
@@ -47,7 +48,7 @@ def _exported(given: argparse.Namespace) -> dict[str, Any]:
 def _converted(given: argparse.Namespace) -> dict[str, Any]:
     source, target = _ends(given)
     terms = _terms(given)
-    options = ReadOptions(given.as_is, given.assemble_flat)
+    options = ReadOptions(given.as_is, given.assemble_flat, given.int16)
     conversion = converting.plan_conversion(open_source(source), given.source_kind, options, terms)
     if given.dry_run:
         if target.exists() or target.is_symlink():
@@ -103,5 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--from", dest="source_kind", metavar="KIND", help="what the directory is, where that is not plain")
     convert.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     convert.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
+    convert.add_argument("--int16", choices=sixteen_bits.WAYS, help="what 16-bit integers are")
     convert.add_argument("--dry-run", action="store_true", help="only say what would be made")
     return parser

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, exit_status
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.whereabouts import check_root_place
 from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
@@ -77,7 +78,7 @@ def _act(given: argparse.Namespace, transfers: Transfers, which: Which) -> dict[
 
 
 def _options(given: argparse.Namespace) -> ImportOptions:
-    return ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat)
+    return ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat, given.int16)
 
 
 def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--program", metavar="TEXT", help="a mapping program: its name, or its text")
     bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
+    bring.add_argument("--int16", choices=sixteen_bits.WAYS, help="what 16-bit integers are")
     bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
     merge = acts.add_parser("merge", help="merge checkpoints by a recipe")
     merge.add_argument("checkpoint", metavar="RUN@STEP")

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_formats.whereabouts import check_output_place
@@ -163,7 +164,14 @@ def _named(job: Job | JobRequest) -> tuple[str, int]:
 def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
     """What a job's arguments ask of an import; `InvalidRequest` for one that has another type, or that does not exist."""
     given = {name: value for name, value in job.arguments.items() if name != "from"}
-    types: dict[str, type] = {"kind": str, "program": str, "as_is": bool, "assemble_flat": bool, "dry_run": bool}
+    types: dict[str, type] = {
+        "kind": str,
+        "program": str,
+        "as_is": bool,
+        "assemble_flat": bool,
+        "int16": str,
+        "dry_run": bool,
+    }
     for name, value in given.items():
         if name not in types:
             raise InvalidRequest(f"an import has no argument {name!r}", hint=f"from, {', '.join(types)}")
@@ -172,6 +180,8 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
     if given.get("kind") not in (None, OURS, *(kind.name for kind in KINDS)):
         known = ", ".join((OURS, *(kind.name for kind in KINDS)))
         raise InvalidRequest(f"there is no kind {given['kind']!r} of checkpoints", hint=f"one of {known}")
+    if given.get("int16") not in (None, *sixteen_bits.WAYS):
+        raise InvalidRequest(f"int16 of an import is {given['int16']!r}", hint=f"one of {', '.join(sixteen_bits.WAYS)}")
     dry_run = bool(given.pop("dry_run", False))
     return WantedImport(*_named(job), ImportOptions(**given), dry_run, again)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor
 from holdfast_formats.foreign.paddle import leftovers
@@ -41,7 +42,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     if CONFIG not in names:
         raise StateMismatch(f"{CONFIG} is missing, without which the adapter's weight is not known", file=CONFIG)
     config = read_json(files, CONFIG)
-    sets = {stem: find_set(files, names, stem) for stem in (_STEM, MASTERS, OPTIMIZER)}
+    sets = {stem: find_set(files, names, stem, options.int16) for stem in (_STEM, MASTERS, OPTIMIZER)}
     kinds = {_STEM: "model", MASTERS: "master", OPTIMIZER: "optimizer"}
     writers = max(held.writers for held in sets.values())
     leftovers.check_signals(names, writers, [kinds[stem] for stem, held in sets.items() if held.arrays])
@@ -55,8 +56,8 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
         for key, tensor in saved.tensors.items():
             gathering.shapes[key] = tensor.shape
             gathering.weight(tensor.tensor("model", key), key)
-    if sets[_STEM].numpy_bits:
-        gathering.notes.append("bfloat16 was stored as U16, its bits")
+    if (dtype := sets[_STEM].numpy_bits) is not None:
+        gathering.notes.append(sixteen_bits.note(dtype))
     reader.weights(_in_paddle(sets[_STEM]), "model")
     reader.weights(sets[MASTERS], "master")
     reader.optimizer(sets[OPTIMIZER])

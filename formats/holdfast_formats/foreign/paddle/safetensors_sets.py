@@ -13,14 +13,21 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.listing import ForeignFiles
-from holdfast_formats.foreign.paddle.gathering import read_json
+from holdfast_formats.foreign.paddle.gathering import CONFIG, read_json
 from holdfast_formats.foreign.paddle.static_names import every_place
 from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
+from holdfast_formats.foreign.sixteen_bits import StoredDtype
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors")
 _OF_RANK = re.compile(r"((?:[._](?:tp|pp|shard|sharding|moe|ep)\d+)*)\.safetensors(?:_shard_(\d+))?")
 _DEGREE = re.compile(r"(tp|pp|sharding|shard|moe|ep)(\d+)")
+_VERSIONS = ("paddleformers_version", "paddlenlp_version")
+_OF_PADDLE = re.compile(
+    r"(master_weights|optimizer)([-._].*)?\.safetensors(_shard_\d+|\.index\.json)?|\.(model|master|optimizer)_weight\.done\..*"
+    r"|saved_signal_.*|(peft_model|lora_model)[-._].*|lora_config\.json|trainer_state\.bin|.*\.pdparams|.*\.pdopt"
+)
 FORMATS = (None, "pt", "np")
 _INCOMPLETE = "copy the whole directory, or import another step"
 
@@ -34,7 +41,7 @@ class FileSet(NamedTuple):
     stated: Mapping[str, Any]  # what the index says
     arrays: Mapping[str, list[StoredArray]]
     formats: Mapping[str, str | None]
-    numpy_bits: bool
+    numpy_bits: str | None  # the integers that were taken for bfloat16
     ranks: Mapping[str, int]
     degree: int
     writers: int
@@ -58,9 +65,9 @@ def is_of_set(name: str, stem: str) -> bool:
     return rest == ".safetensors.index.json" or bool(_NUMBERED.fullmatch(rest) or _OF_RANK.fullmatch(rest))
 
 
-def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
+def find_set(files: ForeignFiles, names: Iterable[str], stem: str, int16: str | None) -> FileSet:
     """The set of this stem; without arrays if there is none. Raises `CorruptManifest` by file and key where the index and
-    the files do not fit.
+    the files do not fit, `StateMismatch` for 16-bit integers that may be numbers or bfloat16 (`int16` says which).
     """
     listed = [name for name in names if is_of_set(name, stem)]
     index_name = f"{stem}.safetensors.index.json"
@@ -68,7 +75,6 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
     held = sorted((name for name in listed if name != index_name), key=lambda name: _order(name, stem))
     arrays: dict[str, list[StoredArray]] = defaultdict(list)
     formats: dict[str, str | None] = {}
-    bits = False
     for name in held:
         found = read_safetensors(files, name)
         if found.format not in FORMATS:
@@ -77,9 +83,10 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
                 hint="Paddle writes 'np', or 'pt' for Hugging Face's layout",
                 file=name,
             )
-        formats[name], bits = found.format, bits or found.numpy_bits
+        formats[name] = found.format
         for array in found.arrays:
             arrays[array.key].append(array)
+    bits = _bits(files, names, arrays, int16)
     numbers = [match for name in held if (match := _NUMBERED.fullmatch(name[len(stem) :]))]
     ranks: dict[str, int] = {}
     degree, count = 1, max((int(match[2]) for match in numbers), default=0)
@@ -98,6 +105,26 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str) -> FileSet:
     elif numbers and not index:
         raise CorruptManifest(f"{index_name} is missing, which says where tensors are", hint=_INCOMPLETE, file=index_name)
     return made
+
+
+def is_paddles(files: ForeignFiles, names: Iterable[str]) -> bool:
+    """Whether Paddle wrote a directory, by its config.json, or by what no other program leaves beside weights."""
+    if CONFIG in names and any(key in read_json(files, CONFIG) for key in _VERSIONS):
+        return True
+    return any(_OF_PADDLE.fullmatch(name) for name in names)
+
+
+def _bits(files: ForeignFiles, names: Iterable[str], arrays: dict[str, list[StoredArray]], int16: str | None) -> str | None:
+    """The integer dtype that stands for bfloat16 in a set, whose arrays become BF16."""
+    stored = [StoredDtype(array.key, array.dtype, array.file) for held in arrays.values() for array in held]
+    if not any(one.dtype.endswith("16") for one in stored):
+        return None
+    config = read_json(files, CONFIG) if CONFIG in names else {}
+    dtype = sixteen_bits.taken_for_bfloat16(stored, config, int16, of_paddle=is_paddles(files, names))
+    if dtype is not None:
+        for key, held in arrays.items():
+            arrays[key] = [array._replace(dtype="BF16") if array.dtype == dtype else array for array in held]
+    return dtype
 
 
 def _order(name: str, stem: str) -> tuple[int, list[int], str]:

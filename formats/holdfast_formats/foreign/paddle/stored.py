@@ -1,7 +1,4 @@
-"""Arrays as Paddle's files hold them, before they get our names and layouts.
-
-Paddle has no 16-bit integer parameters: `U16` is what numpy calls the bits of bfloat16.
-"""
+"""Arrays as Paddle's files hold them, before they get our names and layouts."""
 
 from __future__ import annotations
 
@@ -59,11 +56,10 @@ class StoredArray(NamedTuple):
 
 
 class SafetensorsFile(NamedTuple):
-    """A file's arrays in the order in which they stand, what its metadata calls the format, and if bfloat16 is U16."""
+    """A file's arrays in the order in which they stand, and what its metadata calls the format."""
 
     arrays: tuple[StoredArray, ...]
     format: str | None
-    numpy_bits: bool
 
 
 def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
@@ -77,9 +73,8 @@ def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
         header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
     except CorruptManifest as error:
         raise CorruptManifest(error.detail, hint="copy the file again, or import another step", file=path) from error
-    arrays, bits = [], False
-    for name, dtype, shape, start, _ in header.tensors:
-        bits |= dtype == "U16"
-        held = "BF16" if dtype == "U16" else dtype
-        arrays.append(StoredArray(path, name, held, shape, header.header_bytes + start, strides(shape)))
-    return SafetensorsFile(tuple(arrays), (header.metadata or {}).get("format"), bits)
+    arrays = [
+        StoredArray(path, name, dtype, shape, header.header_bytes + start, strides(shape))
+        for name, dtype, shape, start, _ in header.tensors
+    ]
+    return SafetensorsFile(tuple(arrays), (header.metadata or {}).get("format"))

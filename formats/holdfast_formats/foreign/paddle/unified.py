@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, quantised, tensor_parallel
 from holdfast_formats.foreign.paddle.gathering import Gathering
-from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set
-from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
+from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set, is_paddles
+from holdfast_formats.foreign.paddle.stored import SafetensorsFile, StoredArray, read_safetensors
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.region import Shape
 
@@ -28,7 +29,7 @@ _STAGES = (None, "O0", "O1", "O2")
 
 def recognises(files: ForeignFiles) -> bool:
     """An optimizer or masters as unified checkpoints name them; or a model alone whose tensors are not as Hugging Face has
-    them: in Paddle's layout, or with bfloat16 as U16.
+    them: in Paddle's layout, or in a directory of Paddle with bfloat16 as U16.
     """
     names = files.list("")
     if any(name.startswith(("peft_model", "lora_model")) or name == "lora_config.json" for name in names):
@@ -42,13 +43,17 @@ def recognises(files: ForeignFiles) -> bool:
         found = read_safetensors(files, held[0])
     except CorruptManifest:
         return False  # whoever reads it as a model of Hugging Face says what is wrong
-    return found.format == "np" or found.numpy_bits
+    return found.format == "np" or (_has_bits(found) and is_paddles(files, names))
+
+
+def _has_bits(found: SafetensorsFile) -> bool:
+    return any(array.dtype == "U16" for array in found.arrays)
 
 
 def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     """The listing of a unified checkpoint; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
-    sets = {stem: find_set(files, names, stem) for stem in _KINDS}
+    sets = {stem: find_set(files, names, stem, options.int16) for stem in _KINDS}
     there = [_KINDS[stem] for stem, held in sets.items() if held.arrays]
     leftovers.check_signals(names, max(held.writers for held in sets.values()), there)
     reader = UnifiedReader(Gathering(files, options), options)
@@ -68,8 +73,8 @@ class UnifiedReader:
         gathering = self.gathering
         gathering.names.update(key for stem in (MODEL, MASTERS) for key in sets[stem].arrays)
         gathering.names.update(key.rpartition("/")[0] for key in sets[OPTIMIZER].arrays)
-        if any(held.numpy_bits for held in sets.values()):
-            gathering.notes.append("bfloat16 was stored as U16, its bits")
+        for dtype in {held.numpy_bits: None for held in sets.values() if held.numpy_bits}:
+            gathering.notes.append(sixteen_bits.note(dtype))
         if self._are_masters(sets):
             self.weights(sets[MODEL], "master")
             self._round_masters()

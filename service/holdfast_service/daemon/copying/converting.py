@@ -40,7 +40,9 @@ def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, te
     watched = WatchedSource(read_once(source))
     if kind == OURS or (kind is None and importing.is_checkpoint(source)):
         if options != ReadOptions():
-            raise InvalidRequest("a Holdfast checkpoint is read as it is", hint="leave --as-is and --assemble-flat out")
+            raise InvalidRequest(
+                "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat and --int16 out"
+            )
         return Conversion(foreign_export.plan_export(source, "", read_pair(source, "").made, terms), watched, None)
     if kind is None:
         importing.refuse_uncommitted(source)

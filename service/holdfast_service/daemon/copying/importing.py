@@ -57,6 +57,12 @@ class ImportOptions(NamedTuple):
     program: str | None = None
     as_is: bool = False
     assemble_flat: bool = False
+    int16: str | None = None
+
+    @property
+    def reading(self) -> ReadOptions:
+        """What of it the reader of the source is asked."""
+        return ReadOptions(self.as_is, self.assemble_flat, self.int16)
 
 
 class PlannedImport(NamedTuple):
@@ -116,7 +122,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
     """
     watched = WatchedSource(read_once(source), digested=True)
     kind = choose(watched, options.kind, KINDS)
-    listing = kind.read(watched, ReadOptions(options.as_is, options.assemble_flat))
+    listing = kind.read(watched, options.reading)
     wanted = mapping.mapped(watched, listing, options.program)
     if not wanted.tensors:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")

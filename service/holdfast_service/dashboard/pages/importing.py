@@ -15,7 +15,7 @@ from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
 
 router = page_router()
-_TEXTS, _FLAGS = ("from", "kind", "program"), ("as_is", "assemble_flat", "dry_run")
+_TEXTS, _FLAGS = ("from", "kind", "program", "int16"), ("as_is", "assemble_flat", "dry_run")
 
 
 @router.get("/import")

@@ -382,8 +382,8 @@ def test_optimizers_that_are_not_understood(tmp_path: Path) -> None:
 
 
 def test_a_model_alone(tmp_path: Path) -> None:
-    """It is Paddle's if it is transposed, or has bfloat16 as U16; else it is a Hugging Face model."""
-    written.config(tmp_path)
+    """It is Paddle's if it is transposed, or has U16 beside Paddle's configuration; else it is a Hugging Face model."""
+    written.config(tmp_path, paddleformers_version="1.2.0")
     held = {name: written.weight(name) for name in SHAPES}
     for form, arrays, is_paddle in (
         ("np", held, True),
