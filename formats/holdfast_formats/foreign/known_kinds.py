@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast_formats.foreign import deepspeed, hugging_face, peft_adapter, torch_weights
+from holdfast_formats.foreign import hugging_face, peft_adapter, torch_weights
 from holdfast_formats.foreign.dcp import kinds as dcp
+from holdfast_formats.foreign.deepspeed import kinds as deepspeed
 from holdfast_formats.foreign.kinds import ForeignKind
 from holdfast_formats.foreign.paddle.kinds import PADDLE_KINDS
 

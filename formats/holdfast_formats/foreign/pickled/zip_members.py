@@ -82,11 +82,12 @@ def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
 
 def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
     """The byte of the file at which a member's content begins; its own header must fit the directory."""
-    head = _LOCAL.unpack(zip_file.read(member.header, _LOCAL.size))
-    name_bytes, extra_bytes = head[9], head[10]
-    start: int = member.header + _LOCAL.size + name_bytes + extra_bytes
-    name = zip_file.read(member.header + _LOCAL.size, name_bytes)
-    if head[0] != MAGIC or name != member.name.encode() or head[3] != 0 or start + member.bytes > member.stop:
+    name = member.name.encode()
+    read = zip_file.read(member.header, _LOCAL.size + len(name))
+    head = _LOCAL.unpack_from(read)
+    named = head[9] == len(name) and read.endswith(name)
+    start: int = member.header + len(read) + head[10]
+    if head[0] != MAGIC or not named or head[3] != 0 or start + member.bytes > member.stop:
         raise zip_file.broken(f"has two different headers for its member {member.name!r}, or one that does not fit")
     return start
 
@@ -147,7 +148,8 @@ def _member(zip_file: ZipWindow, data: bytes, at: int) -> ZipMember:
         raise zip_file.broken("has a directory that is not one")
     if name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
         raise zip_file.refused(f"its member {name!r} would be outside the file")
-    packed, size, header = _sizes(zip_file, entry, data[at + _ENTRY.size + name_bytes :][:extra_bytes])
+    extra_at = at + _ENTRY.size + name_bytes
+    packed, size, header = _sizes(zip_file, entry, data[extra_at : extra_at + extra_bytes])
     if entry[4] != 0 or packed != size or entry[3] & 1:
         raise zip_file.refused(f"its member {name!r} is compressed or encrypted", "store the members uncompressed")
     return ZipMember(name, zip_file.start + header, size, 0, entry[7])

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_formats.foreign import directories, hugging_face, json_values, torch_values
-from holdfast_formats.foreign.deepspeed_files import LATEST, ZeroFiles, refused
-from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank
+from holdfast_formats.foreign.deepspeed.files import LATEST, ZeroFiles, refused
+from holdfast_formats.foreign.deepspeed.optimizer import ZeroRank
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal
 

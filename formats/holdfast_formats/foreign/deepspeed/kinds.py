@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holdfast_formats.foreign import deepspeed_files, deepspeed_leftovers, optimizer_state, torch_values, zero_partitions
-from holdfast_formats.foreign.deepspeed_files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
-from holdfast_formats.foreign.deepspeed_optimizer import ZeroRank, optimizer_tensors, parameter_groups, rank_state
+from holdfast_formats.foreign import optimizer_state, torch_values
+from holdfast_formats.foreign.deepspeed import files as zero_files
+from holdfast_formats.foreign.deepspeed import leftovers, zero_partitions
+from holdfast_formats.foreign.deepspeed.files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
+from holdfast_formats.foreign.deepspeed.optimizer import ZeroRank, optimizer_tensors, parameter_groups, rank_state
+from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import rounded
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray
-from holdfast_formats.foreign.zero_partitions import FlatParameter
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -40,17 +42,15 @@ class _Saved(NamedTuple):
 
 def recognises(files: ForeignFiles) -> bool:
     """A directory `global_stepN` with optimizer states by rank, or such a directory itself."""
-    return deepspeed_files.tag(files) is not None
+    return zero_files.tag(files) is not None
 
 
 def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     """The listing of the checkpoint that `latest` names; `StateMismatch` and `CorruptManifest` by file and key."""
-    directory = deepspeed_files.tag(files)
+    directory = zero_files.tag(files)
     if directory is None:
-        raise refused(
-            deepspeed_files.LATEST, "names no directory with optimizer states of ZeRO", "copy the whole checkpoint"
-        )
-    saved = _read(files, deepspeed_files.sort_out(files, directory))
+        raise refused(zero_files.LATEST, "names no directory with optimizer states of ZeRO", "copy the whole checkpoint")
+    saved = _read(files, zero_files.sort_out(files, directory))
     parameters, lanes = _parameters(saved)
     masters = {one.name: _master(one, lanes) for one in parameters}
     tensors, notes = _weights(saved, masters)
@@ -64,17 +64,17 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     groups = parameter_groups(parameters, saved.ranks[0], saved.stage)
     if saved.stage == 3:
         notes.append(_LEFT_OUT)
-    documents = deepspeed_leftovers.documents(saved.models[0], saved.ranks[0], saved.model_path)
+    documents = leftovers.documents(saved.models[0], saved.ranks[0], saved.model_path)
     documents["optim"] = {optimizer_state.KEY: optimizer_state.document(groups)}
-    uses, assets = deepspeed_leftovers.uses(files, saved.held)
+    uses, assets = leftovers.uses(files, saved.held)
     step = torch_values.integer(saved.models[0], "global_steps", saved.model_path)
     return ForeignListing(KIND.name, listed, uses, documents, assets, tuple(notes), step)
 
 
 def _read(files: ForeignFiles, held: ZeroFiles) -> _Saved:
     """All files, which must be of one step and of as many ranks as they say."""
-    models = [deepspeed_files.read(files, held.path(name)) for name in held.models]
-    ranks = [rank_state(deepspeed_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]
+    models = [zero_files.read(files, held.path(name)) for name in held.models]
+    ranks = [rank_state(zero_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]
     stages = {rank.stage for rank in ranks}
     if len(stages) > 1 or (3 in stages) != (len(models) > 1 or held.models[0].startswith("zero_pp")):
         raise refused(

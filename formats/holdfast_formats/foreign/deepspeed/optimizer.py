@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats import dtypes
-from holdfast_formats.foreign import deepspeed_files, optimizer_state, torch_values, zero_partitions
-from holdfast_formats.foreign.deepspeed_files import dict_in, flat, list_in
+from holdfast_formats.foreign import optimizer_state, torch_values
+from holdfast_formats.foreign.deepspeed import files as zero_files
+from holdfast_formats.foreign.deepspeed import zero_partitions
+from holdfast_formats.foreign.deepspeed.files import dict_in, flat, list_in
+from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import scalar
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord
-from holdfast_formats.foreign.zero_partitions import FlatParameter
 from holdfast_formats.tensors import TensorSpec
 
 STEP = "step"
@@ -63,7 +65,7 @@ def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
     unknown += sorted(str(key) for key in value.keys() - {"optimizer_state_dict", "ds_config", "ds_version"})
     if unknown:
         raise torch_values.mismatch(path, unknown[0], f"has {unknown[0]!r}, which an import does not understand")
-    stage = deepspeed_files.stage(held, path)
+    stage = zero_files.stage(held, path)
     masters_key, state_key = (
         ("fp32_flat_groups", "optimizer_state_dict")
         if stage == 3

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, StateMismatch
 from holdfast_formats.foreign import filling
-from holdfast_formats.foreign.deepspeed import KIND
+from holdfast_formats.foreign.deepspeed.kinds import KIND
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_service.storage import snapshot
 
-GOLDEN = Path(__file__).parents[2] / "golden/foreign/deepspeed.tar.xz"
+GOLDEN = Path(__file__).parents[3] / "golden/foreign/deepspeed.tar.xz"
 VARIANTS = (
     "zero1_fp32",
     "zero1_bf16_accumulated",
