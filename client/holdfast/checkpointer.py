@@ -162,6 +162,12 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(wait=error is None)
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest(
+            f"the Checkpointer of {self.run} cannot be copied or pickled: it holds a connection and memory of this process",
+            hint="construct one where it is needed, or leave it out of what is copied",
+        )
+
     @property
     def notices(self) -> tuple[str, ...]:
         """What to know: of memory for saves (fewer slots, staging through a disk, a state that grew), of damaged steps."""

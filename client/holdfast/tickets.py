@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from holdfast.save_warning import warn
 from holdfast.threads import at_exit, background_requests
@@ -51,6 +51,12 @@ class SaveTicket:
         self._first: dict[str, object] = {}
         self._error: CheckpointError | None = None
         self._awaiting: deque[Callable[[CheckpointError | None], object]] = deque()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest(
+            f"the SaveTicket of {self.run}@{self.step} cannot be copied or pickled: only the process that saves has it",
+            hint="leave it out of what is copied; `holdfast wait` sees a step through from elsewhere",
+        )
 
     @property
     def staged(self) -> bool:

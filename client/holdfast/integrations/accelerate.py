@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.loader_positions import LoaderPosition
+from holdfast.integrations.replaced_method import ReplacedMethod
 from holdfast.stage.save_request import Wait
 from holdfast.state import optimizer_wrappers
 from holdfast.tickets import SaveTicket, settle
@@ -56,7 +57,7 @@ def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> Accelerato
     Raises `InvalidRequest` where nothing is prepared, for the distributed types that it does not know, and where hooks or
     loaders are registered that it cannot store.
     """
-    if getattr(accelerator, "holdfast", None) is not None:
+    if isinstance(getattr(accelerator, "holdfast", None), AcceleratorCheckpoints):
         raise InvalidRequest("this Accelerator is attached already", hint="attach each one once")
     return AcceleratorCheckpoints(accelerator, run, options)
 
@@ -80,8 +81,8 @@ class AcceleratorCheckpoints:
         self.checkpointer = Checkpointer(run, self._state, **chosen)
         self.ticket: SaveTicket | None = None
         accelerator.holdfast = self
-        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
-        accelerator.skip_first_batches, accelerator.end_training = self.skip_first_batches, self.end_training
+        for name, own in (*self._own.items(), ("end_training", self._end_training)):
+            setattr(accelerator, name, ReplacedMethod(own, getattr(self, name)))
 
     @property
     def optimizer_steps(self) -> int:

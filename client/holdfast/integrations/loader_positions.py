@@ -271,7 +271,7 @@ def skip_now(iterator: Any) -> None:
 
 
 def _keeps_position(loader: Any) -> bool:
-    return bool(getattr(loader, "use_stateful_dataloader", False))
+    return getattr(loader, "use_stateful_dataloader", False) is True
 
 
 def _dispatches(loader: Any) -> bool:

@@ -74,6 +74,11 @@ def _collect(assets: Any) -> dict[str, bytes]:
     if hasattr(assets, "save_pretrained"):
         with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as directory:
             assets.save_pretrained(directory)
+            if not any(Path(directory).iterdir()):
+                raise InvalidRequest(
+                    f"save_pretrained() of the asset {type(assets).__name__} wrote no file",
+                    hint="pass a config, tokenizer or processor of transformers, or the files themselves",
+                )
             return _from_path(Path(directory))
     if isinstance(assets, Sequence):
         merged: dict[str, bytes] = {}

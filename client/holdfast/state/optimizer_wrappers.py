@@ -42,7 +42,8 @@ def is_optimizer(value: object) -> bool:
     if isinstance(value, list | tuple | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
         return bool(value) and all(is_optimizer(item) for item in items)
-    return _attribute(value, "param_groups") is not None and callable(_attribute(value, "step"))
+    groups = _attribute(value, "param_groups")  # a list, since some objects have something under every name
+    return isinstance(groups, list | tuple) and callable(_attribute(value, "step"))
 
 
 def find(value: object) -> FoundOptimizers:

@@ -68,6 +68,10 @@ class HoldfastStorageReader(StorageReader):
         self._stored: StoredState | None = None
         self._library_read: Library | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, opens the same checkpoint itself."""
+        return {**vars(self), "_reader": None, "_stored": None, "_library_read": None}
+
     @property
     def step(self) -> int:
         """The step that a load takes, the same on all ranks; 0 if the run has no checkpoint yet."""

@@ -13,21 +13,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import framework, refusals
+from holdfast.integrations.lightning.contents import given as options
 from holdfast.integrations.lightning.takeover import TakenOver
 from holdfast.integrations.lightning.training import LEAVING, LightningRun
+from holdfast.integrations.replaced_method import ReplacedMethod
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError, InvalidRequest
-
-if TYPE_CHECKING:
-    from holdfast.checkpointer_options import Options
+from holdfast_formats.staging.messages import Policy
 
 _ModelCheckpoint: Any = framework.part("callbacks").ModelCheckpoint
-_OF_CHECKPOINTER = ("at", "assets", "keep_last", "slots", "policy", "file_bytes_max")
 
 
 class HoldfastCheckpoint(_ModelCheckpoint):
@@ -37,17 +38,59 @@ class HoldfastCheckpoint(_ModelCheckpoint):
     name `….ckpt` is a link to the step's directory, where the daemon is on this machine.
     """
 
-    def __init__(self, run: str, *, weights: str | None = None, **options: Any) -> None:
-        """`options` are those of ModelCheckpoint, and of `Checkpointer`: at, assets, keep_last, slots, policy,
-        file_bytes_max.
+    def __init__(  # noqa: PLR0913 - all options of ModelCheckpoint and Checkpointer, named, for LightningCLI and editors
+        self,
+        run: str,
+        *,
+        weights: str | None = None,
+        at: str | PathLike[str] | None = None,
+        assets: Any = None,
+        keep_last: int | None = None,
+        slots: int | None = None,
+        policy: Policy = "wait",
+        file_bytes_max: int | None = None,
+        info: Mapping[str, Any] | None = None,
+        dirpath: str | PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        """The options are those of `Checkpointer`, from `at` to `info`, and of ModelCheckpoint; both raise what they raise.
 
         `policy` is "wait", so that no save is dropped. Without `keep_last` the checkpoints that have a name are kept, and
         the newest; with save_top_k=-1 all. `weights` is the attribute of the LightningModule that is the model, such as
-        "net": its tensors are stored under its own names, so that `from_pretrained` finds them. Raises `InvalidRequest`
-        and what ModelCheckpoint raises.
+        "net": its tensors are stored under its own names, so that `from_pretrained` finds them.
         """
-        given: Any = {name: options.pop(name) for name in _OF_CHECKPOINTER if name in options}
-        super().__init__(**options)
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+        given = options(at=at, assets=assets, keep_last=keep_last, slots=slots, file_bytes_max=file_bytes_max, info=info)
+        given["policy"] = policy
         _default_retention(given, self.save_top_k)
         self.holdfast = LightningRun(run, given, weights)
         self._taken: TakenOver | None = None
@@ -55,6 +98,11 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         self._due: set[str] = set()  # "top", "last", and "validation" for what ModelCheckpoint saves at its end
         self._names: list[str] | None = None  # to be given to one save; None outside of such a block
         self._leaving: dict[str, str] = {}  # names to remove when their successor is committed, and where they lead
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has taken no Trainer over yet, and nothing waits in it."""
+        fresh: dict[str, Any] = {"_taken": None, "_waiting": False, "_due": set(), "_names": None}
+        return {**self.__dict__, **fresh, "_leaving": dict(self._leaving)}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the Trainer's checkpoints over, before anything is loaded. Raises `InvalidRequest`."""
@@ -116,12 +164,19 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         self._due.clear()
         if self._taken is not None:
             self._taken.give_up()
+        name = None
         try:
             with self._in_one(trainer):
-                super().on_exception(trainer, pl_module, exception)
+                if self._should_save_on_exception(trainer):
+                    candidates = self._monitor_candidates(trainer)
+                    name = self.format_checkpoint_name(metrics=candidates)
+                    self._save_checkpoint(trainer, name)
+                    self._save_last_checkpoint(trainer, candidates)
         except InvalidRequest as refusal:  # the exception itself is what counts
             framework.part("utilities.rank_zero").rank_zero_warn(f"nothing was saved on the exception: {refusal}")
         self.holdfast.end_after(exception)
+        if name is not None and os.path.isdir(name):  # a link to what is committed
+            framework.part("utilities.rank_zero").rank_zero_info(f"{type(exception).__name__}: saved {name}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """What was restored need not be saved again."""
@@ -136,8 +191,11 @@ class HoldfastCheckpoint(_ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the names of the restored training. A file that Lightning itself has written keeps its name."""
         super().load_state_dict(state_dict)
-        if self.holdfast.trainer.is_global_zero:
-            _unlink(state_dict.get(LEAVING, {}))
+        leaving = state_dict.get(LEAVING, {})
+        if self.holdfast.trainer is None:  # and so the rank is not known
+            self._leaving |= leaving
+        elif self.holdfast.trainer.is_global_zero:
+            _unlink(leaving)
         last = str(state_dict.get("last_model_path", ""))
         if os.path.isfile(last):
             self.last_model_path = ""
@@ -200,7 +258,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
                 if trainer.training:
                     self._step_is_over(trainer)
 
-            trainer._logger_connector.on_batch_end = on_batch_end
+            trainer._logger_connector.on_batch_end = ReplacedMethod(own, on_batch_end)
         return self._taken
 
     def _step_is_over(self, trainer: Any) -> None:

@@ -12,26 +12,21 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.checkpoint import open as open_checkpoint
 from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import contents, framework
 from holdfast.state.modules import is_tensors
-from holdfast.tickets import SaveTicket, settle
+from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from holdfast.checkpointer_options import Options
+from holdfast_formats.staging.messages import Policy
 
 _CheckpointIO: Any = framework.fabric("plugins.io.checkpoint_io").CheckpointIO
-_DOCUMENT = "checkpoint"  # in the group `extra`
 _MODEL = ("state_dict", "model")  # keys whose tensors are the model's: Lightning's, and what Fabric's users write
 _STEP = ("global_step", "step", "iteration", "iter_num")
 _NAMED = r"(?:^|[^a-z]){}[-_= ]?(\d+)"  # a number that a path's name calls so
@@ -42,17 +37,39 @@ _EPOCH = re.compile(_NAMED.format("epoch"), re.IGNORECASE)
 class HoldfastCheckpointIO(_CheckpointIO):
     """Saves to and loads from a run. `path` becomes a link to the checkpoint, where the daemon is on this machine."""
 
-    def __init__(self, run: str, **options: Unpack[Options]) -> None:
-        """`options` are those of `Checkpointer`; `policy` is "wait" unless it says otherwise."""
-        self._run, self._options = naming.check_run(run), options
-        self._options.setdefault("policy", "wait")
+    def __init__(  # noqa: PLR0913 - options of Checkpointer, named, so that LightningCLI finds them
+        self,
+        run: str,
+        *,
+        at: str | os.PathLike[str] | None = None,
+        assets: Any = None,
+        keep_last: int | None = None,
+        slots: int | None = None,
+        policy: Policy = "wait",
+        file_bytes_max: int | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The options are those of `Checkpointer`, and None is its default; `policy` is "wait" unless it says otherwise."""
+        given = contents.given(
+            at=at, assets=assets, keep_last=keep_last, slots=slots, file_bytes_max=file_bytes_max, info=info
+        )
+        self._begin(naming.check_run(run), {**given, "policy": policy})
+
+    def _begin(self, run: str, options: Options) -> None:
+        self._run, self._options = run, options
         self._checkpointer: Checkpointer | None = None
-        self._ticket: SaveTicket | None = None
         self._state: dict[str, Any] = {}
         self._saved: _Saved | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, saves into the same run by a connection of its own."""
+        return {"run": self._run, "options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(state["run"], state["options"])
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """Save the dictionary, and return when everything in it is copied.
+        """Save the dictionary, and return when it is committed: who asks for the path next, finds it there.
 
         The step is `checkpoint["global_step"]`, "step", "iteration" or "iter_num"; else the number that the name of the path
         calls step or iter; else the epoch, of the dictionary or the name; else the only number in the name. The same path
@@ -69,42 +86,30 @@ class HoldfastCheckpointIO(_CheckpointIO):
         if self._saved is not None and self._saved.step == step and self._saved.path != os.path.abspath(path):
             self._check_same(tensors, self._saved)
             if tensors.keys() < self._saved.tensors.keys():
-                self._link(self._ticket if self._checkpointer is not None and self._ticket is not None else step, path)
+                self._link(step, path)
                 return
         self._state.clear()
         if model is not None:
             self._state["model"] = dict(checkpoint[model])
-        self._state[_DOCUMENT] = _Given({"model": model, "rest": rest})
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer.alone(self._run, self._state, **self._options)
-        if self._ticket is not None and self._ticket.step == step:  # under another name
-            settle(self._ticket)
-        self._ticket = self._checkpointer.save(step, wait="staged", existing="replace")
+        self._state[contents.PLUGIN_KEY] = _Given({"model": model, "rest": rest})
+        ticket = self._connected().save(step, wait="staged", existing="replace")
+        self._link(ticket, path)  # before the commit: retention leaves what has a name
+        ticket.result()
         self._saved = _Saved(step, os.path.abspath(path), {name: _place(tensor) for name, tensor in tensors.items()})
-        self._link(self._ticket, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The dictionary that was saved, with tensors on the CPU or where `map_location`, a device, says.
 
-        Files that Lightning itself has written are loaded by Lightning. Waits for a save that this process has begun.
+        Files that Lightning itself has written are loaded by Lightning.
         """
-        if self._checkpointer is not None and naming.linked_step(self._run, os.path.realpath(path)) is not None:
-            self.teardown()
         if not contents.is_checkpoint(path):
             own = framework.fabric("plugins.io.torch_io").TorchCheckpointIO()
             known = {} if map_location is None else {"map_location": map_location}
             found: dict[str, Any] = own.load_checkpoint(path, weights_only=weights_only, **known)
             return found
-        with open_checkpoint(os.path.realpath(path)) as checkpoint:
-            try:
-                document = contents.document(checkpoint, _DOCUMENT)
-            except InvalidRequest:  # one of HoldfastCheckpoint's
-                return contents.lightning_dictionary(checkpoint)
-            loaded = dict(document["rest"])
-            if document["model"] is not None:
-                loaded[document["model"]] = contents.weights(checkpoint, ("model",))
+        loaded = contents.stored_dictionary(path)
         return loaded if map_location is None else _moved(loaded, torch.device(map_location))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -115,16 +120,19 @@ class HoldfastCheckpointIO(_CheckpointIO):
             framework.fabric("plugins.io.torch_io").TorchCheckpointIO().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """See every save through. Raises the error of one that failed and that nobody was told of."""
+        """Part from the daemon."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
 
     def _link(self, of: SaveTicket | int, path: str | os.PathLike[str]) -> None:
         if not str(self._options.get("at") or "").startswith(("http://", "https://")):
-            if self._checkpointer is None:
-                self._checkpointer = Checkpointer.alone(self._run, self._state, **self._options)
-            self._checkpointer.link(of, path)
+            self._connected().link(of, path)
+
+    def _connected(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer.alone(self._run, self._state, **self._options)
+        return self._checkpointer
 
     def _check_same(self, tensors: dict[str, torch.Tensor], saved: _Saved) -> None:
         """Raise `InvalidRequest` unless all that is in both is the same, and one has all of the other."""

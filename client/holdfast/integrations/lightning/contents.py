@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.checkpoint import open as open_checkpoint
+from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import framework
 from holdfast.tensors import json_values
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import InvalidRequest
 
-KEY = "lightning"  # of the document in the group `extra`
+KEY = "lightning"  # of HoldfastCheckpoint's document in the group `extra`
+PLUGIN_KEY = "checkpoint"  # of HoldfastCheckpointIO's
 AVERAGED = "holdfast_averaged"  # in the document: the group `ema` has the weights that Lightning would load
 INSIDE = "holdfast_weights"  # in the document: the attribute whose own names the group `model` has
 STATE, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -46,6 +48,11 @@ class NotGathered(Mapping[str, Any]):
             "tensors, and gathers nothing",
             hint="put what the hook needs under a key of its own",
         )
+
+
+def given(**options: Any) -> Options:
+    """The options of a Checkpointer that were given: None stands for its default."""
+    return cast(Options, {name: value for name, value in options.items() if value is not None})
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -82,6 +89,22 @@ def weights(checkpoint: Checkpoint, groups: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def stored_dictionary(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dictionary of a checkpoint's directory or link: all of it, as HoldfastCheckpointIO was given it; everything but
+    the optimizers, as a .ckpt file would have it, of one that HoldfastCheckpoint saved.
+
+    Raises `InvalidRequest` for checkpoints that neither of them saved.
+    """
+    with open_checkpoint(os.path.realpath(path)) as checkpoint:
+        if PLUGIN_KEY not in state_json.for_rank(checkpoint.reader.state, 0).values.get("extra", {}):
+            return lightning_dictionary(checkpoint)
+        given = document(checkpoint, PLUGIN_KEY)
+        found = dict(given["rest"])
+        if given["model"] is not None:
+            found[given["model"]] = weights(checkpoint, ("model",))
+        return found
+
+
 def lightning_dictionary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything that Lightning's own file would have, but the optimizers."""
     found = dict(document(checkpoint))
@@ -105,8 +128,12 @@ def load_from_checkpoint(kind: Any, path: str | os.PathLike[str], *, strict: boo
     """
     if not is_checkpoint(path):
         return kind.load_from_checkpoint(path, strict=strict, **hparams)
-    with open_checkpoint(os.path.realpath(path)) as checkpoint:
-        found = lightning_dictionary(checkpoint)
+    found = stored_dictionary(path)
+    if not isinstance(found.get(STATE), Mapping):
+        raise InvalidRequest(
+            f"{path} has no {STATE!r}: it is not a checkpoint of a Trainer",
+            hint="fabric.load(), or holdfast.open() for its tensors",
+        )
     saving = framework.part("core.saving")
     if kind.CHECKPOINT_HYPER_PARAMS_KEY in found:
         found[kind.CHECKPOINT_HYPER_PARAMS_KEY] = dict(found[kind.CHECKPOINT_HYPER_PARAMS_KEY])

@@ -35,6 +35,7 @@ from holdfast.integrations.lightning.loaders import (
 )
 from holdfast.integrations.lightning.steps import OptimizerSteps
 from holdfast.integrations.loader_positions import Moment, moment_of, set_generators, skip_now
+from holdfast.integrations.replaced_method import ReplacedMethod
 from holdfast.state import rng
 from holdfast_formats.errors import InvalidRequest
 
@@ -89,7 +90,8 @@ class EpochPosition:
             (self._loop, "on_run_start", self._around_batches),
             (self._loop, "_on_before_fetch", self._around_fetch),
         ):
-            setattr(target, method, around(getattr(target, method)))
+            own = getattr(target, method)
+            setattr(target, method, ReplacedMethod(own, around(own)))
 
     @property
     def between_epochs(self) -> bool:

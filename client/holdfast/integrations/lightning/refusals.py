@@ -75,7 +75,7 @@ def check_callbacks(trainer: Any, callback: Any) -> None:
             hint="use WeightAveraging or EMAWeightAveraging, whose averages are stored",
         )
     for logger in trainer.loggers:
-        if getattr(logger, "_log_model", False):
+        if getattr(logger, "_log_model", False) in (True, "all"):  # DummyLogger has an object under every name
             raise InvalidRequest(
                 f"{type(logger).__name__}(log_model=…) uploads checkpoints as files, and these are directories",
                 hint="set log_model=False; `holdfast export` makes a copy to upload",

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, NotGathered
 from holdfast.integrations.lightning.training import AskedStep, LightningRun
+from holdfast.integrations.replaced_method import ReplacedMethod
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 
@@ -47,11 +48,12 @@ class TakenOver:
         self.names: list[str] = []  # of the next save, besides the one that Lightning passes
         self._own = {name: getattr(trainer.strategy, name) for name in _REPLACED}
         for name in _REPLACED:
-            setattr(trainer.strategy, name, getattr(self, f"_{name}"))
+            setattr(trainer.strategy, name, ReplacedMethod(self._own[name], getattr(self, f"_{name}")))
         for name in ("_select_ckpt_path", "resume_start", "dump_checkpoint"):
             own = getattr(self._connector, name)
             self._own[name] = own
-            setattr(self._connector, name, getattr(self, f"_around{'' if name.startswith('_') else '_'}{name}")(own))
+            around = getattr(self, f"_around{'' if name.startswith('_') else '_'}{name}")
+            setattr(self._connector, name, ReplacedMethod(own, around(own)))
 
     def newest_is_wanted(self) -> None:
         """The path that is chosen now stands for the newest checkpoint of the run."""

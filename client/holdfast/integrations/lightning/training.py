@@ -48,6 +48,7 @@ class LightningRun:
         """`weights` is the attribute of the LightningModule whose own names the group `model` has."""
         self.run, self._options, self._weights = naming.check_run(run), options, weights
         self.trainer: Any = None
+        self._root: Path | None = None  # the daemon's, if it is on this machine; known after a restore
         self._position: EpochPosition | None = None
         self._checkpointer: Checkpointer | None = None
         self._state: LiveState | None = None
@@ -55,6 +56,10 @@ class LightningRun:
         self._versions: list[int] = []  # of the parameters, when they were restored
         self._restored: tuple[int, AskedStep] | None = None  # and not all of it yet
         self.held: int | None = None  # the step that the live state was saved as or restored from last
+
+    def __reduce__(self) -> tuple[type[LightningRun], tuple[str, Options, str | None]]:
+        """A copy follows no Trainer until it is told to."""
+        return LightningRun, (self.run, self._options, self._weights)
 
     @property
     def _live(self) -> LiveState:
@@ -172,7 +177,7 @@ class LightningRun:
             step = checkpointer.restore(wanted.step, groups=groups, strict=self._strict)
         if checkpointer.last_restore is None:
             return None
-        self._restored = (step, wanted)
+        self._restored, self._root = (step, wanted), checkpointer.root()
         if whole:
             self._settle(step)
         return self._live.shown()
@@ -222,10 +227,7 @@ class LightningRun:
 
     def place(self, step: int) -> str:
         """What to call a step that was asked for by its number, or not at all."""
-        at = self._options.get("at")
-        return os.path.join(
-            os.fspath(at) if at is not None and self.linkable else "", naming.checkpoint_path(self.run, step)
-        )
+        return os.path.join(self._root or "", naming.checkpoint_path(self.run, step))
 
     @property
     def restored_step(self) -> int | None:
@@ -318,6 +320,7 @@ class LightningRun:
             self._live.entries.update({"ema": module} if averaged else self._live.modules())
             groups = tuple(group for group in WEIGHTS if group in self._live.entries)
             checkpointer.restore(step, groups=groups, ignore=("ema/n_averaged",), strict=self._strict)
+            self._root = checkpointer.root()
         finally:
             self._checkpointer = None
             checkpointer.close(wait=False)

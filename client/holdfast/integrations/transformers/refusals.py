@@ -36,7 +36,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
             "auto_find_batch_size trains anew with another batch size, which a resumed run could not continue",
             hint="set per_device_train_batch_size to the size that was found",
         )
-    if getattr(trainer.model, "_hf_peft_config_loaded", False):  # set by add_adapter() since transformers 4.33
+    if getattr(trainer.model, "_hf_peft_config_loaded", False) is True:  # set by add_adapter() since transformers 4.33
         raise InvalidRequest(
             "the model has adapters from add_adapter(), whose names neither PEFT nor from_pretrained() expects",
             hint="make the model with peft.get_peft_model() instead",
