@@ -112,6 +112,36 @@ def test_losses_are_bit_equal_from_the_first_resumed_step(
     assert resumed == whole[save_at:]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata calls what torch deprecates
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_loader_with_a_generator_of_its_own_has_the_rows_of_the_undisturbed_run(
+    daemon: RunningDaemon, workers: int, listed: bool
+) -> None:
+    """Killed in the middle of an epoch: the rest of this one, and the next ones; listed in the state, and unasked."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    run = f"generator-{workers}-{listed}"
+
+    def made(seed: int) -> dict[str, Any]:
+        shuffle = torch.Generator().manual_seed(seed)
+        loader = loaders.StatefulDataLoader(list(range(20)), 4, shuffle=True, generator=shuffle, num_workers=workers)
+        return {"model": nn.Linear(2, 2), "loader": loader} | ({"shuffle": shuffle} if listed else {})
+
+    whole, rows = made(3), []
+    with Checkpointer(run, whole, at=daemon.socket) as checkpointer:
+        for _ in range(3):
+            for batch in whole["loader"]:
+                rows.append(batch.tolist())
+                if len(rows) == 2:
+                    checkpointer.save(2, wait="durable")
+    resumed, again = made(77), rows[:2]
+    with Checkpointer(run, resumed, at=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 2
+        for _ in range(3):
+            again += [batch.tolist() for batch in resumed["loader"]]
+    assert again == rows
+
+
 class Drawing:
     """An object that draws whenever it is asked for its state."""
 

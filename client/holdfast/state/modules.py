@@ -93,17 +93,17 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
     given = module.state_dict(keep_vars=True)
+    _refuse_temporaries(module, {raw: value for raw, value in given.items() if not _is_extra(raw)}, path)
     for raw, value in given.items():
         name = clean(raw)
         if name in tensors or name in extras:
             raise InvalidRequest(f"{path}: two tensors have the name {name!r} once wrapper prefixes are removed")
-        if name in owners and name.rpartition(".")[2] == EXTRA_STATE:
+        if name in owners and _is_extra(raw):
             extras[name] = owners[name], value  # the module is given it in set_extra_state: it may be made on each call
         elif isinstance(value, torch.Tensor):
             tensors[name] = value
         else:
             raise InvalidRequest(f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor")
-    _refuse_temporaries(module, tensors, path)
     return ModuleState(tensors, extras, unsaved=_made_by_itself(module, tensors))
 
 
@@ -174,7 +174,11 @@ def _set_extra(owner: nn.Module, live: Any, value: Any) -> None:
     owner.set_extra_state(value)
 
 
-def _refuse_temporaries(module: nn.Module, found: Mapping[str, Storable], path: str) -> None:
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
     """Refuse, by name, tensors that the module created for its `state_dict`: it would never see restored values in them."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
     foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}

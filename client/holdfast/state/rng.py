@@ -131,16 +131,10 @@ class Random:
 
 
 class RandomState(NamedTuple):
-    """The random streams as a part of the training state of one rank.
-
-    `loaders` are restored objects over which the training iterates. Each is asked for its state before the streams are
-    installed. If an object creates its iterator for that, as torchdata's StatefulDataLoader does, it draws a seed, which the
-    interrupted training had drawn before.
-    """
+    """The random streams as a part of the training state of one rank."""
 
     rank: int
     random: Random
-    loaders: Sequence[Any] = ()
 
     @property
     def groups(self) -> frozenset[str]:
@@ -174,7 +168,7 @@ class RandomState(NamedTuple):
             )
             plan.want(GROUP, name, buffer)
         streams = RandomStreams(tensors, json_values.loads(text, KEY))
-        plan.actions.append(lambda: self._go_on_from(streams if exact else mixed(streams, self.rank)))
+        plan.actions.append(lambda: self.random.go_on_from(streams if exact else mixed(streams, self.rank)))
         if not exact:
             plan.notes.append(
                 f"rank {self.rank} has no saved random states: it uses those of rank {source}, mixed with its "
@@ -185,11 +179,6 @@ class RandomState(NamedTuple):
                 f"rank {self.rank} continues the random states of rank {source}, its counterpart in the saved layout"
             )
         return plan
-
-    def _go_on_from(self, streams: RandomStreams) -> None:
-        for loader in self.loaders:
-            loader.state_dict()
-        self.random.go_on_from(streams)
 
 
 def _equal(a: RandomStreams, b: RandomStreams) -> bool:

@@ -32,6 +32,7 @@ from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import (
     entries,
     extras,
+    loaders,
     masters,
     optimizer_resume,
     optimizer_shards_resume,
@@ -195,6 +196,9 @@ class TrainState:
         if ignored:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
             whole = whole._replace(notes=(text,))
+        if EXTRA in whole.groups:
+            said = (loaders.note_of(key, value) for key, value in self.state.items() if entries.is_loose(key, value))
+            whole = whole._replace(notes=(*whole.notes, *(note for note in said if note is not None)))
         if self.declared is not None:
             whole = whole._replace(notes=(*whole.notes, *self.declared.check_now(whole.groups)))
         return self._without(whole, parts, exclude) if exclude else whole
@@ -340,9 +344,27 @@ class TrainState:
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
 
-    def _streams(self, others: Sequence[StatePart]) -> RandomState:
-        loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]
-        return RandomState(self.rank, self.random, tuple(loaders))
+    def _loose(self, keeper: ContainerKeeper) -> list[AskedEntry]:
+        """Entries of the group `extra` in the order in which they are restored: objects and values, then the iterators of
+        loaders, then the generators that these have drawn from.
+        """
+        entries_now: list[AskedEntry] = []
+        generators: list[AskedEntry] = []
+        iterated: dict[str, Any] = {}
+        for key, value in self.state.items():
+            if not entries.is_loose(key, value):
+                continue
+            target = streams.stateful(key, value)
+            if target is None:
+                entries_now.append(Value(key, self.state, keeper))
+                continue
+            part = Stateful(key, target, self.rank)
+            (generators if isinstance(target, streams.HeldStreams) else entries_now).append(part)
+            if loaders.is_loader(target):
+                iterated[key] = target
+                own = loaders.own_generator(key, target, self.state, self.rank)
+                generators += [] if own is None else [own]
+        return [*entries_now, loaders.LoaderIterators(iterated), *generators]
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         found = _by_group(groups, values)
@@ -369,10 +391,7 @@ class TrainState:
         given = [value for value in self.state.values() if isinstance(value, Given)]
         others: list[AskedEntry] = [*given]
         keeper = ContainerKeeper()
-        for key, value in self.state.items():
-            if entries.is_loose(key, value):
-                target = streams.stateful(key, value)
-                others.append(Value(key, self.state, keeper) if target is None else Stateful(key, target, self.rank))
+        others += self._loose(keeper)
         groups = {part.group for part in tensors}.union(
             {EXTRA}, {OPTIM} if optimizers_now else (), *(g.groups for g in given)
         )
@@ -382,7 +401,7 @@ class TrainState:
         ordered = sorted(
             groups, key=lambda group: (entries.GROUP_ORDER.index(group) if group in entries.GROUP_ORDER else 0, group)
         )
-        rest = () if given else (self._streams(others),)
+        rest = () if given else (RandomState(self.rank, self.random),)
         return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *rest), keeper)
 
 

@@ -1,0 +1,138 @@
+"""Data loaders with a generator of their own: saved unasked, and set after iterators have drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from holdfast.state.train_state import TrainState
+from tests.client.checkpoint_in_memory import restore, save
+
+ROWS, EPOCHS = 7, 3
+
+
+class Loader:
+    """Shuffles as torchdata's StatefulDataLoader without workers does.
+
+    Its state comes of an iterator, which is made where there is none. A new iterator draws the order, and then a seed; one
+    that goes on puts the generator back to where it was before the order, and draws that.
+    """
+
+    def __init__(self, generator: torch.Generator | None, sampler: Any = None) -> None:
+        self.generator, self.sampler = generator, sampler
+        self._own = generator or torch.Generator().manual_seed(5)
+        self._order: list[int] | None = None
+        self._fresh = False
+        self._before, self._yielded = self._own.get_state(), 0
+        self._next: dict[str, Any] | None = None
+
+    def _make(self) -> None:
+        self._before, self._yielded = self._own.get_state(), 0
+        self._order = torch.randperm(ROWS, generator=self._own).tolist()
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if self._next is not None:
+            self._before, self._yielded = self._next["before"], self._next["yielded"]
+            self._own.set_state(self._before)
+            self._order = torch.randperm(ROWS, generator=self._own).tolist()
+            self._next = None
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._fresh:
+            self._make()
+        self._fresh = False
+        assert self._order is not None
+        while self._yielded < ROWS:
+            self._yielded += 1
+            yield self._order[self._yielded - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._order is None:
+            self._make()
+            self._fresh = True
+        return {"before": self._before, "yielded": self._yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order, self._fresh, self._next = None, False, state
+
+
+def made(seed: int, listed: str) -> dict[str, Any]:
+    """A state with a loader, and its generator before it, after it, or only in the loader."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Any] = {"loader": Loader(generator)}
+    if listed == "before":
+        return {"shuffle": generator, **state}
+    return state | ({"shuffle": generator} if listed == "after" else {})
+
+
+@pytest.mark.parametrize("listed", ["before", "after", "in the loader alone"])
+@pytest.mark.parametrize("at", [0, 3, ROWS, ROWS + 2])
+def test_all_rows_are_those_of_the_undisturbed_run(at: int, listed: str) -> None:
+    """Of this epoch and the next ones, wherever the generator stands in the state, and whenever it was saved."""
+    whole, resumed = made(3, listed), made(77, listed)
+    rows: list[int] = []
+    checkpoint = save(whole) if at == 0 else None
+    for _ in range(EPOCHS):
+        for row in whole["loader"]:
+            rows.append(row)
+            if len(rows) == at:
+                checkpoint = save(whole)
+                bits = whole["loader"].generator.get_state()
+    assert checkpoint is not None
+    done = restore(checkpoint, resumed)
+    assert not done.notes
+    if at:
+        assert torch.equal(resumed["loader"].generator.get_state(), bits)
+    again = rows[:at]
+    while len(again) < len(rows):
+        again += resumed["loader"]
+    assert again == rows
+
+
+def test_a_generator_is_saved_once() -> None:
+    """As an entry, if it is one; with the loader, if not. A loader without one has nothing more than its state."""
+    texts = [set(TrainState(state, 0, 1).snapshot().values["extra"]) for state in (made(1, "after"), made(1, ""))]
+    assert texts == [{"loader", "shuffle", "rng"}, {"loader", "loader/generator", "rng"}]
+    assert set(TrainState({"loader": Loader(None)}, 0, 1).snapshot().values["extra"]) == {"loader", "rng"}
+
+
+def test_it_goes_with_its_loader() -> None:
+    """Left out with it by `exclude`, and each rank's own."""
+    state = TrainState(made(1, ""), 0, 1)
+    assert not {"loader", "loader/generator"} & state.snapshot(exclude=("extra/loader",)).values["extra"].keys()
+    ranks = [TrainState(made(seed, ""), seed, 2).snapshot() for seed in (0, 1)]
+    names = [{leaf.name for leaf in taken.leaves if "generator" in leaf.name} for taken in ranks]
+    assert names == [{f"ranks/0000{rank}/loader/generator/torch.Generator"} for rank in (0, 1)]
+    live = made(9, "")
+    restore(save(made(1, "")), live, ignore=("extra/loader",))
+    assert torch.equal(live["loader"].generator.get_state(), torch.Generator().manual_seed(9).get_state())
+
+
+def test_a_checkpoint_from_before_has_none() -> None:
+    """The loader goes on with its own, and a note says so."""
+    done = restore(save({"loader": Loader(None)}), made(1, ""))
+    assert done.notes == ["the checkpoint has no state of the generator of extra/loader: it keeps its own"]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(3)),
+        RandomSampler(range(3), generator=torch.Generator()),
+        SubsetRandomSampler([1, 2]),
+        WeightedRandomSampler([1.0, 1.0], 2),
+    ],
+)
+def test_a_sampler_without_a_state_is_named(sampler: Any) -> None:
+    """Its order is drawn anew in the epoch that had begun. One that does not draw, or has a state, is not meant."""
+    for outer in (Loader(None, sampler), Loader(None)):
+        outer.batch_sampler = type("Batches", (), {"sampler": sampler})()  # type: ignore[attr-defined]
+        (note,) = TrainState({"loader": outer}, 0, 1).snapshot().notes
+        assert note.startswith(f"extra/loader shuffles by a {type(sampler).__name__}") and "shuffle=True" in note
+    stateful = type("Stateful", (type(sampler),), {"state_dict": dict})
+    sampler.__class__ = stateful
+    for fine in (sampler, SequentialSampler(range(3)), None):
+        assert not TrainState({"loader": Loader(None, fine)}, 0, 1).snapshot().notes
