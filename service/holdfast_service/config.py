@@ -48,6 +48,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    arguments: tuple[str, ...] = ()  # what it was made of, besides the environment
     root: Path = ROOT
     listen: tuple[str, int] | None = ("127.0.0.1", 8420)
     socket: Path
@@ -192,8 +193,13 @@ def command_environment(environment: Mapping[str, str] | None = None) -> dict[st
     the service manager passed to it.
     """
     known = os.environ if environment is None else environment
-    own = (ENVIRONMENT_PREFIX, "LISTEN_")
-    return {k: v for k, v in known.items() if not k.startswith(own) and k not in ("NOTIFY_SOCKET", "FDSTORE")}
+    return {k: v for k, v in successor_environment(known).items() if not k.startswith(ENVIRONMENT_PREFIX)}
+
+
+def successor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What another daemon needs to take this one's place: all but what the service manager passed to this very process."""
+    known = os.environ if environment is None else environment
+    return {k: v for k, v in known.items() if not k.startswith("LISTEN_") and k not in ("NOTIFY_SOCKET", "FDSTORE")}
 
 
 def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -252,10 +258,12 @@ class StoredDescriptors(NamedTuple):
 
 
 def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors | None:
-    """The fd store, if the service manager provides one (systemd with FileDescriptorStoreMax=); otherwise None."""
+    """The fd store of the service manager, if there is one and it does not say that it keeps nothing (systemd without
+    FileDescriptorStoreMax=); otherwise None. Versions of systemd before 254 say neither.
+    """
     known = os.environ if environment is None else environment
     notify, room = known.get("NOTIFY_SOCKET", ""), known.get("FDSTORE", "")
-    if not notify or not room.isdigit() or int(room) == 0:
+    if not notify or room == "0":
         return None
     if known.get("LISTEN_PID") != str(os.getpid()):
         return StoredDescriptors(notify, ())
@@ -284,6 +292,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
     known = dict(os.environ if environment is None else environment)
     given = vars(_parser().parse_args(arguments))
     settings: dict[str, object] = {
+        "arguments": tuple(arguments),
         "socket": default_socket(known),
         "node": default_node(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -10,12 +11,15 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from holdfast.link.roots import answers
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
+from holdfast_service.daemon.arena import fd_keeper, holder
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, wait_until
 from tests.forked import Forked
@@ -28,7 +32,7 @@ _started: list[Forked] = []
 class World:
     """Ranks that save the given steps, and every line they said so far."""
 
-    def __init__(self, daemon: RunningDaemon, steps: str, world: int = 2) -> None:
+    def __init__(self, daemon: RunningDaemon | SimpleNamespace, steps: str, world: int = 2) -> None:
         launch = f"launch-{next(_launches)}"
         self.said: list[list[str]] = [[] for _ in range(world)]
         self.ranks = []
@@ -171,6 +175,69 @@ def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[s
     after.go()
     after.end()
     assert daemon.stop() == 0
+
+
+def test_a_holder_that_is_left_alone_starts_a_daemon(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemon and ranks are killed and no daemon comes: the holder starts one, as the one before was started, to commit what
+    stood sealed. The holder is an impatient one, so that the test need not be patient.
+    """
+    source = Path(holder.__file__).read_text()
+    for name, value in {"ALONE_S": "2.0", "LINGER_S": "90.0"}.items():
+        source, times = re.subn(rf"^{name} = .*$", f"{name} = {value}", source, flags=re.MULTILINE)
+        assert times == 1
+    impatient = root.parent / "holder.py"
+    impatient.write_text(source)
+    monkeypatch.setattr(holder, "__file__", str(impatient))
+    root.mkdir()
+    path = fd_keeper.holder_path(root.parent / "root.sock", root.resolve())
+    fd_keeper._start(path)
+    daemon = RunningDaemon(root)
+    world = World(daemon, "1,7!")
+    world.wait_for("committed 1")
+    world.wait_for("leased 7")
+    daemon.freeze()
+    world.go()
+    world.wait_for("asking 7")
+    daemon.kill()
+    world.kill()
+    wait_until(lambda: sorted(committed_steps(root, "r")) == [1, 7])
+    assert "adopted r@7" in path.with_suffix(".log").read_text()
+    for pid in (*processes(root.parent, b"\0holdfast_service\0"), *holders(root.parent)):
+        os.kill(pid, signal.SIGKILL)
+    path.unlink()
+
+
+def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Path) -> None:
+    """The image's first process is the holder: the daemon below it is killed after its ranks were, and the step is committed
+    without anybody's doing. A signal ends both, with the daemon's status.
+    """
+    flags = ["--root", root, "--socket", root.parent / "root.sock", "--listen", "none"]
+    with open(root.parent / "log", "wb") as log:
+        above = Forked(["-m", "holdfast_service.offline.supervise", *flags], output=log.fileno(), kind="daemon")
+
+    def served() -> int | None:
+        """The daemon that serves the root now."""
+        try:
+            found = int(json.loads((root / naming.DAEMON_FILE).read_text())["pid"])
+        except (OSError, ValueError):
+            return None
+        return found if answers(root.parent / "root.sock") else None
+
+    wait_until(lambda: served() is not None, 90)
+    first = served()
+    assert first is not None and first != above.pid
+    world = World(SimpleNamespace(socket=root.parent / "root.sock"), "1,7!")
+    world.wait_for("committed 1")
+    world.wait_for("leased 7")
+    os.kill(first, signal.SIGSTOP)
+    world.go()
+    world.wait_for("asking 7")
+    world.kill()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: sorted(committed_steps(root, "r")) == [1, 7])
+    assert served() != first and "is started again" in (root.parent / "log").read_text()
+    above.terminate()
+    assert above.wait(60) == 0 and processes(root.parent, b"\0holdfast_service\0") == []
 
 
 def test_one_rank_short_of_sealed_is_no_checkpoint(root: Path) -> None:

@@ -8,6 +8,8 @@ import os
 class MemoryKeeper:
     """Keeps descriptors in this process, as long as the object lives."""
 
+    place = "this process"
+
     def __init__(self) -> None:
         self.kept: dict[str, int] = {}
 

@@ -19,9 +19,10 @@ from holdfast.config import DEFAULT_ROOT, default_socket, default_url, given_url
 from holdfast.memory import native_copy
 from holdfast.read.library import PROBE_TIMEOUT_S
 from holdfast.rest.api import Api
-from holdfast.terminal import probes
+from holdfast.terminal import holders, probes
 from holdfast.terminal.console import human_bytes
 from holdfast.terminal.probes import Finding
+from holdfast_formats import memory_bounds
 from holdfast_formats.errors import CheckpointError
 
 PYTHON_MIN = (3, 10)
@@ -42,6 +43,7 @@ def examine(root: Path | None, url: str | None) -> list[Finding]:
         probes.descriptors(),
         *_storage(root),
         _socket(default_socket()),
+        *holders.found(default_socket().parent),
         *_service(url or default_url(), named=url is not None or given_url() is not None),
     ]
 
@@ -93,65 +95,15 @@ def _memory() -> Iterator[Finding]:
         yield Finding("memfd", "ok", "shared memory is available")
     except (AttributeError, OSError) as error:
         yield Finding("memfd", "fail", str(error), "the daemon needs Linux with memfd_create (not blocked by seccomp)")
-    available = available_bytes(Path("/proc/meminfo"))
-    limit = cgroup_limit_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    if available is None:
-        yield Finding(
-            "memory",
-            "warn",
-            "cannot read /proc/meminfo",
-            "make sure that memory fits the arena: two saves of all ranks of this node",
-        )
-    else:
-        room = min(available, limit) if limit is not None else available
-        what = f"{human_bytes(available)} available" + (f", limited to {human_bytes(limit)}" if limit is not None else "")
-        advice = (
-            "the arena needs room for two saves of every rank of this node; give the machine or its container more memory"
-        )
-        yield Finding("memory", "ok", what) if room >= MEMORY_WARN_BYTES else Finding("memory", "warn", what, advice)
+    narrowest = min([memory_bounds.of_machine(), *memory_bounds.of_process()], key=lambda bound: bound.free)
+    what = f"{human_bytes(max(narrowest.free, 0))} free of {human_bytes(narrowest.bytes_max)} ({narrowest.name})"
+    advice = "the arena needs room for two saves of every rank of this node; give the machine or its container more memory"
+    yield Finding("memory", "ok", what) if narrowest.free >= MEMORY_WARN_BYTES else Finding("memory", "warn", what, advice)
     if os.path.isdir("/dev/shm"):
         free = human_bytes(shutil.disk_usage("/dev/shm").free)
         yield Finding("/dev/shm", "ok", f"{free} free (not used by the arena, which uses memfd)")
     else:
         yield Finding("/dev/shm", "warn", "not mounted", "not needed by the arena, but data loaders may need it")
-
-
-def available_bytes(meminfo: Path) -> int | None:
-    """MemAvailable from a meminfo file; None if it is not there."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
-    return next((int(fields[1]) * 1024 for fields in found), None)
-
-
-def cgroup_limit_bytes(hierarchy: Path, membership: Path) -> int | None:
-    """The smallest memory limit on this process's cgroup and its parents, v2 or v1; None without a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = hierarchy / "memory" if controllers else hierarchy
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        here = base / path.lstrip("/")
-        for directory in (here, *here.parents):
-            if directory == base or base in directory.parents:
-                limits += _limit(directory / name)
-    return min(limits, default=None)
-
-
-def _limit(path: Path) -> list[int]:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return []  # the cgroup of another namespace, or no such controller
-    return [int(text)] if text.isdigit() and int(text) < 2**60 else []  # v1 says "none" with a number near 2**63
 
 
 def _storage(root: Path | None) -> Iterator[Finding]:

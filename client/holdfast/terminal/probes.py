@@ -137,5 +137,8 @@ def service(api: Api, version: str) -> Iterator[Finding]:
             )
             return
         yield Finding("catalog", "ok", "catalog and storage answer")
+        for node in api.nodes():
+            if node.keeper is not None:
+                yield Finding("staged saves", "ok", f"if the daemon of {node.name} is killed, {node.keeper} keeps them")
     except CheckpointError as error:
         yield Finding("catalog", "fail", error.detail, error.hint)

@@ -361,6 +361,7 @@ class Node(Body):
         description="saves of which all ranks of this node have sealed, and that have not ended; only shown to tokens for "
         "all runs",
     )
+    keeper: str | None = Field(default=None, description="what keeps the memory of staged saves if the daemon is killed")
     live: bool = Field(default=True, description="whether the node has given a sign of life lately")
     state: NodeState = Field(
         default="live",

@@ -37,6 +37,7 @@ EVENTS: dict[str, str] = {
     "commit-command-started": "the command of `--on-commit` was started for a checkpoint",
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
+    "staged-save-lost": "a save that all ranks had staged is lost: the daemon was killed, and nothing kept its memory",
     "save-dropped": "a save was dropped for another one, because storage is slower than the saves",
     "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
     "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",

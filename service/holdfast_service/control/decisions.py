@@ -69,6 +69,7 @@ from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
 from holdfast_service.control.root_care import RootCare
 from holdfast_service.control.save_records import SaveRecords
+from holdfast_service.control.staged_before import StagedBefore
 from holdfast_service.storage import PosixStore, Store, Tier
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Decisions:
         self.events = Events(catalog.database, node, utc_now)
         self.events.later = self.book.tell
         self._rounds = Rounds(catalog, self.book, utc_now)
+        self.staged_before = StagedBefore(self.store, catalog, self.book, self._rounds, self.events)
         self.statistics = StatisticsStore(catalog.database)
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
@@ -168,6 +170,10 @@ class Decisions:
             "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
+
+    def settle_staged(self) -> None:
+        """Ranks have had time to come back: what the last daemon had staged, and is nowhere now, is lost, which is said."""
+        self.staged_before.settle()
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""

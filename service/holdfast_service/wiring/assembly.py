@@ -5,10 +5,10 @@ Everything that is opened is closed by the `stack`, the last first. Only `__main
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -22,7 +22,7 @@ from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_service import __version__
-from holdfast_service.config import Config, command_environment, command_words, fd_store, is_shared
+from holdfast_service.config import Config, command_environment, command_words, fd_store, is_shared, successor_environment
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
@@ -39,7 +39,8 @@ from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
-from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot, holder_path, lost_saves
+from holdfast_service.daemon.arena.holder import Start
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
@@ -79,6 +80,7 @@ FIRST = (
     "start PostgreSQL, or correct --catalog: the first time it has to answer. It needs a database of its own, and a "
     "user who may create tables"
 )
+SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long
 # What the catalog's rows say of a node, and not the node itself.
 _MEMBERS = {"live", "state", "since", "heard_s", "lease_s", "duties", "runs"}
 
@@ -107,6 +109,7 @@ class NodeParts(NamedTuple):
     exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
     on_event: EventCommands | None
     replicators: Mapping[str, Replicator]  # by the replica that each copies to
+    keeper: str  # of the memory of staged saves, if the daemon is killed
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -154,7 +157,10 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     """The daemon, listening at its socket. Work that an earlier one left is taken over, and due checks and copies begin."""
     root, tier, catalog, decisions, (mark, _), cluster = control
     budget = Budget(config.arena_bytes_max)
-    keeper = OfRoot(_keeper(root, config, cluster), mark.id)
+    keeper = OfRoot(_keeper(control, config), mark.id)
+    log.info("staged saves are kept by %s if this daemon is killed", keeper.place)
+    for record in lost_saves(_holder_path(control, config)):
+        decisions.staged_before.let_go(record)
     stack.callback(keeper.close)
     checker = Checker(tier, decisions)
     others = None if cluster is None else party(cluster, config.exchange, stack)
@@ -196,7 +202,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     exchange = None if others is None else others.exchange
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, transfers.replicators)
+    copies, kept_by = transfers.replicators, keeper.place
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, copies, kept_by)
 
 
 def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
@@ -234,6 +241,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             catalog=control.decisions.book.said,
             catalog_waiting=control.decisions.book.waiting,
             sealed=saver.sealed,
+            keeper=node.keeper,
             host=platform.node(),
             url=node.url,
             exchange=None if node.exchange is None else node.exchange.url,
@@ -334,11 +342,26 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
     return thinner
 
 
-def _keeper(root: Path, config: Config, cluster: Cluster | None) -> DescriptorKeeper:
-    """The holder that keeps shared memory while no daemon lives. It is found by its root, because the socket may change."""
+def _keeper(control: Control, config: Config) -> DescriptorKeeper:
+    """What keeps shared memory while no daemon lives: a service manager that stores descriptors, else a holder process."""
     store = fd_store()
     if store is not None:
-        return FdStore(store.notify, store.inherited)
-    of_node = "" if cluster is None else f"-{cluster.node}"  # several nodes may be one machine
-    name = hashlib.sha256(bytes(root)).hexdigest()[:12] + of_node
-    return HolderProcess(config.socket.absolute().parent / f"{name}.holder")
+        kept = FdStore(store.notify, store.inherited)
+        if kept.has_room():
+            return kept
+        log.warning(
+            "the service manager stores no descriptors for this service: a process of this service keeps staged saves, and "
+            "they are lost if the service is ended as a whole while no daemon runs; set FileDescriptorStoreMax= in the unit"
+        )
+    return HolderProcess(_holder_path(control, config), _successor(control, config))
+
+
+def _holder_path(control: Control, config: Config) -> Path:
+    return holder_path(config.socket, control.root, "" if control.cluster is None else config.node)
+
+
+def _successor(control: Control, config: Config) -> Start:
+    """How a daemon is started that commits what this one leaves, should it be killed and no other one come."""
+    own = ["--root", str(control.root), "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
+    command = [sys.executable, "-m", "holdfast_service", *config.arguments, *own]
+    return Start(command, os.getcwd(), successor_environment(), str(control.root), control.identity.mark.id)

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli import app
-from holdfast.terminal import doctor
 from holdfast.terminal.doctor import Finding, examine
+from holdfast_formats.memory_bounds import Bound
 from tests.checkpoints import build_root
 from tests.serving import served
 
@@ -84,31 +84,14 @@ def test_unwritable_root(
     assert "write" not in found
 
 
-def test_available_memory(tmp_path: Path) -> None:
-    """MemAvailable is read in bytes; a file that is not there or does not say is None."""
-    meminfo = tmp_path / "meminfo"
-    assert doctor.available_bytes(meminfo) is None
-    meminfo.write_text("MemTotal: 100 kB\n")
-    assert doctor.available_bytes(meminfo) is None
-    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   42 kB\n")
-    assert doctor.available_bytes(meminfo) == 42 * 1024
-
-
-def test_cgroup_limits(tmp_path: Path) -> None:
-    """The smallest limit on the way up counts, in both versions; `max` and v1's huge number are none."""
-    membership, hierarchy = tmp_path / "cgroup", tmp_path / "fs"
-    assert doctor.cgroup_limit_bytes(hierarchy, membership) is None
-    (hierarchy / "a" / "b").mkdir(parents=True)
-    membership.write_text("0::/a/b\n")
-    (hierarchy / "a" / "b" / "memory.max").write_text("max\n")
-    assert doctor.cgroup_limit_bytes(hierarchy, membership) is None
-    (hierarchy / "a" / "memory.max").write_text("5000\n")
-    assert doctor.cgroup_limit_bytes(hierarchy, membership) == 5000
-    (hierarchy / "memory" / "job").mkdir(parents=True)
-    membership.write_text("4:cpu:/x\n3:memory:/job\n")
-    (hierarchy / "memory" / "job" / "memory.limit_in_bytes").write_text("7000\n")
-    (hierarchy / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
-    assert doctor.cgroup_limit_bytes(hierarchy, membership) == 7000
+def test_memory_is_what_the_narrowest_limit_leaves(
+    examined: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are those that a rank tells its daemon: the machine, its control groups, RLIMIT_AS."""
+    bounds = [Bound("memory.max of /sys/fs/cgroup", 8 * 10**9, 10**9)]
+    monkeypatch.setattr("holdfast_formats.memory_bounds.of_process", lambda: bounds)
+    found = examined()["memory"]
+    assert found.status == "warn" and "(memory.max of /sys/fs/cgroup)" in found.what and "container" in found.advice
 
 
 def test_command(examined: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:

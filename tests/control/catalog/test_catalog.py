@@ -238,19 +238,20 @@ class TestRounds:
         assert catalog.declare_attempt("run", "next", 2, NOW) == 4
 
     def test_abort_open_rounds(self, catalog: Catalog) -> None:
-        """Only rounds going on are aborted, but for those to keep."""
+        """Only rounds going on are aborted, but for those to keep, and for those that all ranks have staged."""
         done = catalog.note_round("run", 1, 1, 2, NOW)[0]
         catalog.end_round(done, "committed", NOW)
         old = catalog.note_round("run", 2, 1, 2, NOW)[0]
         sealed = catalog.note_round("run", 3, 2, 1, NOW)[0]
         catalog.update_round(sealed, sealed=1)
         other = catalog.note_round("other", 2, 1, 2, NOW)[0]
-        assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[sealed, other]) == [old]
-        assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [sealed, other]
+        assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[other]) == [old]
+        assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [other]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == []
-        assert catalog.round_counts() == {"open": 0, "sealed": 0, "committed": 1, "aborted": 3, "dropped": 0}
+        assert catalog.round_counts() == {"open": 0, "sealed": 1, "committed": 1, "aborted": 2, "dropped": 0}
         codes = {made.id: made.code for made in catalog.rounds().items}
-        assert codes == {done: None, old: "stale-attempt", sealed: "round-aborted", other: "round-aborted"}
+        assert codes == {done: None, old: "stale-attempt", sealed: None, other: "round-aborted"}
+        assert [found.id for found in catalog.staged_rounds()] == [sealed]
 
     def test_rounds_are_listed_by_run_and_state(self, catalog: Catalog) -> None:
         """The newest first, filtered, page by page."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast_formats import naming
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_service.config import fd_store
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, lost_saves
+from holdfast_service.daemon.arena.holder import SealedSave
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemons import wait_until
 
@@ -157,31 +165,160 @@ def test_a_holder_knows_what_is_sealed(slot: int | None) -> None:
     geometry = arena.geometry(3, 5000, 9000)
     made = bytearray(geometry.segment_bytes)
     view = memoryview(made)
-    arena.write_superblock(view, geometry)
+    arena.write_superblock(view, geometry, SegmentOwner("run", 2, 3, 1))
     for index in range(3):
         arena.write_header(view, geometry, index, SlotHeader(SlotState.LEASED, 1, 1, 0, 0, 0))
     if slot is not None:
         arena.set_state(view, geometry, slot, SlotState.SEALED)
     for content, sealed in ((bytes(made), slot is not None), (b"", False), (b"x" * 100, False), (b"\xff" * 9000, False)):
         fd = memory(content)
-        assert holder.holds_sealed(fd) == sealed
+        assert holder.sealed_saves(fd) == ([SealedSave("run", 1, 2, 3)] if sealed else [])
         os.close(fd)
 
 
-def test_a_holder_left_alone_keeps_only_what_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+class Alone:
+    """A holder that no daemon is connected to, with a segment in which step 5 of run r is sealed, and the root it is of."""
+
+    def __init__(self, at: Path, root_id: str = "id") -> None:
+        self.at, self.root, self.path, self.started = at, at / "root", at / "x.holder", at / "started"
+        self.root.mkdir()
+        (self.root / naming.ROOT_FILE).write_text(f'{{"id": "{root_id}"}}')
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(self.path))
+        self.listener.listen()
+        self.holder = holder.Holder(self.listener, self.path)
+        code = "import os, sys; os.mkdir(sys.argv[1]); print(sys.argv[2:], os.environ['WHO'], os.getcwd(), flush=True)"
+        command = [sys.executable, "-c", code, str(self.started)]
+        start = holder.Start(command, str(at), {"WHO": "me"}, str(self.root), "id")
+        geometry = arena.geometry(1, 8, 8)
+        self.fd = os.memfd_create("test")
+        os.ftruncate(self.fd, geometry.segment_bytes)
+        with mmap.mmap(self.fd, geometry.segment_bytes) as mapped, memoryview(mapped) as view:
+            arena.write_superblock(view, geometry, SegmentOwner("r", 0, 1, 1))
+            arena.write_header(view, geometry, 0, SlotHeader(SlotState.SEALED, 5, 1, 0, 0, 0))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
+            assert self.holder._answer(daemon, f"serve {json.dumps(start._asdict())}", []) == b"done"
+            assert self.holder._answer(daemon, "keep a", [os.dup(self.fd)]) == b"done"
+            self.holder._daemons.clear()
+
+    def serve(self) -> None:
+        """In a thread, so that the test can look meanwhile; it ends when the holder lets go."""
+        self.thread = threading.Thread(target=self.holder.serve)
+        self.thread.start()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.holder._about()
+        return told
+
+    def close(self) -> None:
+        self.listener.close()
+        self.holder._selector.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    made = Alone(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Holders that lose patience at once, and start no second daemon."""
+    for name, value in {"ALONE_S": 0.0, "LINGER_S": 0.1, "CHECK_S": 0.02, "RETRY_S": 1e6, "RETRY_S_MAX": 1e6}.items():
+        monkeypatch.setattr(holder, name, value)
+    return monkeypatch
+
+
+def test_a_holder_left_alone_keeps_only_what_is_sealed(quick: pytest.MonkeyPatch, alone: Alone) -> None:
     """With no daemon for long, memory in which nothing is sealed goes back to the machine, and the holder ends with it."""
-    monkeypatch.setattr(holder, "ALONE_S", 0.0)
-    monkeypatch.setattr(holder, "LINGER_S", 0.0)
+    os.pwrite(alone.fd, b"\0", arena.PAGE_BYTES + 12)  # free
+    alone.serve()
+    alone.thread.join(60)
+    assert alone.about["segments"] == 0 and not alone.started.exists() and not alone.path.with_suffix(".lost").exists()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_holder_left_alone_starts_a_daemon_for_what_is_sealed(quick: pytest.MonkeyPatch, alone: Alone) -> None:
+    """The command that the last daemon gave, where and with what that had, once; what it says goes into a file. If that
+    daemon does not take over, the memory stays for a while, and then goes, which is written down.
+    """
+    alone.serve()
+    log = alone.at / "x.log"
+    wait_until(lambda: log.exists() and log.read_text() == f"[] me {alone.at}\n")
+    wait_until(lambda: alone.about["alone_s"] is not None)
+    told = alone.about
+    assert (told["segments"], told["saves"], told["root"]) == (1, ["r@5"], str(alone.root)) and told["bytes"] > 0
+    assert lost_saves(alone.path) == []
+    quick.setattr(holder, "GIVE_UP_S", 0.0)
+    alone.thread.join(60)
+    (record,) = lost_saves(alone.path)
+    assert record["saves"] == [{"run": "r", "step": 5, "rank": 0, "world": 1}] and "no daemon" in record["why"]
+    assert alone.about["segments"] == 0 and lost_saves(alone.path) == [], "it is told once"
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "not-mounted"])
+def test_a_holder_starts_no_daemon_for_a_root_that_is_not_there(quick: pytest.MonkeyPatch, alone: Alone, gone: bool) -> None:
+    """A daemon would make another root of an empty directory. What is gone for good is let go of soon, and a directory on
+    which the disk is not mounted yet is waited for.
+    """
+    quick.setattr(holder, "GONE_S", 0.0)
+    shutil.rmtree(alone.root)
+    if not gone:
+        alone.root.mkdir()
+    alone.serve()
+    if not gone:
+        time.sleep(0.3)
+        assert alone.thread.is_alive() and alone.about["segments"] == 1 and not alone.started.exists()
+        alone.root.rmdir()
+    alone.thread.join(60)
+    (record,) = lost_saves(alone.path)
+    assert record["why"] == f"its root {alone.root} is gone" and not alone.started.exists()
+
+
+def supervise(path: Path, code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A holder above a daemon, which is this Python code."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")
+        listener.bind(str(path))
         listener.listen()
-        alone = holder.Holder(listener)
-        fd = memory(b"")
-        assert alone._answer(listener, ["keep", "a"], [os.dup(fd)]) == b"done"
-        monkeypatch.setattr(holder, "LINGER_S", 0.001)
-        alone.serve()
-        assert alone._answer(listener, ["drop", "a"], []) == b"refused"
-        os.close(fd)
+        number = listener.fileno()
+        words = [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(number)]
+        command = [*words, "--supervise", sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[number])
+
+
+def test_a_daemon_below_the_holder_is_started_again_when_it_is_killed(path: Path) -> None:
+    """It is the first process of a container: the memory outlives the daemon, whose own exit status it ends with."""
+    code = (
+        "import os, signal, time; print(os.getpid(), flush=True); signal.signal(15, lambda *_: os._exit(7)); time.sleep(600)"
+    )
+    above = supervise(path, code)
+    assert above.stdout is not None and above.stderr is not None
+    first = int(above.stdout.readline())
+    keeper, fd = HolderProcess(path), memory(b"kept")
+    keeper.keep("a", fd)
+    os.close(fd)
+    keeper.close()
+    os.kill(first, signal.SIGKILL)
+    second = int(above.stdout.readline())
+    assert "ended with status 137 and is started again" in above.stderr.readline()
+    later = HolderProcess(path)
+    ((name, taken),) = later.take()
+    later.close()
+    assert (name, os.pread(taken, 10, 0)) == ("a", b"kept") and second != first
+    os.close(taken)
+    above.terminate()
+    assert above.wait(60) == 7 and not path.exists()
+    above.communicate()
+
+
+def test_a_daemon_below_the_holder_that_refuses_to_serve_ends_it(path: Path) -> None:
+    """A flag is wrong, or the root is in use: the container ends, with that status, instead of trying for ever."""
+    above = supervise(path, "import sys; sys.exit(4)")
+    assert above.communicate(timeout=60) == ("", "") and above.returncode == 4
 
 
 def test_the_service_manager_keeps_descriptors_too(tmp_path: Path) -> None:
@@ -213,13 +350,65 @@ def test_the_abstract_address_of_a_service_manager() -> None:
         assert manager.recv(1000) == b"FDSTOREREMOVE=1\nFDNAME=x"
 
 
+class Manager:
+    """A service manager that stores descriptors, or none, as systemd of any version: it closes what it does not store."""
+
+    def __init__(self, path: Path, stores: bool, answers: bool = True) -> None:
+        self.names: list[str] = []
+        self._stores, self._answers, self._kept = stores, answers, list[int]()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+        self._thread.start()
+
+    def _hear(self) -> None:
+        while True:
+            message, fds, _, _ = socket.recv_fds(self._socket, 1000, 4)
+            if not message:
+                return
+            if message.startswith(b"FDSTORE=1") and self._stores:
+                self.names.append(message.decode().partition("FDNAME=")[2])
+                self._kept += fds
+            elif message.startswith(b"FDSTOREREMOVE=1"):
+                self.names = [name for name in self.names if name != message.decode().partition("FDNAME=")[2]]
+            elif not self._answers:
+                self._kept += fds
+            else:
+                for fd in fds:
+                    os.close(fd)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
+        self._socket.close()
+        for fd in self._kept:
+            os.close(fd)
+
+
+def test_a_store_that_keeps_nothing_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd before 254 does not say whether a unit has room in its fd store: it is tried, and nothing of that stays. A
+    manager that does not answer, or is not there, has none.
+    """
+    monkeypatch.setattr("holdfast_service.daemon.arena.fd_keeper.ANSWER_TIMEOUT_S", 0.2)
+    storing, closing = Manager(tmp_path / "a", True), Manager(tmp_path / "b", False)
+    assert FdStore(str(tmp_path / "a"), ()).has_room() and not FdStore(str(tmp_path / "b"), ()).has_room()
+    wait_until(lambda: storing.names == [] and closing.names == [])
+    silent = Manager(tmp_path / "c", True, answers=False)
+    assert not FdStore(str(tmp_path / "c"), ()).has_room() and not FdStore(str(tmp_path / "nobody"), ()).has_room()
+    for manager in (storing, closing, silent):
+        manager.close()
+    watched, given = os.pipe()
+    assert FdStore("/nowhere", [("holdfast-probe", given)]).take() == [], "a daemon was killed while it tried"
+    os.close(watched)
+
+
 def test_the_environment_tells_of_an_fd_store() -> None:
-    """Only a service that has room in it uses it, and only descriptors that were meant for this very process."""
+    """A service manager is asked unless it says that it keeps nothing; only descriptors meant for this process are taken."""
     service = {"NOTIFY_SOCKET": "/run/n", "FDSTORE": "64"}
     passed = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b"}
-    assert fd_store({}) is None
-    assert fd_store({"NOTIFY_SOCKET": "/run/n"}) is None and fd_store({**service, "FDSTORE": "0"}) is None
-    assert fd_store(service) == ("/run/n", ())
+    assert fd_store({}) is None and fd_store({"FDSTORE": "64"}) is None
+    assert fd_store({**service, "FDSTORE": "0"}) is None
+    assert fd_store(service) == fd_store({"NOTIFY_SOCKET": "/run/n"}) == ("/run/n", ())
     assert fd_store({**service, **passed}) == ("/run/n", (("a", 3), ("b", 4)))
     assert fd_store({**service, **passed, "LISTEN_PID": "1"}) == ("/run/n", ())
 

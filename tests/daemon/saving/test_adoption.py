@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -24,7 +25,7 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.adoption import RETURN_S, Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier
@@ -332,6 +333,65 @@ def test_a_step_that_one_rank_had_no_slot_for(node: Node, first_back: int) -> No
             saver.give_up(who, 5, unattended.dropped(5, "newest-wins"))
     assert [(told.step, told.problem and told.problem["code"]) for told in node.told] == [(5, "generation-dropped")]
     assert segments[0].state(0) is SlotState.FREE
+
+
+def rounds(node: Node) -> list[tuple[int, str, str | None]]:
+    return [(found.step, found.state, found.detail) for found in node.catalog.rounds().items]
+
+
+def lost(node: Node) -> list[tuple[int | None, str]]:
+    """The steps of which it was said that they are lost, and the level."""
+    assert node.decisions.recorded(60)
+    told = node.decisions.events.after(0, 1000, kind="staged-save-lost")
+    return [(one.step, one.level) for one in told]
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["killed", "let-go"])
+def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: bool) -> None:
+    """The daemon and what kept its memory were killed, as a container's processes are together, and the ranks as well: an
+    event of level error and the list of rounds say so, once ranks have had time to bring it, and no sooner.
+    """
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    round_id = node.decisions.begin(RUN, 5, 1, 1)
+    node.decisions.sealed(round_id, 1)
+    assert node.decisions.recorded(60)
+    for name in list(node.keeper.kept):
+        node.keeper.drop(name)
+    node.decisions.close()
+    node.decisions = Decisions(node.tier, node.catalog, None)
+    saver = node.start()
+    if record:
+        save = {"run": RUN, "step": 5, "rank": 0, "world": 1}
+        node.decisions.staged_before.let_go({"why": "its root is gone", "saves": [save, {"run": "../x"}, {}]})
+    node.adoption.expire(time.monotonic())
+    assert lost(node) == [] and rounds(node) == [(5, "sealed", None)]
+    node.adoption.expire(time.monotonic() + RETURN_S + 1)
+    assert lost(node) == [(5, "error")] and not saver.busy
+    ((step, state, detail),) = rounds(node)
+    assert (step, state) == (5, "aborted") and detail is not None and "all ranks had staged this save" in detail
+    assert ("its root is gone" in detail) == record
+    node.adoption.expire(time.monotonic() + 2 * RETURN_S)
+    assert lost(node) == [(5, "error")], "it is said once"
+
+
+def test_a_staged_save_whose_rank_brings_it_is_not_lost(node: Node) -> None:
+    """Nothing kept the memory but the rank itself: the save that was staged goes on, under the number that it had."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    round_id = node.decisions.begin(RUN, 5, 1, 1)
+    node.decisions.sealed(round_id, 1)
+    assert node.decisions.recorded(60)
+    for name in list(node.keeper.kept):
+        node.keeper.drop(name)
+    node.decisions.close()
+    node.decisions = Decisions(node.tier, node.catalog, None)
+    saver = node.start()
+    node.back(segment, [5])
+    saver.settle(RUN, 30)
+    node.adoption.expire(time.monotonic() + RETURN_S + 1)
+    assert lost(node) == [] and node.committed() == [5]
+    assert rounds(node) == [(5, "committed", None)]
 
 
 def test_what_is_not_ours_is_let_go(node: Node) -> None:

@@ -233,16 +233,25 @@ class Catalog:
                 row.state, row.ended, row.node = "committed", now, self.node
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
+    def staged_rounds(self) -> list[bodies.Round]:
+        """The rounds going on that all ranks have sealed, of this node where there may be others."""
+        with self._read() as session:
+            rows = session.scalars(select(RoundRow).where(RoundRow.state == "sealed", *self._own()).order_by(RoundRow.id))
+            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
+
     def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
-        """Abort every round going on but those to keep, of this node where there may be others; return their ids."""
+        """Abort every round that some rank has not sealed, but those to keep, of this node where there may be others; return
+        their ids.
+        """
         with self._write(hasty=True) as session:
-            wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON), RoundRow.id.not_in(keep)]
-            if self.database.is_shared:
-                wanted.append(func.coalesce(RoundRow.node, self.node) == self.node)
+            wanted = (RoundRow.state == "open", RoundRow.id.not_in(keep), *self._own())
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
+
+    def _own(self) -> tuple[ColumnElement[bool], ...]:
+        return (func.coalesce(RoundRow.node, self.node) == self.node,) if self.database.is_shared else ()
 
     def abort_rounds_of_lost(self, now: str, code: str, detail: str) -> list[bodies.Round]:
         """Abort the rounds going on of nodes that are no members at this moment; return them."""

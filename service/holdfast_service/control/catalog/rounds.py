@@ -136,6 +136,12 @@ class Rounds:
             going = [self._rounds[number] for number in self._open.values()]
         return [made.key[1:] for made in going if made.key[0] == run and made.sealed >= made.world]
 
+    def knows(self, run: str, step: int, attempt: int) -> bool:
+        """Whether this daemon has had such a save, going on or ended."""
+        key = RoundName(run, step, attempt)
+        with self._lock:
+            return any(one.key == key for one in self._rounds.values())
+
     def ids(self) -> list[int]:
         """For the book's thread: the catalog's ids of the rounds that go on."""
         with self._lock:

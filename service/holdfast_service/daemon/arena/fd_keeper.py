@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import array
+import hashlib
+import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging.socket_paths import addressable
@@ -21,10 +25,14 @@ from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_direc
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
+PROBE = "holdfast-probe"
 
 
 class DescriptorKeeper(Protocol):
-    """Keeps named descriptors after this process has died. Every call may raise `OSError`."""
+    """Keeps named descriptors after this process has died, and says what and where it is. Every call may raise `OSError`."""
+
+    @property
+    def place(self) -> str: ...
 
     def keep(self, name: str, fd: int) -> None: ...
     def drop(self, name: str) -> None: ...
@@ -38,6 +46,10 @@ class OfRoot:
     def __init__(self, keeper: DescriptorKeeper, root_id: str) -> None:
         self._keeper, self._prefix = keeper, f"{root_id}-"
         self._unmarked: set[str] = set()  # kept by a daemon from before roots had ids
+
+    @property
+    def place(self) -> str:
+        return self._keeper.place
 
     def keep(self, name: str, fd: int) -> None:
         self._keeper.keep(self._prefix + name, fd)
@@ -64,11 +76,16 @@ class OfRoot:
 class HolderProcess:
     """A holder process at a socket: an existing one, or a new one that starts with the first descriptor to keep."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, start: holder.Start | None = None) -> None:
+        """`start` is how it may start a daemon if this one is killed and no other one comes."""
+        self._path, self._start = path, start
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._kept: dict[str, int] = {}  # so that a holder that was killed can be replaced
+
+    @property
+    def place(self) -> str:
+        return "a holder process"
 
     def keep(self, name: str, fd: int) -> None:
         with self._lock:
@@ -89,7 +106,7 @@ class HolderProcess:
         """Own copies of all kept descriptors; empty without a holder process."""
         with self._lock:
             try:
-                connection = self._connection = self._connection or _connected(self._path)
+                connection = self._connection = self._connection or self._introduced()
             except (FileNotFoundError, ConnectionRefusedError):
                 return []
             connection.send(b"list")
@@ -115,10 +132,10 @@ class HolderProcess:
     def _connect(self) -> socket.socket:
         if self._connection is None:
             try:
-                self._connection = _connected(self._path)
+                self._connection = self._introduced()
             except (FileNotFoundError, ConnectionRefusedError):
                 _start(self._path)
-                self._connection = _connected(self._path)
+                self._connection = self._introduced()
         return self._connection
 
     def _replace(self) -> None:
@@ -126,15 +143,29 @@ class HolderProcess:
         if self._connection is not None:
             self._connection.close()
         _start(self._path)
-        self._connection = _connected(self._path)
+        self._connection = self._introduced()
         for name, fd in self._kept.items():
             self._ask(self._connection, f"keep {name}", fd)
+
+    def _introduced(self) -> socket.socket:
+        """A connection on which the holder was told how to start a daemon."""
+        connection = _connected(self._path)
+        if self._start is not None:
+            for told in (self._start, self._start._replace(environment=None)):  # it has one of its own, of an earlier daemon
+                request = f"serve {json.dumps(told._asdict())}"
+                if len(request) < holder.PACKET_BYTES_MAX:
+                    break
+            try:
+                self._ask(connection, request)
+            except ConnectionError as error:  # a holder of an earlier version
+                log.warning("if this daemon is killed, nothing starts another one for its staged saves: %s", error)
+        return connection
 
     def _ask(self, connection: socket.socket, request: str, *fds: int) -> None:
         socket.send_fds(connection, [request.encode()], list(fds))
         answer = connection.recv(holder.PACKET_BYTES_MAX)
         if answer != b"done":
-            raise ConnectionError(f"the holder process at {self._path} answered {answer!r} to {request!r}")
+            raise ConnectionError(f"the holder process at {self._path} answered {answer!r} to {request[:80]!r}")
 
 
 class FdStore:
@@ -144,6 +175,43 @@ class FdStore:
         self._address = "\0" + notify[1:] if notify.startswith("@") else notify
         self._inherited = list(inherited)
 
+    @property
+    def place(self) -> str:
+        return "the service manager's fd store"
+
+    def has_room(self) -> bool:
+        """Whether the service manager really stores descriptors for this service: it closes at once what it does not store.
+
+        Versions of systemd before 254 do not say it in $FDSTORE.
+        """
+        watched, given = os.pipe()
+        try:
+            self._notify(f"FDSTORE=1\nFDPOLL=0\nFDNAME={PROBE}", given)
+            os.close(given)
+            given = -1
+            return self._heard() and not _closed(watched, 0.0)
+        except OSError as error:
+            log.warning("the service manager at %s cannot be told anything: %s", self._address, error)
+            return False
+        finally:
+            os.close(watched)
+            if given >= 0:
+                os.close(given)
+            with suppress(OSError):
+                self._notify(f"FDSTOREREMOVE=1\nFDNAME={PROBE}")
+
+    def _heard(self) -> bool:
+        """Whether the service manager has dealt with what it was told before: then it closes the descriptor of this."""
+        watched, given = os.pipe()
+        try:
+            self._notify("BARRIER=1", given)
+        finally:
+            os.close(given)
+        try:
+            return _closed(watched, ANSWER_TIMEOUT_S)
+        finally:
+            os.close(watched)
+
     def keep(self, name: str, fd: int) -> None:
         self._notify(f"FDSTORE=1\nFDNAME={name}", fd)
 
@@ -152,9 +220,11 @@ class FdStore:
 
     def take(self) -> list[tuple[str, int]]:
         taken, self._inherited = self._inherited, []
-        for _, fd in taken:
+        for name, fd in taken:
             os.set_inheritable(fd, False)
-        return taken
+            if name == PROBE:  # of a daemon that was killed while it tried
+                os.close(fd)
+        return [(name, fd) for name, fd in taken if name != PROBE]
 
     def close(self) -> None:
         """Nothing: the store is the service manager's."""
@@ -163,6 +233,36 @@ class FdStore:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendmsg([message.encode()], ancillary, 0, self._address)
+
+
+def _closed(pipe: int, wait_s: float) -> bool:
+    """Whether nobody has the other end of a pipe any more."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return any(event & select.POLLHUP for _, event in poll.poll(wait_s * 1000))
+
+
+def holder_path(socket: Path, root: Path, node: str = "") -> Path:
+    """Where the holder of a root listens: beside the daemon's socket, whose name may change. `node` is this daemon's, where
+    several nodes share the root: they may be one machine.
+    """
+    name = hashlib.sha256(bytes(root)).hexdigest()[:12] + (f"-{node}" if node else "")
+    return socket.absolute().parent / f"{name}.holder"
+
+
+def lost_saves(path: Path) -> list[dict[str, Any]]:
+    """What a holder has written down before it let go of staged saves. It is told once: the file is removed."""
+    place = path.with_suffix(".lost")
+    try:
+        with place.open("rb") as file:
+            lines = file.read(2 * holder.RECORD_BYTES_MAX).splitlines()
+        place.unlink()
+        return [record for line in lines if isinstance(record := json.loads(line), dict)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        log.warning("cannot read what the holder process has written to %s: %s", place, error)
+        return []
 
 
 def _connected(path: Path) -> socket.socket:
@@ -181,8 +281,9 @@ def _connected(path: Path) -> socket.socket:
     return connection
 
 
-def _start(path: Path) -> None:
-    """Start a holder in a session of its own. The socket is ours until it takes over, so nobody waits for its start."""
+@contextmanager
+def opened(path: Path) -> Iterator[socket.socket]:
+    """The socket of a holder to be: it is ours until the holder takes over, so nobody waits for its start."""
     prepare_directory(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         mask = os.umask(0o177)
@@ -193,10 +294,20 @@ def _start(path: Path) -> None:
         finally:
             os.umask(mask)
         listener.listen(8)
+        yield listener
+
+
+def holder_command(path: Path, listener: int) -> list[str]:
+    """The command that becomes the holder at this socket, whose descriptor it inherits."""
+    return [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(listener)]
+
+
+def _start(path: Path) -> None:
+    """Start a holder in a session of its own."""
+    with opened(path) as listener:
         number = listener.fileno()
-        command = [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(number)]
         process = subprocess.Popen(
-            command,
+            holder_command(path, number),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

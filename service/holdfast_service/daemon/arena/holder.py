@@ -1,17 +1,26 @@
-"""The holder: a small process that keeps descriptors of shared memory while no daemon lives.
+"""The holder: a small process that keeps descriptors of shared memory while no daemon lives, and starts one if none comes.
 
-    holder.py --socket PATH --listener N
+    holder.py --socket PATH --listener N                       beside a daemon, which has started it
+    holder.py --socket PATH --listener N --supervise COMMAND…  above a daemon, as the first process of a container
 
 At its socket, one packet is one request and one packet its answer: `keep NAME` brings a descriptor, `drop NAME` lets one
-go, `list` is answered by one packet `held NAME` with its descriptor for each, then `end`. It imports nothing but the
-standard library, so that it starts in a blink and costs next to no memory. Left alone by daemons for a while, it lets go of
-segments in which nothing is sealed (ranks that live have descriptors of their own); what is sealed it keeps until a daemon
-comes. It ends when it has held nothing and nobody has been connected for a while.
+go, `list` is answered by one packet `held NAME` with its descriptor for each, then `end`; `serve JSON` says how to start a
+daemon for what is held, and `about` is answered by JSON. It imports nothing but the standard library, so that it starts in a
+blink and costs next to no memory.
+
+Left alone by daemons for a while, it lets go of segments in which nothing is sealed (ranks that live have descriptors of
+their own), and starts a daemon that commits what is. If the root is gone, or no daemon has come for a day, it lets go of
+that too, and writes down what is lost, beside its socket. It ends when it has held nothing and nobody has been connected
+for a while.
+
+Above a daemon, it starts that daemon, passes signals on to it, and starts it again when it was killed. It ends with the
+daemon's own exit status when the daemon ends by itself and nothing is sealed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import selectors
 import signal
@@ -20,81 +29,267 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 LINGER_S = 3.0
 ALONE_S = 120.0  # longer than ranks look for the next daemon
+RETRY_S, RETRY_S_MAX = 300.0, 3600.0  # until a daemon is started again that has ended without taking over
+GONE_S = 600.0  # of a root that is not there: it may only be mounted late
+GIVE_UP_S = 86_400.0  # without any daemon
+BACK_OFF_S, BACK_OFF_S_MAX = 1.0, 30.0  # above a daemon that is killed again and again
 CHECK_S = 0.5
-PACKET_BYTES_MAX = 512
-SEGMENTS_MAX = 4096
+PACKET_BYTES_MAX = 131_072
+RECORD_BYTES_MAX = 1_000_000
+SEGMENTS_MAX, SLOTS_MAX = 4096, 64
 PAGE_BYTES = 4096
-SEALED = 2
+MAGIC, SEALED = b"HOLDFAST", 2
 CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: process, user, group
+ROOT_FILE = ".holdfast.root"
+
+
+class Start(NamedTuple):
+    """How a daemon is started: its command, where, in which environment (None: this process's), and the root it serves."""
+
+    command: list[str]
+    directory: str
+    environment: dict[str, str] | None
+    root: str
+    root_id: str
+
+
+class SealedSave(NamedTuple):
+    """A rank's part of a save, complete in a slot."""
+
+    run: str
+    step: int
+    rank: int
+    world: int
+
+
+class Child:
+    """The daemon that this process has started, if any."""
+
+    def __init__(self, output: Path | None) -> None:
+        """Its output goes to a file; without one to where this process's goes."""
+        self._output = output
+        self.pid: int | None = None
+        self.status = 0  # of the one that ended last, as a shell has it
+        self.killed = False  # whether a signal ended it
+
+    def start(self, how: Start, *more: str) -> None:
+        pid = os.fork()
+        if pid:
+            self.pid = pid
+            return
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            if self._output is not None:
+                os.setsid()
+                log = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+            if os.path.isdir(how.directory):
+                os.chdir(how.directory)
+            command = [*how.command, *more]
+            os.execvpe(command[0], command, os.environ if how.environment is None else how.environment)
+        finally:
+            os._exit(127)
+
+    def ended(self) -> bool:
+        """Whether it has ended since this was last asked. A container's first process has other children to see off."""
+        found = False
+        while self.pid is not None or self._output is None:
+            try:
+                pid, status = os.waitpid(-1 if self._output is None else self.pid or 0, os.WNOHANG)
+            except ChildProcessError:
+                return found
+            if pid == 0:
+                return found
+            if pid == self.pid:
+                code = os.waitstatus_to_exitcode(status)
+                self.pid, self.killed, self.status, found = None, code < 0, code if code >= 0 else 128 - code, True
+        return found
+
+    def signal(self, number: int) -> None:
+        if self.pid is not None:
+            os.kill(self.pid, number)
 
 
 class Holder:
-    """The descriptors by name, and the connections at which they are asked for."""
+    """The descriptors by name, the connections at which they are asked for, and the daemon that was started for them."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, path: Path, supervised: Start | None = None) -> None:
         self._held: dict[str, int] = {}
-        self._connections = 0
+        self._daemons: set[socket.socket] = set()  # connections of daemons, unlike those that only ask
+        self._others: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._listener = listener
+        self._listener, self._path = listener, path
+        self._supervised, self._start = supervised, supervised
+        self._child = Child(None if supervised else path.with_suffix(".log"))
+        self._began = self._attended = time.monotonic()
+        self._root_seen = self._began
+        self._try_at, self._retry_s = 0.0, RETRY_S if supervised is None else BACK_OFF_S
+        self._stopping = False
 
-    def serve(self) -> None:
-        """Answer until nothing has been held, and nobody been there, for a while."""
-        needed = attended = time.monotonic()
+    def serve(self) -> int:
+        """Answer until nothing has been held, and nobody been there, for a while; above a daemon, until that has ended."""
+        needed = time.monotonic()
+        if self._supervised is not None:
+            self._child.start(self._supervised)
         while time.monotonic() - needed < LINGER_S:
             for key, _ in self._selector.select(CHECK_S):
                 assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    if not is_ours(connection):
-                        connection.close()
-                        continue
-                    self._selector.register(connection, selectors.EVENT_READ)
-                    self._connections += 1
-                elif not self._hear(key.fileobj):
-                    self._selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    self._connections -= 1
-            if self._connections:
-                attended = time.monotonic()
-            if time.monotonic() - attended > ALONE_S:
-                self._let_go_of_unsealed()
-            if self._held or self._connections:
+                self._heed(key.fileobj)
+            if self._supervised is not None:
+                if not self._look_after(self._supervised):
+                    return self._child.status
                 needed = time.monotonic()
+                continue
+            self._child.ended()
+            if self._daemons:
+                self._attended, self._try_at, self._retry_s = time.monotonic(), 0.0, RETRY_S
+            self._alone(time.monotonic() - self._attended)
+            if self._held or self._daemons or self._child.pid is not None:
+                needed = time.monotonic()
+        return 0
 
-    def _let_go_of_unsealed(self) -> None:
-        for name in [name for name, fd in self._held.items() if not holds_sealed(fd)]:
+    def stop(self, number: int, _: object) -> None:
+        """A signal for the daemon below."""
+        self._stopping = True
+        self._child.signal(number)
+
+    def _look_after(self, how: Start) -> bool:
+        """Start the daemon below again if it was killed, or ended while something is sealed; False if this ends with it."""
+        if not self._child.ended():
+            if self._child.pid is None and time.monotonic() >= self._try_at:
+                self._child.start(how)
+            return True
+        sealed = self._sealed()
+        if self._stopping or not (self._child.killed or sealed):
+            return False
+        wait_s = BACK_OFF_S if time.monotonic() - self._attended > BACK_OFF_S_MAX else self._retry_s
+        self._attended, self._retry_s = time.monotonic(), min(2 * wait_s, BACK_OFF_S_MAX)
+        self._try_at = self._attended + wait_s
+        saves = sorted({(one.run, one.step) for one in sealed})
+        print(
+            f"holdfast: the daemon ended with status {self._child.status} and is started again in {wait_s:.0f} s; "
+            f"{self._bytes()} bytes of shared memory are kept, with {len(saves)} staged saves",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
+
+    def _alone(self, alone_s: float) -> None:
+        """What becomes of memory that no daemon has asked for."""
+        if alone_s <= ALONE_S or self._child.pid is not None:
+            return
+        for name in [name for name, fd in self._held.items() if not sealed_saves(fd)]:
             os.close(self._held.pop(name))
+        if not self._held:
+            return
+        start, now = self._start, time.monotonic()
+        if start is None or os.path.isdir(start.root):
+            self._root_seen = now
+        if now - self._root_seen > GONE_S:
+            self._give_up(f"its root {start.root if start else ''} is gone")
+        elif alone_s > GIVE_UP_S:
+            self._give_up(f"no daemon has taken it over for {alone_s / 3600:.0f} hours")
+        elif start is not None and _root_id(start) == start.root_id and now >= self._try_at:
+            again = ("--listen", "none") if self._try_at else ()  # its address may be in use
+            self._try_at, self._retry_s = now + self._retry_s, min(2 * self._retry_s, RETRY_S_MAX)
+            self._child.start(start, *again)
+
+    def _give_up(self, why: str) -> None:
+        """Let go of everything, and write down what it was: the next daemon of the root, and `holdfast doctor`, read it."""
+        record = {
+            "at": time.time(),
+            "why": why,
+            "root": self._start.root if self._start else "",
+            "bytes": self._bytes(),
+            "saves": [one._asdict() for one in self._sealed()],
+        }
+        place = self._path.with_suffix(".lost")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            with open(os.open(place, flags, 0o600), "a") as file:
+                if file.tell() < RECORD_BYTES_MAX:
+                    file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            print(f"holdfast: cannot write {place}: {error}", file=sys.stderr)
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+    def _sealed(self) -> list[SealedSave]:
+        return [save for fd in self._held.values() for save in sealed_saves(fd)]
+
+    def _bytes(self) -> int:
+        """Memory that is in use by now."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self._held.values())
+
+    def _heed(self, ready: socket.socket) -> None:
+        if ready is self._listener:
+            connection, _ = self._listener.accept()
+            if not is_ours(connection):
+                connection.close()
+                return
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._others.add(connection)
+        elif not self._hear(ready):
+            self._selector.unregister(ready)
+            ready.close()
+            self._daemons.discard(ready)
+            self._others.discard(ready)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """One request; False when the daemon is gone."""
+        """One request; False when the other side is gone."""
         try:
             packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, 1)
+            for fd in fds:
+                os.set_inheritable(fd, False)
             if packet:
-                connection.send(self._answer(connection, packet.decode(errors="replace").split(" "), fds))
+                connection.send(self._answer(connection, packet.decode(errors="replace"), fds))
             for fd in fds:
                 os.close(fd)
             return bool(packet)
         except OSError:
             return False
 
-    def _answer(self, connection: socket.socket, words: list[str], fds: list[int]) -> bytes:
-        match words:
-            case ["keep", name] if fds and name not in self._held and len(self._held) < SEGMENTS_MAX:
+    def _answer(self, connection: socket.socket, request: str, fds: list[int]) -> bytes:
+        word, _, rest = request.partition(" ")
+        if word == "about":
+            return json.dumps(self._about()).encode()
+        self._daemons.add(connection)
+        match [word, *rest.split(" ")]:
+            case ["keep", name] if fds and name and name not in self._held and len(self._held) < SEGMENTS_MAX:
                 self._held[name] = fds.pop()
                 return b"done"
             case ["drop", name] if name in self._held:
                 os.close(self._held.pop(name))
                 return b"done"
-            case ["list"]:
+            case ["list", ""]:
                 for name, fd in self._held.items():
                     socket.send_fds(connection, [f"held {name}".encode()], [fd])
                 return b"end"
+            case ["serve", *_] if (told := _told(rest)) is not None:
+                self._start = told
+                return b"done"
             case _:
                 return b"refused"
+
+    def _about(self) -> dict[str, Any]:
+        now = time.monotonic()
+        return {
+            "pid": os.getpid(),
+            "root": self._start.root if self._start else None,
+            "age_s": now - self._began,
+            "alone_s": None if self._daemons or self._child.pid is not None else now - self._attended,
+            "supervises": self._supervised is not None,
+            "segments": len(self._held),
+            "bytes": self._bytes(),
+            "saves": sorted({f"{one.run}@{one.step}" for one in self._sealed()}),
+        }
 
 
 def is_ours(connection: socket.socket) -> bool:
@@ -103,32 +298,59 @@ def is_ours(connection: socket.socket) -> bool:
     return CREDENTIALS.unpack(credentials)[1] in (0, os.geteuid())
 
 
-def holds_sealed(fd: int) -> bool:
-    """Whether any slot of a segment is sealed, by docs/format.md § 11, repeated here so that nothing need be imported."""
-    head = os.pread(fd, 32, 0)
-    if len(head) < 32:
-        return False
-    slots, data_bytes, table_bytes = struct.unpack_from("<IQQ", head, 12)
+def sealed_saves(fd: int) -> list[SealedSave]:
+    """What is sealed in a segment, by docs/format.md § 11, repeated here so that nothing need be imported."""
+    head = os.pread(fd, 176, 0)
+    if len(head) < 176 or not head.startswith(MAGIC):
+        return []
+    slots, data_bytes, table_bytes, rank, world = struct.unpack_from("<IQQII", head, 12)
+    run = head[48:176].rstrip(b"\0").decode(errors="replace")
     slot_bytes = PAGE_BYTES + data_bytes + table_bytes
-    if PAGE_BYTES + slots * slot_bytes > os.fstat(fd).st_size:
-        return False
-    starts = range(PAGE_BYTES, PAGE_BYTES + slots * slot_bytes, slot_bytes)
-    return any(os.pread(fd, 4, start + 12) == SEALED.to_bytes(4, "little") for start in starts)
+    if slots > SLOTS_MAX or PAGE_BYTES + slots * slot_bytes > os.fstat(fd).st_size:
+        return []
+    headers = [os.pread(fd, 24, start) for start in range(PAGE_BYTES, PAGE_BYTES + slots * slot_bytes, slot_bytes)]
+    stated = [struct.unpack_from("<IQ", header, 12) for header in headers if header.startswith(MAGIC)]
+    return [SealedSave(run, step, rank, world) for state, step in stated if state == SEALED]
+
+
+def _told(text: str) -> Start | None:
+    """How to start a daemon, as one said it; None for what is none of ours."""
+    try:
+        told = json.loads(text)
+        start = Start(**told)
+    except (TypeError, ValueError):
+        return None
+    return start if start.command and all(isinstance(word, str) for word in start.command) else None
+
+
+def _root_id(start: Start) -> str | None:
+    """The id in the root's file; None where there is no root now. Where a disk is to be mounted there may be a directory."""
+    try:
+        return str(json.loads((Path(start.root) / ROOT_FILE).read_bytes())["id"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def main() -> int:
-    """Take over the listening socket that the daemon opened for us, and serve."""
+    """Take over the listening socket that was opened for us, and serve."""
     parser = argparse.ArgumentParser(prog="holder.py")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--supervise", nargs=argparse.REMAINDER, metavar="COMMAND")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is meant for the daemon and the trainer
     ours = arguments.socket.stat().st_ino
+    os.set_inheritable(arguments.listener, False)
+    supervised = Start(arguments.supervise, os.getcwd(), None, "", "") if arguments.supervise else None
     with socket.socket(fileno=arguments.listener) as listener:
-        Holder(listener).serve()
+        holder = Holder(listener, arguments.socket, supervised)
+        if supervised is not None:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, holder.stop)
+        status = holder.serve()
         if arguments.socket.exists() and arguments.socket.stat().st_ino == ours:  # another holder may have come since
             arguments.socket.unlink()
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -48,10 +48,12 @@ class Adoption:
     def __init__(self, arena: Arena, saver: Saver, decisions: Decisions) -> None:
         self._arena, self._saver, self._decisions = arena, saver, decisions
         self._absent: dict[SegmentOwner, _Absent] = {}
+        self._settle_at = float("inf")  # time.monotonic()
 
     def start(self) -> Collection[int]:
         """Adopt all segments of an earlier daemon; returns the IDs of saves that continue."""
         going_on: set[int] = set()
+        self._settle_at = time.monotonic() + RETURN_S
         recovered = self._arena.recover()
         for segment in recovered:
             assert segment.owner is not None
@@ -98,7 +100,14 @@ class Adoption:
                     self._arena.drop(other)
 
     def expire(self, now: float) -> None:
-        """Give up ranks that have not reconnected by `now`: their incomplete saves end, their memory is freed."""
+        """Give up ranks that have not reconnected by `now`: their incomplete saves end, their memory is freed. What had been
+        staged when the last daemon ended, and is nowhere now, is lost.
+        """
+        self._give_up(now)
+        if now > self._settle_at:
+            self._decisions.settle_staged()
+
+    def _give_up(self, now: float) -> None:
         for owner, absent in list(self._absent.items()):
             if absent.deadline < now and self._absent.pop(owner, None) is not None:
                 log.info("rank %d of %s did not reconnect", owner.rank, owner.run)
@@ -107,8 +116,8 @@ class Adoption:
                     self._arena.drop(segment)
 
     def close(self) -> None:
-        """Give up all ranks that are still missing."""
-        self.expire(float("inf"))
+        """Give up all ranks that are still missing. They may bring their memory to the next daemon."""
+        self._give_up(float("inf"))
 
 
 class _Unheard(Participant):

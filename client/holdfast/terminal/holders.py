@@ -1,0 +1,83 @@
+"""Holder processes, which keep the memory of staged saves while no daemon lives, as `holdfast doctor` shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.terminal.console import human_bytes
+from holdfast.terminal.probes import Finding
+from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.moments import span
+from holdfast_formats.staging.socket_paths import addressable
+
+ASK_S = 2.0
+ANSWER_BYTES_MAX = 1_000_000
+SAVES_NAMED_MAX = 5
+_CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: process, user, group
+
+
+def found(directory: Path) -> Iterator[Finding]:
+    """The holders whose sockets are in the daemon's runtime directory, and what holders there have let go of."""
+    for path in sorted(directory.glob("*.holder")):
+        try:
+            yield _shown(_about(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            continue  # of a holder that was killed: the next one takes its place
+        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+            advice = (
+                "it may be a holder of an earlier version, or another user's; a daemon of its root takes over what it has"
+            )
+            yield Finding("holder", "warn", f"{path} does not say what it holds: {error}", advice)
+    for path in sorted(directory.glob("*.lost")):
+        yield from _lost(path)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(ASK_S)
+        with addressable(path) as name:
+            link.connect(name)
+        uid = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+        if uid not in (0, os.geteuid()):
+            raise StorageFailed(f"it is a process of user {uid}")
+        link.send(b"about")
+        told = json.loads(link.recv(ANSWER_BYTES_MAX))
+    if not isinstance(told, dict):
+        raise ValueError("its answer is not an object")
+    return told
+
+
+def _shown(told: dict[str, Any]) -> Finding:
+    """One holder: whose memory, how much, since when, and whether a daemon is there for it."""
+    saves = [str(save) for save in told["saves"]]
+    named = ", ".join(saves[:SAVES_NAMED_MAX]) + (" and more" if len(saves) > SAVES_NAMED_MAX else "")
+    what = (
+        f"process {int(told['pid'])} holds {human_bytes(int(told['bytes']))} of {told['root'] or 'an unknown root'} for "
+        f"{span(float(told['age_s']))}"
+    )
+    if told["supervises"]:
+        what += ", and starts its daemon again if that is killed"
+    if told["alone_s"] is None or not int(told["segments"]):
+        return Finding("holder", "ok", what)
+    what += f"; no daemon has asked for it for {span(float(told['alone_s']))}"
+    if saves:
+        advice = f"staged and not committed: {named}. Start the daemon of that root; the holder tries to do so by itself"
+        return Finding("holder", "warn", what, advice)
+    return Finding("holder", "warn", what, "it lets go of that within two minutes")
+
+
+def _lost(path: Path) -> Iterator[Finding]:
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records:
+            saves = sorted({f"{save['run']}@{save['step']}" for save in record["saves"]})
+            what = f"staged saves of {record['root']} were given up, because {record['why']}: {', '.join(saves)}"
+            yield Finding("holder", "warn", what, f"remove {path} when you have read this; the root's next daemon does, too")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield Finding("holder", "warn", f"{path} cannot be read: {error}", "remove it")

@@ -1,0 +1,36 @@
+"""`python -m holdfast_service.offline.supervise FLAGS`: the holder process, and a daemon with these flags below it.
+
+For the first process of a container. If the daemon is killed, its shared memory stays with the holder, which starts the
+daemon again. This program checks the flags, opens the holder's socket, and becomes the holder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from holdfast_formats.errors import CheckpointError, exit_status
+from holdfast_service.config import is_shared, parse
+from holdfast_service.daemon.arena import fd_keeper
+
+
+def main(arguments: list[str]) -> int:
+    """Returns only if it cannot begin, with the exit status of `holdfast serve`."""
+    try:
+        config = parse(arguments)
+        node = config.node if is_shared(config.catalog_url) else ""
+        path = fd_keeper.holder_path(config.socket, config.root.resolve(), node)
+        with fd_keeper.opened(path) as listener:
+            command = fd_keeper.holder_command(path, listener.fileno())
+            os.set_inheritable(listener.fileno(), True)
+            os.execv(command[0], [*command, "--supervise", sys.executable, "-m", "holdfast_service", *arguments])
+    except CheckpointError as error:
+        print(f"holdfast serve: {error}", file=sys.stderr)
+        return exit_status(error)
+    except OSError as error:
+        print(f"holdfast serve: cannot open the holder's socket: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
