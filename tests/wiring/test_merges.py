@@ -305,6 +305,10 @@ OTHER: dict[str, Any] = {
     "another kind": {"peft_type": "IA3"},
     "no alpha": {"lora_alpha": None},
     "saved modules": {"modules_to_save": ["lm_head"]},
+    "invocation tokens": {"alora_invocation_tokens": [27, 71226]},
+    "a key of a newer PEFT": {"future_option": False},
+    "another rank": {"r": 8},
+    "parameters without tensors": {"target_parameters": ["experts.up"]},
 }
 
 
@@ -325,7 +329,7 @@ def test_adapters_of_other_models_are_refused(world: MergeWorld) -> None:
         with pytest.raises(StateMismatch) as refused:
             world.merge(recipe.replace("tuned", f"tuned{number}"))
         assert refused.value.members["tensor"] and hint in refused.value.hint
-    put_adapter(world, "wide", {name: np.ones((5, 5), np.float32) for name in arrays}, config)
+    put_adapter(world, "wide", {name: np.ones((5, 5), np.float32) for name in arrays}, config | {"r": 5})
     with pytest.raises(StateMismatch, match="not added"):
         world.merge(recipe.replace("tuned", "wide"))
     with pytest.raises(NoSuchResource, match="no adapter"):

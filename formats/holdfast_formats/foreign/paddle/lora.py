@@ -27,6 +27,25 @@ CONFIG = "lora_config.json"
 PICKLE = "lora_model_state.pdparams"
 PEFT_CONFIG = "adapter_config.json"  # the key of its document in group `adapter`
 _STEM = "peft_model"
+# What is translated for PEFT, and what says nothing about how the adapter is added: training, and how ranks divide it.
+_UNDERSTOOD = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "rslora",
+        "scaling",
+        "target_modules",
+        "trainable_bias",
+        "base_model_name_or_path",
+        "dtype",
+        "head_dim",
+        "lora_plus_scale",
+        "merge_weights",
+        "tensor_model_parallel_size",
+        "tensor_parallel_degree",
+    }
+)
 _PREFIX = "base_model.model."
 
 
@@ -101,9 +120,16 @@ def _peft_config(config: Mapping[str, Any]) -> bytes:
     expressions = [targets] if isinstance(targets, str) else targets
     if not isinstance(expressions, list) or not all(isinstance(one, str) for one in expressions):
         raise StateMismatch(f"{CONFIG}: target_modules is {targets!r} instead of regular expressions", file=CONFIG)
-    for flag in ("loraga", "do_qat", "enable_lora_list"):
-        if config.get(flag):
-            raise StateMismatch(f"{CONFIG}: PEFT's LoRA has nothing like {flag}", file=CONFIG)
+    for key, value in config.items():
+        if key not in _UNDERSTOOD and value not in (None, False, [], {}):
+            raise StateMismatch(
+                f"{CONFIG}: PEFT's LoRA has nothing like {key} = {value!r}",
+                hint="--as-is imports the adapter without a configuration for PEFT",
+                file=CONFIG,
+            )
+    scale = alpha / (math.sqrt(rank) if config.get("rslora") else rank)
+    if not math.isclose(config.get("scaling") or scale, scale, rel_tol=1e-6):
+        raise StateMismatch(f"{CONFIG}: scaling is {config['scaling']!r}, but r and lora_alpha give {scale:g}", file=CONFIG)
     made = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

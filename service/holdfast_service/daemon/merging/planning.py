@@ -14,7 +14,7 @@ from holdfast_formats.foreign.moves import same
 from holdfast_service.daemon.copying import importing
 from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
 from holdfast_service.daemon.copying.mapping import MappedListing
-from holdfast_service.daemon.merging import lora
+from holdfast_service.daemon.merging import lora, lora_config
 from holdfast_service.daemon.merging.identical import identical
 from holdfast_service.daemon.merging.merged_tensor import merged
 from holdfast_service.daemon.merging.recipe import DTYPES, GROUP, MergeRecipe, ModelName
@@ -56,8 +56,11 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     for other in models:
         _check_fits(reference, other, recipe)
     if recipe.group in _ADAPTER_GROUPS:
-        configs = {name.model: _config(sources.source(name.model), sources) for name in recipe.inputs}
-        lora.check_alike(configs, recipe.assets_of.model)
+        adapters = {
+            name.model: lora.AdapterParts(_config(sources.source(name.model), sources), model.tensors)
+            for name, model in zip(recipe.inputs, models, strict=True)
+        }
+        lora.check_alike(adapters, recipe.assets_of.model)
     notes = list(_notes(recipe, sources, list(reference.tensors)))
     tensors = _merged(recipe, models, reference)
     sources.joined.plain = sources.source(recipe.assets_of.model).number
@@ -90,15 +93,15 @@ def _adapter(source: MergeSource) -> dict[str, ForeignTensor]:
 
 
 def _config(source: MergeSource, sources: MergeSources) -> bytes:
-    made = source.listing.made_assets.get(lora.CONFIG)
+    made = source.listing.made_assets.get(lora_config.NAME)
     if made is not None:
         return made
-    if lora.CONFIG not in source.listing.assets:
+    if lora_config.NAME not in source.listing.assets:
         raise NoSuchResource(
-            f"{source.name} has no {lora.CONFIG}, without which nobody knows how its adapter is added",
+            f"{source.name} has no {lora_config.NAME}, without which nobody knows how its adapter is added",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
-    return sources.watched.read(f"{source.number}/{lora.CONFIG}", 0, lora.CONFIG_BYTES_MAX)
+    return sources.watched.read(f"{source.number}/{lora_config.NAME}", 0, lora_config.BYTES_MAX)
 
 
 def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
@@ -149,7 +152,7 @@ def _listing(
 ) -> ForeignListing:
     """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
     base = sources.source(recipe.assets_of.model).listing
-    left = () if recipe.out_group in _ADAPTER_GROUPS else (lora.CONFIG,)
+    left = () if recipe.out_group in _ADAPTER_GROUPS else (lora_config.NAME,)
     assets = tuple(name for name in base.assets if name not in left)
     made = {name: data for name, data in base.made_assets.items() if name not in left}
     config = hugging_face.CONFIG

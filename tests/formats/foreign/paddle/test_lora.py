@@ -80,6 +80,8 @@ def test_what_peft_lacks_is_refused(tmp_path: Path) -> None:
         ({"lora_alpha": None}, "lora_alpha None"),
         ({"target_modules": [1]}, r"target_modules is \[1\]"),
         ({"loraga": True}, "nothing like loraga"),
+        ({"use_mora": True}, "nothing like use_mora"),
+        ({"scaling": 4.0}, r"scaling is 4\.0, but r and lora_alpha give 2"),
     ):
         _config(tmp_path, **members)
         with pytest.raises(StateMismatch, match=message):
