@@ -38,6 +38,8 @@ BITS: dict[str, int] = {
     "I64": 64,
     "U64": 64,
 }
+# Types that safetensors has a name for and no library reads: neither torch nor numpy has them.
+UNREAD = frozenset({"F6_E2M3", "F6_E3M2"})
 ORDER: dict[str, int] = {name: position for position, name in enumerate(BITS)}
 
 _NUMPY: dict[str, np.dtype] = {

@@ -7,6 +7,7 @@ daemon has ever served, since a daemon that finds a copied id replaces it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest
 
 FILE_BYTES_MAX = 2**16
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a path has lost the second slash
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -70,11 +72,22 @@ def decode(kind: type[_Model], data: bytes) -> _Model | None:
         return None
 
 
+def check_local(path: str | Path) -> None:
+    """`InvalidRequest` for a URL such as s3://bucket/place, which as a path would be made below the current directory."""
+    text = str(path)
+    if _URL.match(text):
+        raise InvalidRequest(
+            f"{text} is a URL, and not a directory of this machine",
+            hint="name a local directory, or mount the storage; a directory of such a name is given as an absolute path",
+        )
+
+
 def check_root_place(path: Path) -> None:
-    """`InvalidRequest` for a directory inside a run or a checkpoint, which go with all that is in them.
+    """`InvalidRequest` for a URL, and for a directory inside a run or a checkpoint, which go with all that is in them.
 
     Links are followed. What is a root already is accepted: it may lie in another root and have a run called "checkpoints".
     """
+    check_local(path)
     if (path / naming.ROOT_FILE).is_file():
         return
     path = path.resolve()
@@ -88,10 +101,11 @@ def check_root_place(path: Path) -> None:
 
 
 def check_output_place(path: Path) -> None:
-    """`InvalidRequest` for a file or directory to be written inside a run or a checkpoint.
+    """`InvalidRequest` for a file or directory to be written inside a run or a checkpoint, and for a URL.
 
     It would be taken for a checkpoint of the run, be swept, or keep the checkpoint from being removed. Links are followed.
     """
+    check_local(path)
     path = path.resolve()
     for above in path.parents:
         within = _inside(above)

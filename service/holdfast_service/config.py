@@ -21,6 +21,7 @@ from holdfast_formats.disk.compacting import RULES, OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
+from holdfast_formats.whereabouts import check_local
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
@@ -101,6 +102,13 @@ class Config(BaseModel):
             if not colon or not host or not port.isdigit() or int(port) > 65_535:
                 raise ValueError(f"{value!r} is not HOST:PORT")
             return host.strip("[]"), int(port)
+        return value
+
+    @field_validator("root", "export_root")
+    @classmethod
+    def _check_directory(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            _check_local(value)
         return value
 
     @field_validator("replica", mode="before")
@@ -210,11 +218,20 @@ def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     return {name: value for name, value in known.items() if name in _PLAIN or name.startswith("LC_")}
 
 
+def _check_local(path: str | Path) -> None:
+    """`ValueError`, as settings are refused, for a URL."""
+    try:
+        check_local(path)
+    except InvalidRequest as error:
+        raise ValueError(f"{error.detail}; {error.hint}") from None
+
+
 def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
     """Parse NAME=DIR or DIR, separated by commas; `ValueError` for a name that appears twice."""
     found: dict[str, Path] = {}
     for text in (part.strip() for one in given for part in one.split(",") if part.strip()):
         named, equals, directory = text.partition("=")
+        _check_local(directory if equals else text)
         path = Path(directory if equals else text)
         name = named if equals else path.name
         if (not directory and equals) or not re.fullmatch(REPLICA_NAME, name):

@@ -49,6 +49,18 @@ def test_other_places_are_free(root: Path, tmp_path: Path, below: str) -> None:
     check_output_place(tmp_path / below)
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/place", "gs://b", "hf+ssh://b/p", "file:///tmp/x"])
+def test_an_address_is_no_directory(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL is refused, also as a path, which has lost a slash; a directory of such a name has an absolute path."""
+    monkeypatch.chdir(tmp_path)
+    for check in (check_root_place, check_output_place):
+        with pytest.raises(InvalidRequest, match="is a URL, and not a directory") as caught:
+            check(Path(place))
+        assert "mount" in caught.value.hint
+        check(tmp_path / "s3:" / "bucket")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_without_a_root(tmp_path: Path) -> None:
     """An exported one is a checkpoint as well."""
     for name in (naming.COMMIT, naming.MANIFEST):

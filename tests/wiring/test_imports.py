@@ -380,3 +380,14 @@ def test_a_program_maps_tensors_and_values(
     assert not staged(world)
     with pytest.raises(InvalidRequest, match="no program 'nothing'"):
         importer.bring(source, WantedImport("mine", 2, ImportOptions(program="nothing")), Quiet())
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_types_that_no_reader_has_are_refused(importer: Importer, tmp_path: Path, dtype: str) -> None:
+    """safetensors has a name for them, and neither torch nor numpy could read the checkpoint."""
+    header = json.dumps({"scales": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}).encode()
+    header += b" " * (-len(header) % 8)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(StateMismatch, match=f"'scales' is {dtype}"):
+        importer.bring(PosixTier(tmp_path / "source"), WantedImport("mine", 1), Quiet())

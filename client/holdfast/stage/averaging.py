@@ -126,6 +126,8 @@ class Averaging:
 
     def __init__(self, ema: Ema, rank: AveragingRank, automatic: Callable[[], bool]) -> None:
         """`automatic` says whether the state has optimizers whose steps can be counted."""
+        if not isinstance(ema, Ema):
+            raise InvalidRequest(f"ema={ema!r} is no Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes")
         ema.check()
         self._ema, self._of, self._automatic = ema, rank, automatic
         self._memory: _Memory | None = None

@@ -43,30 +43,34 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
     groups, state = value[_GROUPS], value[_STATE]
     fits = isinstance(groups, list) and isinstance(state, dict) and all(isinstance(held, dict) for held in state.values())
     if not fits or not all(isinstance(group, dict) and isinstance(group.get(_PARAMS), list) for group in groups):
-        raise _refused(file, key, "is no state dict that torch writes")
-    numbers = [number for group in groups for number in group[_PARAMS]]
-    if numbers != list(range(len(numbers))) or not all(type(number) is int and number < len(numbers) for number in state):
-        raise _refused(file, key, "does not number its parameters in their order")
-    named = all(isinstance(group.get(_NAMES), list) for group in groups)
-    if named:
+        raise refused(file, key, "is no state dict that torch writes")
+    labels = [label for group in groups for label in group[_PARAMS]]
+    by_name = bool(labels) and all(type(label) is str for label in labels)
+    numbered = labels == list(range(len(labels))) and all(type(label) is int for label in state)
+    if not (by_name or numbered) or len(state.keys() | set(labels)) != len(labels):
+        raise refused(file, key, "neither names its parameters nor numbers them in their order")
+    note = ""
+    if by_name:  # as get_state_dict() has it
+        names = labels
+    elif all(isinstance(group.get(_NAMES), list) for group in groups):
         names = [name for group in groups for name in group[_NAMES]]
-        note = ""
     else:
-        names = _in_order(len(groups), numbers, state, weights)
+        names = _in_order(len(groups), labels, state, weights)
         note = f"the parameters of {key} have no names: they are the model's, in its order, by their number and shapes"
-    if not names or len(names) != len(numbers):
-        raise _refused(file, key, "does not say which parameter each of its states is of")
+    if not names or len(names) != len(labels):
+        raise refused(file, key, "does not say which parameter each of its states is of")
     known = {tensor.spec.name: tensor for tensor in weights}
     if len(set(map(str, names))) != len(names) or not all(isinstance(name, str) and name in known for name in names):
-        raise _refused(file, key, "has parameters twice, or such that are not the model's")
+        raise refused(file, key, "has parameters twice, or such that are not the model's")
     hyper = [
         {str(kind): torch_values.plain(one, file, key) for kind, one in group.items() if kind not in (_PARAMS, _NAMES)}
         for group in groups
     ]
+    name_of = dict(zip(labels, names, strict=True))
     made = optimizer_state.document(
-        [([names[number] for number in group[_PARAMS]], kept) for group, kept in zip(groups, hyper, strict=True)]
+        [([name_of[label] for label in group[_PARAMS]], kept) for group, kept in zip(groups, hyper, strict=True)]
     )
-    tensors = _placed({known[names[number]]: state[number] for number in sorted(state)}, made, file, key)
+    tensors = _placed({known[name_of[label]]: state[label] for label in labels if label in state}, made, file, key)
     return TorchOptimizer(tuple(tensors), made, note)
 
 
@@ -96,7 +100,7 @@ def _placed(
         name = weight.spec.name
         for kind, value in held.items():
             if not isinstance(kind, str) or not kind or "/" in kind:
-                raise _refused(file, key, f"has state {kind!r}, which no checkpoint can call so")
+                raise refused(file, key, f"has state {kind!r}, which no checkpoint can call so")
             if kind == "step" and type(value) in (int, float) and float(np.float32(value)) == value:
                 tensors.append(scalar(TensorKey(optimizer_state.GROUP, f"{name}/step"), float(value)))
             elif not isinstance(value, PickledArray):
@@ -111,5 +115,6 @@ def _placed(
     return tensors
 
 
-def _refused(file: str, key: str, what: str) -> CheckpointError:
+def refused(file: str, key: str, what: str) -> CheckpointError:
+    """Why an optimizer is not imported, by the file and its key there."""
     return torch_values.mismatch(file, key, f"has the optimizer {key!r}, which {what}", _HINT)

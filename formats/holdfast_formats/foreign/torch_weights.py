@@ -12,12 +12,14 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.foreign import hugging_face, hugging_face_names, optimizer_state, torch_optimizer, torch_values
+from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickles import read_torch
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
+LIGHTNING = "optimizer_states"  # where Lightning keeps its optimizers, in a list
 INDEX = "pytorch_model.bin.index.json"
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
 _WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
@@ -63,7 +65,7 @@ def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     """The tensors of a state dict, which may be nested under one of the usual names; beside it may be a torch optimizer's,
-    and plain values, which become documents. Raises `StateMismatch`, by key, for anything else.
+    and other tensors and plain values, which become documents. Raises `StateMismatch`, by key, for anything else.
     """
     found = _bare(files.list(""))
     if len(found) != 1:
@@ -83,27 +85,49 @@ def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
         value = value[nested[0]]
     weights = torch_values.state_dict(value, file, GROUP)
     listing = _listing(FILE_KIND, files, {tensor.key: tensor for tensor in weights}, [file])
-    return _with_values(listing, beside, weights, file)
+    return _with_values(files, listing, beside, weights, file)
 
 
 def _with_values(
-    listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
+    files: ForeignFiles, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
 ) -> ForeignListing:
-    """The listing with an optimizer, and the plain values that stand beside the model."""
-    optimizers = [key for key, one in beside.items() if torch_optimizer.is_state_dict(one)]
-    if len(optimizers) > 1:
-        raise torch_values.mismatch(file, str(optimizers[1]), f"has several optimizers, {optimizers[1]!r} is the second")
-    tensors, documents, notes = dict(listing.tensors), dict[str, dict[str, Any]](), []
-    for key in optimizers:
-        made = torch_optimizer.read(beside[key], weights, file, str(key))
-        tensors |= {tensor.key: tensor for tensor in made.tensors}
-        documents[optimizer_state.GROUP] = {optimizer_state.KEY: made.document}
-        notes += [made.note] if made.note else []
-    plain = {str(key): torch_values.plain(one, file, str(key)) for key, one in beside.items() if key not in optimizers}
-    if plain:
-        documents[EXTRA_GROUP] = plain
-        notes.append(f"{', '.join(sorted(plain))} of {file} became documents in group {EXTRA_GROUP}")
-    return listing._replace(tensors=tensors, documents=documents, notes=tuple(notes))
+    """The listing with an optimizer, and the tensors and plain values that stand beside the model."""
+    found = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
+    if len(found) > 1:
+        second = found[1][0]
+        raise torch_values.mismatch(file, str(second), f"has several optimizers, {second!r} is the second")
+    gathered = GatheredListing(files)
+    gathered.tensors |= listing.tensors
+    for key, held in found:
+        made = torch_optimizer.read(held, weights, file, str(key))
+        gathered.tensors |= {tensor.key: tensor for tensor in made.tensors}
+        gathered.document(optimizer_state.GROUP, optimizer_state.KEY, made.document)
+        gathered.notes += [made.note] if made.note else []
+    others = {str(key): one for key, one in beside.items() if key not in dict(found)}
+    for key, one in others.items():
+        if key.startswith("optim") and isinstance(one, dict):
+            raise torch_optimizer.refused(file, key, "is no state dict that torch writes")
+        value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
+        if isinstance(value, Unread):
+            raise torch_values.mismatch(
+                file, key, f"has {key!r}, of which {value.reason}: only tensors and plain values are kept"
+            )
+        gathered.document(EXTRA_GROUP, key, value)
+    if others:
+        gathered.notes.append(f"{', '.join(sorted(others))} of {file} became documents in group {EXTRA_GROUP}")
+    step = beside.get("global_step")
+    return listing._replace(
+        tensors=gathered.tensors,
+        documents=gathered.documents,
+        notes=tuple(gathered.notes),
+        step=step if type(step) is int and step >= 0 else None,
+    )
+
+
+def _optimizers_in(key: Any, value: Any) -> list[Any]:
+    """A value that is a torch optimizer's, or Lightning's list of one."""
+    held = value if key == LIGHTNING and isinstance(value, list) else [value]
+    return [one for one in held if torch_optimizer.is_state_dict(one)]
 
 
 def _listing(

@@ -293,6 +293,14 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, t
         Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=Ema(**options))
 
 
+@pytest.mark.parametrize("ema", [{"decay": 0.9}, 0.999, True, Ema])
+def test_what_is_no_average_is_refused(ema: Any, run: str, tmp_path: Path) -> None:
+    """A mapping of the options, a number or the class itself, with what to write instead."""
+    with pytest.raises(InvalidRequest, match=r"ema=.* is no Ema") as caught:
+        Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=ema)
+    assert "holdfast.Ema(" in caught.value.hint
+
+
 def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str) -> None:
     """They agree again when they save, but not in what was averaged: none of theirs is the average. The save is whole."""
     states: list[dict[str, Any]] = [{"model": {"w": torch.ones(300)}} for _ in (0, 1)]

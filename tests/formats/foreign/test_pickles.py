@@ -292,3 +292,12 @@ def test_long_texts_are_stepped_over() -> None:
     assert isinstance(found[0], PickledBytes) and found[0].length == 1_400_000
     with pytest.raises(StateMismatch, match="has a key of type PickledBytes"):
         pickles.read_pickle(OneFile(pickle.dumps({text: 1}, 4)), "f")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_tensor_is_bounded_by_its_storage(tmp_path: Path, legacy: bool) -> None:
+    """Steps of zero would make gigabytes of a few bytes: what has more bytes than its storage is refused."""
+    for tensor in (torch.zeros(2).expand(2**33, 2), torch.as_strided(torch.zeros(8), (7, 2), (1, 1))):
+        torch.save({"x": tensor}, tmp_path / "f", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(StateMismatch, match="whose elements share bytes"):
+            pickles.read_torch(OneFile((tmp_path / "f").read_bytes()), "f")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign import filling, optimizer_state
@@ -121,8 +122,8 @@ _HALF = [{"params": [0]}, {"params": [1]}]
         (_state(2, param_names=["a", "a"]), "parameters twice"),
         (_state(2, param_names=["a", ["b"]]), "not the model's"),
         (_state(2, param_names=["a"]), "which parameter each"),
-        ({**_state(2), "state": {5: {}}}, "does not number"),
-        ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "does not number"),
+        ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
+        ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"lr": 1}]}, "no state dict that torch writes"),
         ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "no checkpoint can call"),
         ({**_state(2), "state": {n: {"x": torch.ones(2), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors and plain"),
@@ -142,3 +143,18 @@ def test_two_of_them(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
     with pytest.raises(StateMismatch, match="several optimizers, 'second'"):
         _read(tmp_path, {"model": weights, "first": _state(2), "second": _state(2)})
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_parameters_by_name(tmp_path: Path, groups: bool) -> None:
+    """As `get_state_dict()` of torch.distributed.checkpoint has them, which needs no numbers."""
+    model, optimizer = _trained(lambda m: torch.optim.AdamW(_groups(m) if groups else m.parameters(), lr=0.1))
+    weights, state = get_state_dict(model, optimizer)
+    listing = _read(tmp_path, {"model": weights, "optimizer": state})
+    for name, parameter in model.named_parameters():
+        found = filling.fetched(snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
+        assert found.tobytes() == optimizer.state[parameter]["exp_avg"].numpy().tobytes()
+    assert not any("no names" in note for note in listing.notes)
+    state["state"]["nobody"] = {}
+    with pytest.raises(StateMismatch, match="neither names its parameters nor numbers them"):
+        _read(tmp_path, {"model": weights, "optimizer": state})

@@ -99,12 +99,11 @@ def test_a_state_dict_alone(directory: Path, ending: str) -> None:
     [
         ({"w": torch.ones(2), "step": 3}, "step"),
         ({"w": torch.ones(2), 5: torch.ones(2)}, "5"),
-        ({"state_dict": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, "optimizer.state"),
-        ({"state_dict": {"w": torch.ones(2)}, "rng": torch.ones(2)}, "rng"),
+        ({"state_dict": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, "optimizer"),
         ({"state_dict": {"w": torch.ones(2)}, "model": {"w": torch.ones(2)}}, "model"),
         ([torch.ones(2)], ""),
     ],
-    ids=["number", "name", "optimizer", "tensor", "two", "list"],
+    ids=["number", "name", "optimizer", "two", "list"],
 )
 def test_what_is_no_weight(directory: Path, value: Any, key: str) -> None:
     """Anything but tensors is refused by file and key."""
@@ -132,3 +131,31 @@ def test_a_file_that_is_cut_off(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(data[:-100])
     with pytest.raises(CorruptManifest, match=r"pytorch_model.bin: the zip file is cut off"):
         DIRECTORY_KIND.read(snapshot.opened(directory), ReadOptions())
+
+
+def test_what_a_training_kept_beside_its_model(tmp_path: Path) -> None:
+    """Lightning's file: its one optimizer, tensors and plain values beside it; objects of classes are refused by name."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"last_epoch": 3}],
+        "global_step": 5,
+        "callbacks": {"best": {"score": torch.tensor(0.5)}},
+        "rng_state": torch.get_rng_state(),
+    }
+    torch.save(saved, tmp_path / "last.ckpt")
+    listing = FILE_KIND.read(snapshot.opened(tmp_path), ReadOptions())
+    assert listing.step == 5
+    assert {key.name for key in listing.tensors if key.group == "optim"} == {
+        f"{name}/{kind}" for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert {key.name for key in listing.tensors if key.group == "extra"} == {"callbacks/best/score", "rng_state"}
+    assert listing.documents["extra"]["lr_schedulers"] == [{"last_epoch": 3}]
+    saved["optimizer_states"] = [optimizer.state_dict()] * 2
+    torch.save(saved, tmp_path / "last.ckpt")
+    with pytest.raises(StateMismatch, match="several optimizers, 'optimizer_states' is the second"):
+        FILE_KIND.read(snapshot.opened(tmp_path), ReadOptions())

@@ -3,6 +3,7 @@
     path in the state dict                                      group    name
     model, … (also state_dict, model_state_dict; ema, master)   the key  the rest, joined with dots
     a tensor at the top, where no key is a model                model    its key
+    state.NAME.KIND and param_groups.NAME.… beside these        optim    NAME/KIND, and the document
     optim…, state, NAME, KIND                                   optim    NAME/KIND
     optim…, param_groups                                        optim    the document of the optimizer
     any other tensor or value under k                           extra    k, k/…, or the document k
@@ -32,6 +33,7 @@ MODEL, EXTRA = "model", "extra"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _WHOLE = {"ema": "ema", "master": "master", **dict.fromkeys(_MODELS, MODEL)}
 _OPTIMIZER = "optim"
+_OWN_KEYS = ("optimizer", "optim", "optimizer_of_weights")  # for an optimizer without a key, the first that is free
 _RESERVED = ("rng", "ranks")
 _JOINED = re.compile(r"(optim\w*)\.((?:state|param_groups)\..+)")
 STEPS = (("train_state", "step"), ("step",), ("global_step",), ("iteration",))
@@ -87,6 +89,7 @@ class StateDictArrangement:
 
     def _leaves(self) -> list[_Leaf]:
         found = [_Leaf(self._path(fqn), fqn) for fqn in (*self._saved.tensors, *self._saved.values)]
+        found = self._optimizer_apart(found)
         tops = {leaf.path[0] for leaf in found if len(leaf.path) > 1}
         if tops & set(_MODELS):
             return found
@@ -96,6 +99,23 @@ class StateDictArrangement:
         (key,) = around
         self._gathered.notes.append(f"the key {key!r}, which contains model and optimizer, was left away")
         return [leaf._replace(path=leaf.path[1:]) if leaf.path[0] == key and len(leaf.path) > 1 else leaf for leaf in found]
+
+    def _optimizer_apart(self, leaves: list[_Leaf]) -> list[_Leaf]:
+        """The leaves, with the joined keys of an optimizer that stand among the weights, as in `{**model, **optimizer}`,
+        under a key of their own. They are an optimizer's if its groups have the names of weights.
+        """
+        top = {leaf.fqn for leaf in leaves if len(leaf.path) == 1}
+        joined = {fqn for fqn in top if fqn.startswith(optimizers.JOINED)}
+        weights = {fqn for fqn in top - joined if fqn in self._saved.tensors}
+        state = [fqn for fqn in joined if optimizers.owner(fqn, weights) in weights]
+        if not any(fqn.startswith(optimizers.JOINED_GROUPS) for fqn in state):
+            return leaves
+        key = next(key for key in _OWN_KEYS if all(leaf.path[0] != key for leaf in leaves))
+        self._gathered.notes.append(
+            f"the keys state.… and param_groups.… beside the weights are those of an optimizer, {key}"
+        )
+        moved = set(state)
+        return [leaf._replace(path=(key, leaf.fqn)) if leaf.fqn in moved else leaf for leaf in leaves]
 
     def _path(self, fqn: str) -> Path:
         """The path of a key. Planners that do not flatten note none; then only an optimizer's joined keys are told apart."""

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from holdfast_formats.foreign.dcp.metadata import Path
 
 _STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
+JOINED_GROUPS = f"{_GROUPS}."
+JOINED = (f"{_STATE}.", JOINED_GROUPS)  # how flattened keys begin
 
 
 class SavedOptimizer(NamedTuple):
@@ -39,7 +41,7 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
             state.setdefault(str(rest[0]), {})[str(rest[1])] = fqn
         elif head == _GROUPS and len(rest) == 2 and isinstance(rest[0], int):
             nested.setdefault(rest[0], {})[str(rest[1])] = fqn
-        elif not rest and isinstance(head, str) and head.startswith((f"{_STATE}.", f"{_GROUPS}.")):
+        elif not rest and isinstance(head, str) and head.startswith(JOINED):
             part, _, inner = head.partition(".")
             name, kind = _split(inner, weights)
             (state if part == _STATE else joined).setdefault(name, {})[kind] = fqn
@@ -56,6 +58,11 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
     if nested:
         return SavedOptimizer(state, tuple(nested[position] for position in sorted(nested)), ())
     return SavedOptimizer(state, tuple(joined.values()), tuple(joined))
+
+
+def owner(joined: str, weights: Collection[str]) -> str:
+    """The parameter that a flattened key is of."""
+    return _split(joined.partition(".")[2], weights)[0]
 
 
 def grouped(names: Iterable[str], hyper: Iterable[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[str, Any]]]:

@@ -67,7 +67,7 @@ class HalfBytes(NamedTuple):
         if len(scales) == 1:
             high = (both >> 4).astype(np.int8)
             signed = np.where(high > 7, high - 16, high).astype(np.float32)
-            return np.asarray(signed / np.float32(7) * scales[0])
+            return np.asarray(signed * scales[0] / np.float32(7))  # as Paddle does: the order decides the last bit
         with np.errstate(divide="ignore", over="ignore"):
             return _second((both & 15).astype(np.float32) / np.float32(15), scales[0], scales[1])
 

@@ -132,6 +132,11 @@ def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:
     reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
     if offset < 0 or any(not 0 <= step < _STEP_MAX for step in steps) or (reach and (offset + reach) * width > held):
         raise Unfit(f"has a tensor {dtype}{list(shape)} that reaches outside its storage {storage.storage!r}")
+    if prod(shape) * width > held:
+        raise Unfit(
+            f"has a tensor {dtype}{list(shape)} whose elements share bytes: it has {prod(shape) * width}, and its storage "
+            f"{storage.storage!r} {held}"
+        )
     start = storage.offset + (offset * width if reach else 0)
     return PickledArray(dtype, shape, steps, storage.storage, start, storage.file, storage.member)
 

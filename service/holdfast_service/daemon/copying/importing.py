@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast_formats import naming
+from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest, running
 from holdfast_formats.disk import manifest, state_json
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
@@ -134,6 +134,7 @@ def planned(
 ) -> PlannedImport:
     """What is written for these tensors, and beside them."""
     targets = {one.key: one for one in wanted.tensors}
+    _refuse_unread(targets)
     groups = {key.group for key in targets} | wanted.documents.keys()
     if groups != {_MODEL}:  # weights alone stay the directory that Hugging Face knows
         groups.add(_BESIDE)
@@ -159,6 +160,16 @@ def planned(
     plan = plan._replace(state=_state(plan, wanted.documents))
     job = streaming.digest_of(watched, listing.tensors, files)
     return PlannedImport(watched, listing, options, wanted, files, plan, job)
+
+
+def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
+    for key, one in targets.items():
+        if one.spec.dtype in dtypes.UNREAD:
+            raise StateMismatch(
+                f"tensor {key.name!r} is {one.spec.dtype}, which no reader of safetensors files has a type for",
+                hint="convert it with the program that wrote it: to a type of 8 bits, or its bytes to U8",
+                tensor=key.name,
+            )
 
 
 def left_of(planned: PlannedImport, target: Tier) -> WritePlan:

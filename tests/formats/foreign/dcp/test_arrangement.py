@@ -278,3 +278,19 @@ def test_there_and_back(tmp_path: Path, layout: str) -> None:
         one, two = (read(tmp_path / at, listing, group, name) for at, listing in (("one", first), ("two", second)))
         assert one.tobytes() == two.tobytes(), name
     assert optimizer_state.MASTER_GROUP in {key.group for key in second.tensors}
+
+
+def test_an_optimizer_among_the_weights(tmp_path: Path) -> None:
+    """`{**model, **optimizer}` with flattened keys: the moments are no weights; a buffer called `state` still is."""
+    model, optimizer = _trained()
+    model.register_buffer("state", torch.ones(2))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, joined = get_state_dict(model, optimizer, options=options)
+    _save(tmp_path / "a", {**weights, **joined})
+    listing = _listing(tmp_path / "a")
+    _check_optimizer(tmp_path / "a", listing, model, optimizer, "optimizer")
+    assert any("beside the weights" in note for note in listing.notes)
+    _save(tmp_path / "b", {"state.x": torch.ones(1), "x": torch.ones(1), "state.mean": torch.ones(1)})
+    assert_same(
+        tmp_path / "b", _listing(tmp_path / "b"), "model", dict.fromkeys(("state.x", "x", "state.mean"), torch.ones(1))
+    )

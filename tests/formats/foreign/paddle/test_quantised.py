@@ -100,7 +100,7 @@ def test_half_bytes(tmp_path: Path) -> None:
     upper = codes.view("u1") >> 4
     signed = np.where(upper > 7, upper.astype("i2") - 16, upper).astype("f4")
     rows = [np.repeat(part, 32, 0) for part in (scales["scales"], low, high)]
-    first = signed / np.float32(7) * rows[0]
+    first = signed * rows[0] / np.float32(7)  # in the order in which PaddleFormers computes
     inverse = (codes.view("u1") & 15).astype("f4") / np.float32(15) * (rows[2] - rows[1]) + rows[1]
     second = np.square(np.float32(1) / inverse - np.float32(1e-8))
     for wanted, state in ((first, "exp_avg"), (second, "exp_avg_sq")):
