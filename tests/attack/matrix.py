@@ -79,6 +79,7 @@ GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
 GET    /v1/nodes                                                 read  seen
 DELETE /v1/nodes/{name}                                          admin all
+POST   /v1/nodes/secret                                          admin all
 GET    /v1/watched/daemons                                       read  seen
 GET    /v1/watched/runs                                          read  seen
 GET    /v1/notifications                                         admin all

@@ -199,7 +199,7 @@ class MeetingNode:
         self.cluster: Cluster = self._nodes.add(self.name, joined=False)
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
-        self.exchange.secret = self.cluster.secret()
+        self.exchange.secrets = self.cluster.secrets()
         tier = cast(Tier, Doomed(self._stored, self.doom, TO_STORAGE))
         self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)

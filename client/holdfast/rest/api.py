@@ -208,6 +208,13 @@ class Api(JobsApi):
         with self._translated():
             self._checked(self._http.delete(f"/v1/nodes/{quote(name, safe='')}"))
 
+    def rotate_node_secret(self) -> None:
+        """Make up a new secret by which the nodes of the catalog know each other; the one before is accepted for one more
+        rotation.
+        """
+        with self._translated():
+            self._checked(self._http.post("/v1/nodes/secret"))
+
     def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
         """Register as a rank that shares no memory with the daemon; repeating it is harmless."""
         return self._send("PUT", _rank_path(rank_id), hello, bodies.RankWelcome)

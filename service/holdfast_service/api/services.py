@@ -46,6 +46,11 @@ def no_other_node(name: str) -> None:
     raise NoSuchResource(f"no other node is called {name!r}", hint="one daemon alone uses this catalog")
 
 
+def no_secret() -> None:
+    """What rotating the nodes' secret comes to there."""
+    raise NoSuchResource("there is no secret to rotate", hint="one daemon alone uses this catalog")
+
+
 @dataclass(frozen=True)
 class Services:
     """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
@@ -82,6 +87,7 @@ class Services:
     crews: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
     heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
+    rotate_secret: Callable[[], None] = no_secret  # by which nodes know each other
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
     notifier: Notifier | None = None  # tells people of alerts, if there are any who want it

@@ -253,7 +253,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services, no_other_node
+    from holdfast_service.api.services import Services, no_other_node, no_secret
 
     saver, about = node.saver, _about(config, control, node)
     cluster = control.cluster
@@ -299,6 +299,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         crews=dict if cluster is None else cluster.crews.by_node,
         heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
         forget=no_other_node if cluster is None else cluster.membership.forget,
+        rotate_secret=no_secret if cluster is None else cluster.rotate_secret,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
         event_commands=node.on_event,
         watched=watched(config, stack),

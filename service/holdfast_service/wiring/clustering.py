@@ -71,9 +71,8 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
         ) from error
     stack.callback(exchange.close)
 
-    def learn_secret() -> None:
-        if not exchange.secret:
-            exchange.secret = cluster.secret()
+    def learn_secrets() -> None:  # again and again: they may be rotated
+        exchange.secrets = cluster.secrets()
 
     def learn_address() -> None:
         """Where the catalog's name meant nothing when this daemon was started, it does now that the catalog answers."""
@@ -85,8 +84,8 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
             log.warning("cannot listen at %s for other nodes: %s; pass --exchange HOST:PORT", host, error)
 
     with suppress(CatalogUnavailable):
-        learn_secret()
-    cluster.membership.heard.append(learn_secret)
+        learn_secrets()
+    cluster.membership.heard.append(learn_secrets)
     if at is None and found is None:
         cluster.membership.heard.append(learn_address)
     return JointParty(cluster.rendezvous, exchange, cluster.crews.of)
@@ -97,7 +96,7 @@ def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> Pee
 
     def find(of: HeldStep) -> list[HoldingNode]:
         found = holders(cluster.membership, of.run, of.step, of.attempt)
-        return [HoldingNode(node, url, exchange.secret) for node, url in found] if exchange.secret else []
+        return [HoldingNode(node, url, exchange.secrets) for node, url in found] if exchange.secrets else []
 
     return PeerMemory(find, lambda: arena.spare_bytes)
 

@@ -58,6 +58,7 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
         "census": here.membership.census,
         "crews": here.crews.by_node,
         "forget": here.membership.forget,
+        "rotate_secret": here.rotate_secret,
     }
     with served(tmp_path, **changes) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
         yield client
@@ -120,6 +121,16 @@ def test_a_lost_node_is_told_until_it_is_forgotten(http: httpx.Client) -> None:
     assert kinds.count("node-forgotten") == 2
 
 
+def test_the_secret_of_the_nodes_is_rotated(http: httpx.Client) -> None:
+    """By the command too, and nothing that can be read tells it. Where one daemon is alone there is none."""
+    assert http.post("/v1/nodes/secret").status_code == 204
+    called(http, "--rotate-secret")
+    kinds = [event["kind"] for event in http.get("/v1/events").json()["items"]]
+    assert kinds.count("secret-rotated") == 2
+    audited = [entry["kind"] for entry in http.get("/v1/audit").json()["items"]]
+    assert audited.count("secret-rotated") == 2
+
+
 def lost_nodes(http: httpx.Client) -> list[str]:
     families = {found.name: found.samples for found in text_string_to_metric_families(http.get("/metrics").text)}
     states = {sample.labels["state"]: sample.value for sample in families["holdfast_nodes"]}
@@ -140,6 +151,7 @@ def test_nobody_else_can_be_forgotten_where_one_daemon_is_alone(tmp_path: Path) 
     """And its only node is live."""
     with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False) as alone:
         assert alone.delete("/v1/nodes/node-1").status_code == 404
+        assert alone.post("/v1/nodes/secret").status_code == 404
         assert [(name, node["state"]) for name, node in listed(alone).items()] == [("node-1", "live")]
 
 

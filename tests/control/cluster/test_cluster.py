@@ -101,5 +101,18 @@ def test_without_the_catalog_a_reader_reads(nodes: Nodes) -> None:
 def test_all_nodes_have_one_secret(nodes: Nodes) -> None:
     """The first makes it, also when many ask at once; another cluster has another one."""
     made = [nodes.add(name) for name in "abc"]
-    found = {node.secret() for node in made}
-    assert len(found) == 1 and len(found.pop()) >= 32
+    found = {node.secrets() for node in made}
+    assert len(found) == 1 and [len(one) >= 32 for one in found.pop()] == [True]
+
+
+def test_a_rotated_secret_is_good_until_the_next_rotation(nodes: Nodes) -> None:
+    """So that nodes that have not heard of it yet are still understood. Another rotation ends it."""
+    a, b = nodes.add("a"), nodes.add("b")
+    a.rotate_secret()  # also where none was made yet
+    first = b.secrets()
+    a.rotate_secret()
+    second = b.secrets()
+    assert len(set(second)) == 2 and second[1] == first[0] and a.secrets() == second
+    b.rotate_secret()
+    third = a.secrets()
+    assert third[1] == second[0] and not {*first} & {*third}

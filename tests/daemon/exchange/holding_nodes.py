@@ -69,6 +69,16 @@ class Relay:
                 side.shutdown(socket.SHUT_RDWR)
 
 
+class _BehindRelay(ExchangeServer):
+    """An exchange that other nodes reach by its relay, and that knows so."""
+
+    relay: Relay | None = None
+
+    @property
+    def url(self) -> str:
+        return super().url if self.relay is None else self.relay.url
+
+
 class Holding:
     """A node that holds one rank's slot of `STEP`."""
 
@@ -76,12 +86,12 @@ class Holding:
         self.name, self.rank, self.of = name, rank, of
         self.data = os.urandom(SIZE)
         self.holds = HeldCheckpoints(lambda run, step: (of.attempt, of.turn), partly=True)
-        self.exchange = ExchangeServer("127.0.0.1")
-        self.exchange.secret, self.exchange.lent = SECRET, self.holds.lent
+        self.exchange = _BehindRelay("127.0.0.1")
+        self.exchange.secrets, self.exchange.lent = (SECRET,), self.holds.lent
         geometry = arena.geometry(slots, SIZE, 4096)
         owner = SegmentOwner(of.run, rank, of.world, of.attempt)
         self.segment = ArenaSegment.make(memfd("test", geometry.segment_bytes), geometry, owner)
-        self.relay = Relay(int(self.exchange.url.rsplit(":", 1)[1]))
+        self.relay = self.exchange.relay = Relay(int(self.exchange.url.rsplit(":", 1)[1]))
         self.save()
 
     def save(self) -> None:
@@ -103,7 +113,7 @@ class Holding:
 
     @property
     def node(self) -> HoldingNode:
-        return HoldingNode(self.name, self.relay.url, SECRET)
+        return HoldingNode(self.name, self.relay.url, (SECRET,))
 
     def close(self) -> None:
         self.relay.close()

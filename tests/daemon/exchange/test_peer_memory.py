@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
-from urllib.parse import urlsplit
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -17,6 +15,7 @@ from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import held, mirrors, peer_memory
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
+from holdfast_service.daemon.exchange.asking import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.holders import HolderLost
 from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from tests.daemon.exchange.holding_nodes import SECRET, SIZE, STEP, Holding
@@ -245,12 +244,10 @@ def test_nothing_but_what_is_held(two: tuple[Holding, Holding], path: str, body:
     """Requests that no node makes; and without the secret, none is looked at."""
     slot = two[0].holds.lent(STEP)[0]
     body = body.replace(b"%s", slot.table_digest.encode())
-    at = urlsplit(two[0].exchange.url)
-    for stated, expected in ((SECRET, status), ("x", 401)):
-        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
-        connection.request("POST", path, body, {"Authorization": f"Bearer {stated}"})
-        assert connection.getresponse().status == expected
-        connection.close()
+    with closing(NodeConnection(two[0].exchange.url, [SECRET], 10, 10)) as connection:
+        assert connection.ask(path, body).status == status
+    with closing(NodeConnection(two[0].exchange.url, ["x"], 10, 10)) as connection, pytest.raises(Unproven):
+        connection.ask(path, body)
 
 
 def test_what_a_lent_slot_shows_ends_with_the_hold(two: tuple[Holding, Holding]) -> None:

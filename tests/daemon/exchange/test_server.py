@@ -13,8 +13,10 @@ import pytest
 from holdfast_formats.digest import DIGITS, digest
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.exchange import proofs
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
+from holdfast_service.daemon.exchange.asking import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
 
@@ -24,7 +26,7 @@ SECRET = "s" * 43
 @pytest.fixture
 def exchange() -> Iterator[ExchangeServer]:
     made = ExchangeServer("127.0.0.1")
-    made.secret = SECRET
+    made.secrets = (SECRET,)
     yield made
     made.close()
 
@@ -33,14 +35,21 @@ def never(seconds: float) -> bool:
     return False
 
 
-def post(exchange: ExchangeServer, path: str, body: bytes, authorization: str = f"Bearer {SECRET}") -> tuple[int, bytes]:
+def post(exchange: ExchangeServer, path: str, body: bytes) -> tuple[int, bytes]:
+    with closing(NodeConnection(exchange.url, [SECRET], 10, 10)) as connection:
+        answer = connection.ask(path, body)
+        return answer.status, answer.response.read()
+
+
+def raw(exchange: ExchangeServer, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """As who knows no secret asks, after the challenge that everybody gets."""
     at = urlsplit(exchange.url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
-    connection.request("POST", path, body, {"Authorization": authorization})
-    answer = connection.getresponse()
-    found = answer.status, answer.read()
-    connection.close()
-    return found
+    with closing(http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)) as connection:
+        connection.request("POST", proofs.CHALLENGE_PATH)
+        assert proofs.is_nonce(connection.getresponse().read().decode())
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 def test_ranges_come_to_their_places(exchange: ExchangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +58,7 @@ def test_ranges_come_to_their_places(exchange: ExchangeServer, monkeypatch: pyte
     slots = {3: memoryview(os.urandom(10_000)), 5: memoryview(os.urandom(5000))}
     exchange.offer(7, slots)
     into = {3: memoryview(bytearray(10_000)), 5: memoryview(bytearray(5000))}
-    peer = Peer("a", exchange.url, SECRET)
+    peer = Peer("a", exchange.url, (SECRET,))
     for asked in ([SlotRange(3, 17, 4321), SlotRange(5, 0, 5000)], [SlotRange(3, 9999, 10_000)]):
         peer.fetch(7, asked, into, never)
         for one in asked:
@@ -62,11 +71,17 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
     """Nor while there is no secret yet, however empty the stated one is."""
     exchange.offer(7, {0: memoryview(b"private")})
     asked = wanted.encode_asked([SlotRange(0, 0, 7)])
-    for stated in ("", "Bearer ", "Bearer x", f"bearer {SECRET}", f"Bearer {SECRET}x", f"Basic {SECRET}", "Bearer \xff"):
-        assert post(exchange, "/rounds/7/bytes", asked, stated) == (401, b"")
-    exchange.secret = ""
-    for stated in ("", "Bearer", "Bearer "):
-        assert post(exchange, "/rounds/7/bytes", asked, stated) == (401, b"")
+    nonce, proof = "0" * 32, "0" * 64
+    for stated in ("", "Bearer ", f"Bearer {SECRET}", "Holdfast", f"Holdfast {nonce}", f"Holdfast {nonce} {proof}", "\xff"):
+        headers = {"Authorization": stated, proofs.BODY_HEADER: proofs.body_digest(asked)}
+        assert raw(exchange, "/rounds/7/bytes", asked, headers) == (401, b"")
+    for secrets in (["x"], [""], [], [SECRET + "x", SECRET[:-1]]):
+        connection = NodeConnection(exchange.url, secrets, 10, 10)
+        with closing(connection), pytest.raises(Unproven, match="does not know any secret"):
+            connection.ask("/rounds/7/bytes", asked)
+    exchange.secrets = ()
+    with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):
+        connection.ask("/rounds/7/bytes", asked)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +114,7 @@ def test_other_methods_are_not_served(exchange: ExchangeServer) -> None:
     at = urlsplit(exchange.url)
     for method in ("GET", "PUT", "DELETE", "OPTIONS"):
         connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
-        connection.request(method, "/rounds/7/bytes", headers={"Authorization": f"Bearer {SECRET}"})
+        connection.request(method, "/rounds/7/bytes")
         assert connection.getresponse().status == 501
         connection.close()
 
@@ -116,11 +131,11 @@ def test_changed_bytes_are_asked_for_again(exchange: ExchangeServer, monkeypatch
 
     monkeypatch.setattr(serving, "digest", lying)
     into = {0: memoryview(bytearray(100))}
-    with closing(Peer("a", exchange.url, SECRET)) as peer:
+    with closing(Peer("a", exchange.url, (SECRET,))) as peer:
         peer.fetch(7, [SlotRange(0, 0, 100)], into, lambda seconds: True)
     assert bytes(into[0]) == content
     wrong[0] = 100
-    with pytest.raises(RoundAborted, match="node a did not send"), closing(Peer("a", exchange.url, SECRET)) as peer:
+    with pytest.raises(RoundAborted, match="node a did not send"), closing(Peer("a", exchange.url, (SECRET,))) as peer:
         peer.fetch(7, [SlotRange(0, 0, 100)], into, never)
 
 
@@ -135,7 +150,7 @@ def test_a_round_that_is_not_offered_yet_is_waited_for(exchange: ExchangeServer)
             exchange.offer(7, {0: memoryview(b"abc")})
         return len(asked) < 200
 
-    with closing(Peer("a", exchange.url, SECRET)) as peer:
+    with closing(Peer("a", exchange.url, (SECRET,))) as peer:
         peer.fetch(7, [SlotRange(0, 0, 3)], into, wait)
     assert bytes(into[0]) == b"abc" and asked
 
@@ -144,7 +159,7 @@ def test_a_node_that_is_gone(exchange: ExchangeServer) -> None:
     """The error names it."""
     url = exchange.url
     exchange.close()
-    with pytest.raises(RoundAborted, match="node b did not send"), closing(Peer("b", url, SECRET)) as peer:
+    with pytest.raises(RoundAborted, match="node b did not send"), closing(Peer("b", url, (SECRET,))) as peer:
         peer.fetch(7, [SlotRange(0, 0, 3)], {0: memoryview(bytearray(3))}, never)
 
 
@@ -155,16 +170,14 @@ def test_slots_that_are_withdrawn_are_not_proven_any_more(exchange: ExchangeServ
     data = bytearray(os.urandom(2 * wanted.CHUNK_BYTES))
     offered = bytes(data)
     exchange.offer(7, {0: memoryview(data)})
-    at = urlsplit(exchange.url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
+    connection = NodeConnection(exchange.url, [SECRET], 10, 10)
     body = wanted.encode_asked([SlotRange(0, 0, len(data))])
-    connection.request("POST", "/rounds/7/bytes", body, {"Authorization": f"Bearer {SECRET}"})
-    answer = connection.getresponse()  # the rest of the first chunk waits for its reader
+    answer = connection.ask("/rounds/7/bytes", body)  # the rest of the first chunk waits for its reader
     exchange.withdraw(7)
     data[:] = os.urandom(len(data))
     exchange.offer(8, {0: memoryview(data)})
     with closing(connection), pytest.raises(http.client.IncompleteRead) as cut:
-        answer.read()
+        answer.response.read()
     came, proof = cut.value.partial[: wanted.CHUNK_BYTES], cut.value.partial[wanted.CHUNK_BYTES :]
     assert len(proof) <= DIGITS
-    assert came == offered[: wanted.CHUNK_BYTES] or digest(came).encode() != proof
+    assert came == offered[: wanted.CHUNK_BYTES] or answer.proof.chunk(digest(came)).encode() != proof

@@ -38,6 +38,7 @@ DELETE /v1/tokens/{target}                                  token-revoked
 PUT    /v1/quotas/{target}                                  quota-set
 DELETE /v1/quotas/{target}                                  quota-removed
 DELETE /v1/nodes/{target}                                   node-forgotten
+POST   /v1/nodes/secret                                     secret-rotated
 PUT    /v1/ranks/{target}                                   rank-registered
 POST   /v1/links                                            link-made
 GET    /enter                                               signed-in

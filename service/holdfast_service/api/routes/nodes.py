@@ -36,6 +36,15 @@ def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) 
     services.events.add("node-forgotten", f"the node {name} is listed no more")
 
 
+@router.post(
+    "/nodes/secret", dependencies=ADMINS, status_code=204, summary="Make up a new secret for the nodes of this catalog"
+)
+def rotate_secret(services: Wired) -> None:
+    """By this secret nodes know each other. The one before is accepted until the next rotation."""
+    services.rotate_secret()
+    services.events.add("secret-rotated", "the nodes of this catalog have a new secret, by which they know each other")
+
+
 def told_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
     """The nodes, with what this caller may know of each."""
     ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}

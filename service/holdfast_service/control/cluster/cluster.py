@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sqlalchemy import delete, func, select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
 REPLICA = "replica "  # what the names of such duties begin with
-_SECRET = "exchange"
+_SECRET, _SECRET_BEFORE = "exchange", "exchange-before"
 ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
 
 
@@ -180,15 +180,32 @@ class Cluster:
     def node(self) -> str:
         return self.membership.me.name
 
-    def secret(self) -> str:
-        """What nodes of this cluster say to each other; the first one makes it up."""
-        made = insert(SecretRow).values(name=_SECRET, value=secrets.token_urlsafe(32)).on_conflict_do_nothing()
+    def secrets(self) -> tuple[str, ...]:
+        """What the nodes of this cluster know, and nobody else, the newest first; the first node makes it up."""
+        wanted = select(SecretRow.name, SecretRow.value).where(SecretRow.name.in_((_SECRET, _SECRET_BEFORE)))
         with self.database.apart(hopeful=True) as session:
-            session.execute(made)
-            return str(session.scalar(select(SecretRow.value).where(SecretRow.name == _SECRET)))
+            found = {name: value for name, value in session.execute(wanted)}
+            if _SECRET not in found:
+                session.execute(_secret(_SECRET, secrets.token_urlsafe(32)).on_conflict_do_nothing())
+                found = {name: value for name, value in session.execute(wanted)}
+        return tuple(found[name] for name in (_SECRET, _SECRET_BEFORE) if name in found)
+
+    def rotate_secret(self) -> None:
+        """Make up a new secret. The one before is accepted until the next rotation; the one before that no more."""
+        self.secrets()
+        with self.database.apart() as session:
+            held = session.scalar(select(SecretRow.value).where(SecretRow.name == _SECRET).with_for_update())
+            for name, value in ((_SECRET_BEFORE, str(held)), (_SECRET, secrets.token_urlsafe(32))):
+                put = _secret(name, value)
+                session.execute(put.on_conflict_do_update(index_elements=[SecretRow.name], set_={"value": value}))
+        self.membership.beat_soon()
 
     def close(self) -> None:
         self.membership.close()
+
+
+def _secret(name: str, value: str) -> Insert:
+    return insert(SecretRow).values(name=name, value=value)
 
 
 def deciding(run: str) -> str:

@@ -6,12 +6,12 @@ import http.client
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import urlsplit
 
-from holdfast_formats.digest import DIGITS, digest
+from holdfast_formats.digest import digest
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import ranges as wanted
+from holdfast_service.daemon.exchange.asking import NodeConnection, ProvenAnswer
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,9 @@ class _Busy(Exception):
 class Peer:
     """The connection to one node, for one thread at a time."""
 
-    def __init__(self, node: str, url: str, secret: str) -> None:
-        self._node, self._secret, self.url = node, secret, url
-        self._connected = ""  # the URL at which the connection is
-        self._connection = http.client.HTTPConnection("")
+    def __init__(self, node: str, url: str, secrets: Sequence[str]) -> None:
+        self._node, self._secrets, self.url = node, secrets, url
+        self._connection = NodeConnection(url, secrets, TIMEOUT_S, TIMEOUT_S)
         self._lock = threading.Lock()
 
     def fetch(
@@ -44,7 +43,7 @@ class Peer:
             while True:
                 try:
                     return self._once(round_id, ranges, into)
-                except (OSError, http.client.HTTPException, _Busy) as error:
+                except (OSError, ValueError, http.client.HTTPException, _Busy) as error:
                     self._connection.close()
                     why = str(error) or type(error).__name__
                     if not go_on(RETRY_S):
@@ -58,38 +57,27 @@ class Peer:
     def close(self) -> None:
         self._connection.close()
 
-    def _connect(self) -> None:
+    def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
         url = self.url
         if not url:
             raise _Busy("it has not said where it is")
-        if url != self._connected:
+        if url != self._connection.url:
             self._connection.close()
-            at = urlsplit(url)
-            self._connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=TIMEOUT_S, blocksize=2**20)
-            self._connected = url
-
-    def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
-        self._connect()
-        headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
-        self._connection.request("POST", wanted.PATH.format(round_id), wanted.encode_asked(ranges), headers)
-        answer = self._connection.getresponse()
+            self._connection = NodeConnection(url, self._secrets, TIMEOUT_S, TIMEOUT_S)
+        answer = self._connection.ask(wanted.PATH.format(round_id), wanted.encode_asked(ranges))
         if answer.status == http.HTTPStatus.CONFLICT:
-            answer.read()
             raise _Busy("it does not offer the round")
         if answer.status != http.HTTPStatus.OK or answer.length != wanted.answer_bytes(ranges):
-            answer.read(2**16)
             raise http.client.HTTPException(f"it answered {answer.status} with {answer.length} bytes")
         read_ranges(answer, ranges, into)
 
 
-def read_ranges(answer: http.client.HTTPResponse, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
+def read_ranges(answer: ProvenAnswer, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
     """Read ranges of slots to the same places of `into`. `HTTPException` where a chunk is not what was sent."""
     for one in ranges:
         for begin, end in wanted.chunks(one.begin, one.end):
-            _read(answer, into[one.rank][begin:end])
-            stated = answer.read(DIGITS).decode(errors="replace")
-            if digest(into[one.rank][begin:end]) != stated:
-                raise http.client.HTTPException("bytes were changed on their way")
+            _read(answer.response, into[one.rank][begin:end])
+            answer.check(digest(into[one.rank][begin:end]))
 
 
 def _read(answer: http.client.HTTPResponse, target: memoryview) -> None:

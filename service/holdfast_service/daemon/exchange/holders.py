@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -16,6 +14,7 @@ from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.arena.held_slots import HeldStep
 from holdfast_service.daemon.exchange import held
 from holdfast_service.daemon.exchange import ranges as wanted
+from holdfast_service.daemon.exchange.asking import NodeConnection, ProvenAnswer
 from holdfast_service.daemon.exchange.fetching import read_ranges
 
 CONNECT_S = 2.0
@@ -30,12 +29,12 @@ class HoldingNode(NamedTuple):
 
     node: str
     url: str
-    secret: str
+    secrets: tuple[str, ...]
 
     def slots(self, of: HeldStep, limit_s: float) -> list[held.SlotSaid]:
         """What it holds of a save. Raises `HolderLost`."""
         with self._answer(held.SLOTS_PATH, held.encode_slots_asked(of), limit_s) as answer:
-            said = held.decode_slots(answer.read(held.SLOTS_BYTES_MAX)).slots
+            said = held.decode_slots(answer.read_whole(held.SLOTS_BYTES_MAX)).slots
             if not all(one.is_possible(of) for one in said):
                 raise HolderLost(f"node {self.node} describes slots that cannot be")
             return list(said)
@@ -56,21 +55,16 @@ class HoldingNode(NamedTuple):
             read_ranges(answer, ranges, into)
 
     @contextmanager
-    def _answer(self, path: str, body: bytes, limit_s: float) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, path: str, body: bytes, limit_s: float) -> Iterator[ProvenAnswer]:
+        connection = NodeConnection(self.url, self.secrets, min(CONNECT_S, limit_s), limit_s)
         try:
-            at = urlsplit(self.url)
-            connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=min(CONNECT_S, limit_s))
-            connection.blocksize = 2**20
             connection.connect()
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise HolderLost(f"node {self.node} cannot be reached: {error}") from error
-        over = threading.Timer(limit_s, _hang_up, (connection.sock,))
+        over = threading.Timer(limit_s, connection.hang_up)
         over.start()
         try:
-            connection.sock.settimeout(limit_s)
-            headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
-            connection.request("POST", path, body, headers)
-            answer = connection.getresponse()
+            answer = connection.ask(path, body)
             if answer.status != http.HTTPStatus.OK:
                 raise HolderLost(f"node {self.node} answered {answer.status}")
             yield answer
@@ -79,9 +73,3 @@ class HoldingNode(NamedTuple):
         finally:
             over.cancel()
             connection.close()
-
-
-def _hang_up(connected: socket.socket) -> None:
-    """Whoever reads from it finds its end: a peer that sends a byte now and then has no other end."""
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)

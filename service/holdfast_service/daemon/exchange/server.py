@@ -1,4 +1,4 @@
-"""Serves the bytes of slots to other nodes, at an address of its own, to who knows the cluster's secret.
+"""Serves the bytes of slots to other nodes, at an address of its own, to who proves that it knows a secret of the cluster.
 
 A round's slots are offered while it is being written: a slot that is free may be filled anew. Those of an in-memory
 checkpoint are free. They are not locked for another node, which might hang: what was digested is sent if the slot was still
@@ -7,7 +7,6 @@ the same afterwards, and what is filled anew while it is sent does not match its
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import socket
@@ -22,16 +21,17 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from holdfast_formats.digest import digest
+from holdfast_formats.digest import DIGITS, digest
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.arena.held_slots import HeldStep, LentSlot
-from holdfast_service.daemon.exchange import held
+from holdfast_service.daemon.exchange import held, proofs
 from holdfast_service.daemon.exchange import ranges as wanted
+from holdfast_service.daemon.exchange.proofs import AnswerProof
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 60.0  # of a node that asks, or takes what it asked for
-STRANGERS_MAX = 256  # connections at once that have not shown the secret; of more, the oldest one is ended
+STRANGERS_MAX = 256  # connections at once that have proven nothing; of more, the oldest one is ended
 _PATH = re.compile(re.escape(wanted.PATH).replace(r"\{\}", r"([1-9]\d{0,18})"))
 
 
@@ -46,12 +46,12 @@ class _Answer(NamedTuple):
     ranges: Sequence[SlotRange]
     is_still: Callable[[int], bool]
 
-    def write(self, to: BufferedIOBase) -> None:
+    def write(self, to: BufferedIOBase, prove: AnswerProof) -> None:
         """Send them. Raises `_Gone` where a slot is not what it was: the answer is cut short."""
         for one in self.ranges:
             for begin, end in wanted.chunks(one.begin, one.end):
                 part = self.slots[one.rank][begin:end]
-                proof = digest(part).encode()
+                proof = prove.chunk(digest(part)).encode()
                 if not self.is_still(one.rank):
                     raise _Gone(f"the slot of rank {one.rank}")
                 to.write(part)
@@ -59,10 +59,10 @@ class _Answer(NamedTuple):
 
 
 class ExchangeServer:
-    """Listens from the start. `secret` is what who asks has to know; nobody is answered before it is set. Thread-safe."""
+    """Listens from the start. Who asks has to know one of the `secrets`: without one nobody is answered. Thread-safe."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        self.secret = ""
+        self.secrets: tuple[str, ...] = ()  # the newest one first
         self.lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()  # what this node holds of a save
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
@@ -97,11 +97,6 @@ class ExchangeServer:
         with self._lock:
             return any(offered is slots for offered in self._offers.values())
 
-    def is_known(self, authorization: str) -> bool:
-        """Whether this is what a node of the cluster says."""
-        stated = f"Bearer {self.secret}".encode()
-        return bool(self.secret) and hmac.compare_digest(authorization.encode(errors="replace"), stated)
-
     def close(self) -> None:
         self._listening.close()
 
@@ -110,7 +105,7 @@ class _Listening:
     """A server and its thread."""
 
     def __init__(self, exchange: ExchangeServer, host: str, port: int) -> None:
-        self.server = (_Server6 if ":" in host else _Server)(host, port, _handler(exchange))
+        self.server = (_Server6 if ":" in host else _Server)(host, port, exchange)
         self._thread = threading.Thread(target=self.server.serve_forever, name="holdfast-exchange", daemon=True)
         self._thread.start()
 
@@ -125,10 +120,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, host: str, port: int, exchange: ExchangeServer) -> None:
+        self.exchange = exchange
         self._strangers: dict[socket.socket, None] = {}  # oldest first
         self._lock = threading.Lock()
-        super().__init__((host, port), handler)
+        super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Each has a thread and a descriptor, which must not run out because of who knows no secret."""
@@ -143,7 +139,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def knows(self, request: Any) -> None:
-        """Who is at the other end has shown the secret, or is gone."""
+        """Who is at the other end has proven that it is a node, or is gone."""
         with self._lock:
             self._strangers.pop(request, None)
 
@@ -162,52 +158,87 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _handler(exchange: ExchangeServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = SILENCE_S
-        disable_nagle_algorithm = True
-        server_version, sys_version = "holdfast", ""
+class _Handler(BaseHTTPRequestHandler):
+    """A connection: one nonce, and the requests that prove themselves by it."""
 
-        def do_POST(self) -> None:
-            asked = self._asked()
-            if isinstance(asked, HTTPStatus):
-                self._refuse(asked)
-            elif isinstance(asked, bytes):
-                self._begin("application/json", len(asked))
-                self.wfile.write(asked)
-            else:
-                self._begin("application/octet-stream", wanted.answer_bytes(asked.ranges))
-                asked.write(self.wfile)
+    protocol_version = "HTTP/1.1"
+    timeout = SILENCE_S
+    disable_nagle_algorithm = True
+    server_version, sys_version = "holdfast", ""
 
-        def _begin(self, kind: str, length: int) -> None:
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
+    def setup(self) -> None:
+        super().setup()
+        self._nonce, self._asked = "", 0  # the nonce is good for this connection alone
 
-        def _asked(self) -> _Answer | bytes | HTTPStatus:
-            """What is asked for; else why that is not answered."""
-            if not exchange.is_known(self.headers.get("Authorization", "")):
-                return HTTPStatus.UNAUTHORIZED
-            cast(_Server, self.server).knows(self.connection)
-            known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
-            length = self.headers.get("Content-Length", "")
-            if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
-                return HTTPStatus.BAD_REQUEST
-            return _found(exchange, self.path, self.rfile.read(int(length)))
+    def do_POST(self) -> None:
+        if self.path == proofs.CHALLENGE_PATH:
+            self._challenge()
+            return
+        prove = self._proven()
+        if prove is None:
+            self._refuse(HTTPStatus.UNAUTHORIZED, "")
+            return
+        asked = self._answered()
+        if isinstance(asked, HTTPStatus):
+            self._refuse(asked, prove.head(asked, 0))
+        elif isinstance(asked, bytes):
+            self._begin("application/json", len(asked) + DIGITS, prove)
+            self.wfile.write(asked + prove.chunk(digest(asked)).encode())
+        else:
+            self._begin("application/octet-stream", wanted.answer_bytes(asked.ranges), prove)
+            asked.write(self.wfile, prove)
 
-        def _refuse(self, status: HTTPStatus) -> None:
-            self.close_connection = True  # what it sent is not read
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.send_header("Connection", "close")
-            self.end_headers()
+    def _challenge(self) -> None:
+        """Begin anew on this connection."""
+        if self.headers.get("Content-Length", "0") != "0":
+            self._refuse(HTTPStatus.BAD_REQUEST, "")
+            return
+        self._nonce, self._asked = proofs.new_nonce(), 0
+        self._begin("text/plain", len(self._nonce))
+        self.wfile.write(self._nonce.encode())
 
-        def log_message(self, format: str, *values: object) -> None:
-            log.debug(format, *values)
+    def _begin(self, kind: str, length: int, prove: AnswerProof | None = None) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(length))
+        if prove is not None:
+            self.send_header(proofs.PROOF_HEADER, prove.head(HTTPStatus.OK, length))
+        self.end_headers()
 
-    return Handler
+    def _proven(self) -> AnswerProof | None:
+        """What proves our answer to this request; None for who has not proven that it is a node of the cluster."""
+        if not self._nonce:
+            return None
+        server = cast(_Server, self.server)
+        self._asked += 1
+        stated = self.headers.get(proofs.BODY_HEADER, "")
+        asked = proofs.Question(server.exchange.url, self._nonce, self._asked, self.path, stated)
+        prove = asked.check(self.headers.get("Authorization", ""), server.exchange.secrets)
+        if prove is not None:
+            server.knows(self.connection)
+        return prove
+
+    def _answered(self) -> _Answer | bytes | HTTPStatus:
+        """What is asked for; else why that is not answered."""
+        known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
+        length = self.headers.get("Content-Length", "")
+        if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
+            return HTTPStatus.BAD_REQUEST
+        body = self.rfile.read(int(length))
+        if proofs.body_digest(body) != self.headers.get(proofs.BODY_HEADER, ""):
+            return HTTPStatus.BAD_REQUEST
+        return _found(cast(_Server, self.server).exchange, self.path, body)
+
+    def _refuse(self, status: HTTPStatus, proof: str) -> None:
+        self.close_connection = True  # what it sent is not read
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.send_header(proofs.PROOF_HEADER, proof)
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+    def log_message(self, format: str, *values: object) -> None:
+        log.debug(format, *values)
 
 
 def _found(exchange: ExchangeServer, path: str, body: bytes) -> _Answer | bytes | HTTPStatus:

@@ -84,7 +84,7 @@ class ShareWriter:
             self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()
         timed = FsyncTimed(self._decisions.store.begin(Place(plan.run, plan.step, plan.attempt, seen.id)))
-        peers = Peers(seen, self._node, self._exchange.secret, is_over, lambda: self._rendezvous.look(seen.id))
+        peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.look(seen.id))
         try:
             with self._history.writing():
                 receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), share, self._node)
@@ -136,12 +136,17 @@ class Peers:
     """The other nodes of a round, from which bytes are brought."""
 
     def __init__(
-        self, seen: JointRound, node: str, secret: str, is_over: Callable[[], bool], look: Callable[[], JointRound]
+        self,
+        seen: JointRound,
+        node: str,
+        secrets: Sequence[str],
+        is_over: Callable[[], bool],
+        look: Callable[[], JointRound],
     ) -> None:
         """`look` says where they are now: a daemon that was started again listens somewhere else."""
         self._round, self._is_over, self._look = seen.id, is_over, look
         self._node_of = {rank: one.node for one in seen.parts for rank in one.ranks}
-        self._peers = {one.node: Peer(one.node, one.url, secret) for one in seen.parts if one.node != node}
+        self._peers = {one.node: Peer(one.node, one.url, secrets) for one in seen.parts if one.node != node}
         self._pool = ThreadPoolExecutor(max(min(len(self._peers), PEERS_AT_ONCE), 1), "holdfast-peer")
         self._looking = threading.Lock()
         self._looked_at = time.monotonic()
