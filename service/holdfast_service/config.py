@@ -196,14 +196,6 @@ def command_words(command: str) -> tuple[str, ...]:
     return (str(Path(program).absolute()), *words[1:])
 
 
-def command_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a command that the daemon runs inherits: all but the daemon's own settings, which may hold passwords, and what
-    the service manager passed to it.
-    """
-    known = os.environ if environment is None else environment
-    return {k: v for k, v in successor_environment(known).items() if not k.startswith(ENVIRONMENT_PREFIX)}
-
-
 def successor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """What another daemon needs to take this one's place: all but what the service manager passed to this very process."""
     known = os.environ if environment is None else environment
@@ -211,7 +203,7 @@ def successor_environment(environment: Mapping[str, str] | None = None) -> dict[
 
 
 def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the command of --on-event inherits: what programs need to start and to write text, and nothing that was meant for
+    """What the commands of --on-event and --on-commit inherit: what programs need to start and to write text, and nothing that was meant for
     the daemon.
     """
     known = os.environ if environment is None else environment

@@ -15,7 +15,7 @@ from holdfast import Api, Checkpointer
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Event
-from holdfast_service.config import command_environment, command_words, parse
+from holdfast_service.config import command_words, parse, plain_environment
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.daemon import commit_commands as module
@@ -251,10 +251,13 @@ def test_words_and_environment() -> None:
         "HOLDFAST_CATALOG": "postgresql://u:secret@h/d",
         "NOTIFY_SOCKET": "/x",
         "LISTEN_FDS": "1",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "PGPASSWORD": "p",
+        "OTEL_EXPORTER_OTLP_HEADERS": "key=s",
         "PATH": "/bin",
-        "A": "b",
+        "LC_ALL": "C",
     }
-    assert command_environment(mine) == {"PATH": "/bin", "A": "b"}
+    assert plain_environment(mine) == {"PATH": "/bin", "LC_ALL": "C"}
 
 
 def test_with_a_daemon(tmp_path: Path) -> None:

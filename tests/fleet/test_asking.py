@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from holdfast_service.api.app import create_app
 from holdfast_service.control.catalog.pages import INTEGER_MAX
-from holdfast_service.fleet import asking, watched
+from holdfast_service.fleet import asking, bounded, watched
 from holdfast_service.fleet.watched import Watch
 from tests.checkpoints import build_root
 from tests.daemons import wait_until
@@ -79,6 +79,25 @@ def lying(tmp_path: Path) -> Iterator[Callable[[Callable[[dict[str, Any]], None]
         ("exposed_s", float("nan")),
         ("exposed_s", float("inf")),
         ("newest", -(10**30)),
+        ("life_since", "nonsense"),
+        ("last_verified", "nonsense"),
+        ("owner", "x" * 999),
+        ("good", {"step": 1, "created": "nonsense", "verified": True, "copies": []}),
+        ("good", {"step": 10**40, "created": "2030-01-01T00:00:00Z", "verified": True, "copies": []}),
+        ("good", {"step": 1, "created": "2030-01-01T00:00:00Z", "verified": True, "copies": ["x" * 999]}),
+        ("good", {"step": 1, "created": "2030-01-01T00:00:00Z", "verified": True, "copies": ["x"] * 1001}),
+        ("copies", [{"tier": "x" * 999, "newest": 1, "damaged": 0}]),
+        ("copies", [{"tier": "x", "newest": 10**40, "damaged": 0}]),
+        ("trend", {"steps": [1] * 1001, "states": [], "stall_s": [], "goodput": []}),
+        ("trend", {"steps": [10**30], "states": [], "stall_s": [], "goodput": []}),
+        ("trend", {"steps": [1], "states": ["x" * 999], "stall_s": [1.0], "goodput": [1.0]}),
+        ("attention", [{"level": "error", "code": "x", "text": "", "hint": "", "healthy": 10**4000}]),
+        ("attention", [{"level": "error", "code": "x", "text": "", "hint": "", "subject": "x" * 999}]),
+        ("attention", [{"level": "error", "code": "x", "text": "", "hint": "", "since": "nonsense"}]),
+        (
+            "attention",
+            [{"level": "error", "code": "x", "text": "", "hint": "", "acknowledged": {"by": "x", "at": "nonsense"}}],
+        ),
         ("attention", [{"level": "error", "code": "x" * 999, "text": "", "hint": ""}]),
         ("attention", [{"level": "error", "code": "x", "text": "", "hint": "", "step": 10**400}]),
     ],
@@ -132,7 +151,7 @@ def test_words_of_others_are_no_markup_and_have_a_length(lying: Any, tmp_path: P
         wait_until(lambda: len(watch.runs()) == 1)
         attention = watch.runs()[0].summary.attention
         assert (len(attention), attention[0].code) == (asking.ATTENTION_MAX, "e")
-        assert max(len(item.text) for item in attention) == asking.TEXT_MAX
+        assert max(len(item.text) for item in attention) == bounded.TEXT_MAX
         build_root(tmp_path / "own", {"gpt": (1,)})
         with served(tmp_path / "own") as own:
             app = create_app(replace(own.services, watched=watch))
@@ -152,3 +171,19 @@ def test_a_compressed_answer_is_refused() -> None:
     with closing_proxy("") as proxy, watching(proxy.url) as watch:
         proxy.answer = (200, {"Content-Encoding": "gzip"}, gzip.compress(b" " * 1000))
         wait_until(lambda: "compressed" in (watch.daemons()[0].problem or ""))
+
+
+def test_a_daemon_that_says_too_much_takes_bounded_memory(lying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take more memory than one daemon may is not kept; the runs that come first are."""
+    monkeypatch.setattr(asking, "SAID_BYTES_MAX", 50_000)
+
+    def change(about: dict[str, Any]) -> None:
+        about["summary"]["verdict"] = "v" * 200_000
+        about["page"]["items"] = [about["summary"] | {"run": f"run-{number:03}"} for number in range(20)]
+
+    with lying(change) as watch:
+        wait_until(lambda: bool(watch.runs()))
+        runs = watch.runs()
+        assert 1 < len(runs) < 20 and [one.summary.run for one in runs] == [f"run-{n:03}" for n in range(len(runs))]
+        assert {len(one.summary.verdict) for one in runs} == {bounded.TEXT_MAX}
+        assert watch.daemons()[0].reachable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -349,6 +350,19 @@ def test_interrupted_replace_is_cleaned_by_the_next(tier: PosixTier) -> None:
     (tier.root / ".run.json.new").write_bytes(b"half of a longer te")
     tier.replace("run.json", b"{}")
     assert tier.list("") == ["run.json"]
+
+
+def test_a_root_that_is_made_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Whatever the umask allows. What is there already keeps the permissions that somebody gave it."""
+    mask = os.umask(0o002)
+    try:
+        PosixTier(tmp_path / "deeper" / "root")
+        (tmp_path / "open").mkdir(mode=0o755)
+        PosixTier(tmp_path / "open")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "deeper" / "root").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "open").stat().st_mode) == 0o755
 
 
 def test_root_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class DemoDaemon(NamedTuple):
 def start_daemon(directory: Path) -> DemoDaemon:
     """Start `holdfast serve` on `directory/data` in a session of its own, and wait until it answers."""
     root, log = directory / "data", directory / "daemon.log"
-    root.mkdir()
+    root.mkdir(mode=0o700)
     path = socket_path(directory)
     address = f"127.0.0.1:{free_port()}"
     places = ["--root", str(root), "--listen", address, "--socket", str(path)]

@@ -27,6 +27,8 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
         raise InvalidRequest(f"{target} already exists", hint="choose another name")
     if target.is_dir() and any(target.iterdir()):
         raise InvalidRequest(f"{target} is not empty", hint="export to a directory that is empty or does not exist yet")
+    if not target.name.isprintable():
+        raise InvalidRequest(f"{target.name!r} has a character that does not print", hint="choose another name")
     check_output_place(target)
     part = target.parent / naming.export_staging(target.name)
     try:

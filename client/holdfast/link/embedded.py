@@ -64,7 +64,7 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
 
 
 def _start(root: Path, but: Collection[Path]) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     at = os.stat(root)  # not its path: what was there before may still be served
     name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]
     directory = default_socket().parent

@@ -4,7 +4,7 @@ and a time, and what no daemon says is refused as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import httpx
@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 from pydantic import ValidationError
 
-from holdfast_formats import moments
 from holdfast_formats.decoding import decoder
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import is_run_name
-from holdfast_formats.rest.observed import Attention, RunSummary
+from holdfast_formats.rest.observed import RunSummary
+from holdfast_service.fleet.bounded import LIST_MAX, Allowance, Unbounded
 
 TIMEOUT_S = 5.0  # for each step of an answer
 ANSWER_BYTES_MAX = 4 * 1024 * 1024  # reading a longer one would hold up the other threads of this daemon
@@ -25,10 +25,9 @@ PAGE_RUNS = 200
 SUMMARY_BYTES_MAX = 256 * 1024
 NODES_MAX, RANKS_MAX = 10_000, 1_000_000
 CURSOR_MAX = 4096  # characters
-ATTENTION_MAX, ATTENTION_GIVEN_MAX = 50, 1000  # of a run, errors first
-TEXT_MAX = 2000  # characters
-SHORT_MAX = 64  # characters of a version, a time, a code
-NUMBER_MAX = 2**63
+SAID_BYTES_MAX = 128 * 1024 * 1024  # of memory, about, for what one daemon says; of more, the most urgent runs are kept
+ATTENTION_MAX = 20  # of a run, errors first
+SHORT_MAX = 64  # characters of a version, a code
 
 Kind = TypeVar("Kind")
 _NONE = "its answer is none of a Holdfast daemon of this version"
@@ -45,6 +44,12 @@ class Said(NamedTuple):
     summaries: tuple[RunSummary, ...] = ()
     ranks: int = 0
     asked: str | None = None
+    cut: bool = False  # it says so much of its runs that not all are kept
+
+
+class _Listed(NamedTuple):
+    summaries: tuple[RunSummary, ...]
+    cut: bool
 
 
 class _Health(msgspec.Struct):
@@ -66,33 +71,40 @@ class _Page(msgspec.Struct):
     next: Annotated[str, Meta(max_length=CURSOR_MAX)] | None = None
 
 
-class _Outline(msgspec.Struct):
-    """What of a summary there may be many of."""
+class _Summary(msgspec.Struct):
+    """What is looked at of a summary before all of it is."""
 
-    attention: Annotated[list[msgspec.Raw], Meta(max_length=ATTENTION_GIVEN_MAX)]
+    attention: Annotated[list[dict[str, Any]], Meta(max_length=LIST_MAX)]
 
 
-_health, _nodes, _page, _outline = decoder(_Health), decoder(_Nodes), decoder(_Page), decoder(_Outline)
+_health, _nodes, _page, _outline = decoder(_Health), decoder(_Nodes), decoder(_Page), decoder(_Summary)
+_whole = decoder(dict[str, Any])
 
 
 async def ask(client: httpx.AsyncClient, url: str) -> Said:
     """What a daemon says; `NotReached`, and what httpx raises."""
     health = await _get(client, f"{url}/healthz", _health)
     nodes = await _get(client, f"{url}/v1/nodes", _nodes)
-    summaries = await _summaries(client, url)
-    return Said(health.version, summaries, sum(node.ranks for node in nodes.items), utc_now())
+    listed = await _summaries(client, url)
+    return Said(health.version, listed.summaries, sum(node.ranks for node in nodes.items), utc_now(), listed.cut)
 
 
-async def _summaries(client: httpx.AsyncClient, url: str) -> tuple[RunSummary, ...]:
+async def _summaries(client: httpx.AsyncClient, url: str) -> _Listed:
+    """Of the runs that need attention most: as many as are listed, and as there is memory for."""
     found: list[RunSummary] = []
+    allowance = Allowance(SAID_BYTES_MAX)
     query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
-    while len(found) < RUNS_MAX:
+    while len(found) < RUNS_MAX and allowance.left > 0:
         page = await _get(client, f"{url}/v1/summaries", _page, query)
-        found += (_read(one) for one in page.items)
+        for one in page.items:
+            read = _read(one, allowance)
+            if allowance.left < 0:
+                return _Listed(tuple(found), True)
+            found.append(read)
         if page.next is None or not page.items:
             break
         query["cursor"] = page.next
-    return tuple(found[:RUNS_MAX])
+    return _Listed(tuple(found[:RUNS_MAX]), False)
 
 
 async def _get(
@@ -117,51 +129,17 @@ async def _get(
         raise NotReached(_NONE) from None
 
 
-def _read(given: msgspec.Raw) -> RunSummary:
-    """A summary; `NotReached`."""
+def _read(given: msgspec.Raw, allowance: Allowance) -> RunSummary:
+    """A summary as a daemon may write one; `NotReached`."""
     text = bytes(given)
     if len(text) > SUMMARY_BYTES_MAX:
         raise NotReached(_NONE)
     try:
-        _outline(text)
-        return _checked(RunSummary.model_validate_json(text))
-    except (msgspec.DecodeError, ValidationError):
+        attention = sorted(_outline(text).attention, key=lambda item: item.get("level") != "error")
+        kept = {**_whole(text), "attention": attention[:ATTENTION_MAX], "metrics": {}}
+        summary = RunSummary.model_validate(allowance.bounded(kept))
+    except (msgspec.DecodeError, ValidationError, Unbounded, RecursionError):
         raise NotReached(_NONE) from None
-
-
-def _checked(summary: RunSummary) -> RunSummary:
-    """A summary as a daemon may write one; `NotReached`."""
-    times = [text for text in (summary.last_commit, summary.state_since) if text is not None]
-    numbers = [value for _, value in summary if isinstance(value, (int, float))]
-    attention = sorted(summary.attention, key=lambda item: item.level != "error")[:ATTENTION_MAX]
-    fine = (
-        is_run_name(summary.run)
-        and all(map(_is_time, times))
-        and all(map(_is_number, (*numbers, *_steps(attention))))
-        and all(len(item.code) <= SHORT_MAX for item in attention)
-    )
-    if not fine:
+    if not is_run_name(summary.run) or any(len(item.code) > SHORT_MAX for item in summary.attention):
         raise NotReached(_NONE)
-    return summary.model_copy(update={"attention": [_cut(item) for item in attention], "metrics": {}})
-
-
-def _steps(attention: Iterable[Attention]) -> Iterator[int]:
-    return (item.step for item in attention if item.step is not None)
-
-
-def _cut(item: Attention) -> Attention:
-    if len(item.text) <= TEXT_MAX and len(item.hint) <= TEXT_MAX:
-        return item
-    return item.model_copy(update={"text": item.text[:TEXT_MAX], "hint": item.hint[:TEXT_MAX]})
-
-
-def _is_time(text: str) -> bool:
-    try:
-        moments.read(text[: SHORT_MAX + 1])
-    except ValueError:
-        return False
-    return len(text) <= SHORT_MAX
-
-
-def _is_number(value: float) -> bool:
-    return -NUMBER_MAX < value < NUMBER_MAX  # which nan is not
+    return summary

@@ -157,6 +157,8 @@ class Watch:
         runs = sorted((_Run(_urgency(one, _name(url)), one) for one in said.summaries), key=lambda one: one.urgency)
         with self._lock:
             before, self._states[url] = self._states[url], _State(said, None, runs=tuple(runs))
+        if said.cut and not before.said.cut:
+            log.warning("the daemon at %s says so much of its runs that only the first %d are shown", url, len(runs))
         if before.since is not None:
             log.info("the daemon at %s answers again; it did not since %s", url, before.since)
 

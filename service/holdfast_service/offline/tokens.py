@@ -29,6 +29,7 @@ from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
 from holdfast_service.storage.identity import known
+from holdfast_service.storage.posix import make_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def _done(given: argparse.Namespace) -> Any:
     if not root.is_dir() and given.what != "create":
         raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     check_root_place(root)
-    root.mkdir(parents=True, exist_ok=True)
+    make_root(root)
     database = Database.open(given.catalog or catalog_url(root))
     try:
         ownership.check(database, known(root), root)

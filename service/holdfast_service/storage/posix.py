@@ -32,6 +32,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _JOINED_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block its reader
 FILE_MODE = 0o666  # minus the umask
+ROOT_MODE = 0o700  # of a root that is made here; what others are to read is opened by whoever wants that
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _NO_SUCH_LINK = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 
@@ -416,10 +417,10 @@ class PosixFile:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory `root` and its missing parents, durably."""
+    """Make the directory `root`, for this user alone, and its missing parents, durably. One that exists stays as it is."""
     with translated("make", str(root)):
         missing = [path for path in (root, *root.parents) if not path.exists()]
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(ROOT_MODE, parents=True, exist_ok=True)
         for path in missing:
             descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -22,7 +22,14 @@ from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_service import __version__
-from holdfast_service.config import Config, command_environment, command_words, fd_store, is_shared, successor_environment
+from holdfast_service.config import (
+    Config,
+    command_words,
+    fd_store,
+    is_shared,
+    plain_environment,
+    successor_environment,
+)
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
@@ -187,7 +194,9 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     about = Serving(config.node, str(root), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
     parts = DataPlane(arena, saver, decisions, adoption, averages, peers)
-    daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
+    callers = Callers.of_group(config.socket_group)
+    callers.tell_if_closed(control.root)
+    daemon = Daemon(config.socket.absolute(), about, parts, callers)
     stack.callback(daemon.close)
     busy = [one.busy for one in (commands, on_event) if one is not None]
     daemon.at_work = lambda: any(one() for one in busy)
@@ -210,7 +219,7 @@ def _commit_commands(config: Config, control: Control, url: str | None) -> Commi
     if config.on_commit is None:
         return None
     about = {"HOLDFAST_ROOT": str(control.root), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
-    command = Command(command_words(config.on_commit), {**command_environment(), **about}, config.on_commit_timeout)
+    command = Command(command_words(config.on_commit), {**plain_environment(), **about}, config.on_commit_timeout)
     return CommitCommands(command, control.decisions.events, control.decisions.recorded, control.root)
 
 

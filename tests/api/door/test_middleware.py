@@ -364,6 +364,50 @@ def test_the_login_page(closed: Guarded, behind_tls: Guarded) -> None:
         assert door.ask("GET", "/v1/runs", headers={"Cookie": cookie.partition(";")[0]}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("origin", "site", "at_tls", "in_clear"),
+    [
+        ("http://HOST", None, 403, 303),
+        ("https://HOST", None, 303, 303),
+        ("https://HOST:444", None, 403, 403),
+        ("https://evil.example", "cross-site", 403, 403),
+        ("null", None, 403, 403),
+        (None, "cross-site", 403, 403),
+        (None, None, 303, 303),
+    ],
+)
+def test_nobody_is_signed_in_by_a_page_of_another_site(
+    closed: Guarded, behind_tls: Guarded, origin: str | None, site: str | None, at_tls: int, in_clear: int
+) -> None:
+    """Nor, behind TLS, by one that came without it: the token has travelled in clear then. A program states neither."""
+    for door, status in ((closed, in_clear), (behind_tls, at_tls)):
+        host = "localhost"
+        headers = {"Host": host} | ({"Origin": origin.replace("HOST", host)} if origin else {})
+        headers |= {"Sec-Fetch-Site": site} if site else {}
+        answer = door.ask("POST", "/login", data={"token": door.token()}, headers=headers)
+        assert (answer.status_code, "set-cookie" in answer.headers) == (status, status == 303)
+
+
+def test_behind_tls_no_redirect_leads_past_it(closed: Guarded, behind_tls: Guarded) -> None:
+    """The framework makes an absolute address of the request, which reaches us in clear."""
+    for door, scheme in ((closed, "http"), (behind_tls, "https")):
+        headers = {"Host": "localhost", "Authorization": f"Bearer {door.token()}"}
+        sent = door.ask("GET", "/v1/runs/", headers=headers)
+        assert (sent.status_code, sent.headers["location"]) == (307, f"{scheme}://localhost/v1/runs")
+
+
+def test_nothing_that_depends_on_the_caller_is_kept_by_a_cache(closed: Guarded) -> None:
+    """Whatever is answered, refused or not found; only style and scripts are everybody's."""
+    token = {"Authorization": f"Bearer {closed.token()}"}
+    for path in ("/v1/runs", "/v1/nothing", CHECKPOINT, f"{CHECKPOINT}/manifest", "/metrics", "/", "/healthz", "/login"):
+        for headers in (token, {}):
+            answer = closed.ask("GET", path, headers=headers)
+            assert answer.headers["cache-control"] == "no-store", path
+            assert {"Authorization", "Cookie"} <= {one.strip() for one in answer.headers["vary"].split(",")}, path
+    style = closed.ask("GET", "/static/style.css")
+    assert "immutable" in style.headers["cache-control"] and "vary" not in style.headers
+
+
 LASTING = {
     "an event stream": b"GET /v1/events HTTP/1.1\r\nAccept: text/event-stream\r\n",
     "a job waited for": b"GET /v1/jobs/JOB?wait_s=20 HTTP/1.1\r\n",

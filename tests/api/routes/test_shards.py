@@ -122,7 +122,7 @@ def test_validators(http: httpx.Client) -> None:
     asked = {"layout": "tp=2,pp=2", "rank": 1}
     first = http.get(url, params=asked)
     etag = first.headers["etag"]
-    assert etag.startswith('"') and first.headers["vary"] == "Accept, Accept-Encoding"
+    assert etag.startswith('"') and first.headers["vary"] == "Accept, Accept-Encoding, Authorization, Cookie"
     spelled = http.get(path_of("llama", "latest"), params={"layout": '{"pp": 2, "tp": 2}', "rank": "1"})
     assert (spelled.headers["etag"], spelled.content) == (etag, first.content)
     others = [{**asked, "rank": 2}, {**asked, "group": "master"}, {"layout": "tp=2", "rank": 1}, {**asked, "layout": "tp=4"}]
@@ -174,7 +174,10 @@ def test_compression(http: httpx.Client) -> None:
     whole = http.get(url, params=asked)
     with http.stream("GET", url, params=asked, headers={"Accept-Encoding": "zstd"}) as packed:
         raw = b"".join(packed.iter_raw())
-    assert (packed.headers["content-encoding"], packed.headers["vary"]) == ("zstd", "Accept, Accept-Encoding")
+    assert (packed.headers["content-encoding"], packed.headers["vary"]) == (
+        "zstd",
+        "Accept, Accept-Encoding, Authorization, Cookie",
+    )
     assert not {"content-length", "accept-ranges"} & set(packed.headers)
     assert packed.headers["etag"] not in (whole.headers["etag"], None)
     assert zstandard.ZstdDecompressor().decompressobj().decompress(raw) == whole.content

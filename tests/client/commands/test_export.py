@@ -143,6 +143,7 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
         (["hf", "out", "--as", "gguf"], 2, "no way to export"),
         (["hf", "hf/out", "--as", "hf"], 2, "inside of the checkpoint"),
         (["hf", ".out", "--as", "hf"], 2, "hidden name"),
+        (["hf", "out\nput", "--as", "hf"], 2, "does not print"),
         (["hf", "out", "--as", "hf", "--from", "paper"], 2, "no kind 'paper'"),
         (["hf", "out", "--as", "peft"], 3, "no adapter"),
         (["odd", "out", "--as", "hf"], 2, "unknown.bin"),

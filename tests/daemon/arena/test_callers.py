@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import signal
 import socket
@@ -227,3 +228,18 @@ def test_the_holder_says_the_same() -> None:
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         assert holder.is_ours(one) and Caller.of(one).uid == os.geteuid()
+
+
+@pytest.mark.parametrize(("mode", "told"), [(0o700, True), (0o750, False), (0o710, True), (0o705, False)])
+def test_a_group_that_may_save_and_not_read_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, told: bool
+) -> None:
+    """A root that is made is its user's alone: the log has the two commands that open it to the group."""
+    root, name = tmp_path / "root", grp.getgrgid(os.getegid()).gr_name
+    root.mkdir()
+    root.chmod(mode)
+    Callers.of_group(name).tell_if_closed(root)
+    assert (f"chgrp {name} {root}; chmod 750 {root}" in caplog.text) is told
+    caplog.clear()
+    Callers().tell_if_closed(root)
+    assert caplog.text == ""

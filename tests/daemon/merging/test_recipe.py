@@ -123,6 +123,10 @@ def test_refused_by_key_and_line(what: str) -> None:
         ("{merge_method: slerp, base_model: a@1, models: [{model: b@1}, {model: c@1}]}", "2 models besides the base"),
         ("{merge_method: della, dialect: paddle, base_model: a@1, models: [{model: b@1}]}", "dialect"),
         ("a: &a [*a]", "too deep"),
+        ("{" * 3000, "line 1: too many values, or too deep"),
+        ("[" * 30_000, "too deep"),
+        ("- " * 3000, "too deep"),
+        ("a:\n  " + "? " * 3000, "line 2: too many values, or too deep"),
     ],
 )
 def test_refused(text: str, what: str) -> None:

@@ -1,10 +1,15 @@
-"""What a browser may do with an answer: nothing, unless the answer brings a policy of its own, as the pages do."""
+"""What a browser may do with an answer: nothing, unless the answer brings a policy of its own, as the pages do. And what a
+cache may: nothing but style and scripts is kept, because all else depends on who asks.
+"""
 
 from __future__ import annotations
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from holdfast_service.api.door.scopes import OPEN_FILES
+
+CALLER = "Authorization, Cookie"  # what tells who asks
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
@@ -24,6 +29,9 @@ class ContentPolicy:
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("Content-Security-Policy", POLICY)
                 headers.setdefault("X-Content-Type-Options", "nosniff")
+                if not scope["path"].startswith(OPEN_FILES):
+                    headers.setdefault("Cache-Control", "no-store")
+                    headers.add_vary_header(CALLER)
             await send(message)
 
         await self._app(scope, receive, with_policy)

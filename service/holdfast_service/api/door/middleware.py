@@ -71,6 +71,8 @@ class Doors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._policy.tls:  # else an absolute address that is made of the request would lead past TLS
+            scope["scheme"] = "https"
         with ExitStack() as held:
             noted = held.enter_context(self._trail.following(scope, send))
             send = noted.send
@@ -136,6 +138,8 @@ class Doors:
             noted.principal = principal = await self._prober(headers, _peer(scope))
             if principal in (PROBE, ANYBODY):
                 self._check_host(headers)
+            if method not in scopes.SAFE:  # nobody is signed in by a page of another site, or past TLS
+                self._check_origin(headers, told=False)
             return principal
         bearer = heads.bearer(headers.get("authorization", ""))
         cookie = next(iter(heads.cookies(headers.get("cookie", ""))), None) or None

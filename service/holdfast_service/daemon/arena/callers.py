@@ -66,6 +66,20 @@ class Callers(NamedTuple):
         hint = "run as the daemon's user, or start the daemon with --socket-group and a group that both users are in"
         raise Forbidden(f"process {caller.pid} of user {caller.uid} may not use this daemon", hint=hint)
 
+    def tell_if_closed(self, root: Path) -> None:
+        """Log a warning if the group may use the socket and cannot read what is restored."""
+        if self.gid is None:
+            return
+        found = root.stat()
+        readable = (found.st_gid == self.gid and found.st_mode & 0o050 == 0o050) or found.st_mode & 0o005 == 0o005
+        if not readable:
+            name = grp.getgrgid(self.gid).gr_name
+            log.warning(
+                "members of %s may save, and cannot restore: only their memory and not %s is open to them; to let them read "
+                "all checkpoints: chgrp %s %s; chmod 750 %s",
+                *(name, root, name, root, root),
+            )
+
     def admit(self, path: Path, made: bool) -> None:
         """Let the group reach the socket; its directory only if we `made` it."""
         if self.gid is None:

@@ -89,13 +89,18 @@ def alone(target: Tier, wanted: str) -> Iterator[str]:
     Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `InUse` while another one writes there.
     """
     parent, leaf = split_leaf(wanted)
-    check_name(leaf)
+    for name in (*parent, leaf):
+        check_name(name)
     with target.hold("/".join((*parent, naming.export_lock(leaf)))):
         yield "/".join((*parent, naming.export_staging(leaf)))
 
 
 def check_name(name: str) -> None:
-    """`InvalidRequest` for the name of an export that would hide it."""
+    """`InvalidRequest` for a name of an export that would hide it, or would not be one line where it is listed."""
+    if not name.isprintable():
+        raise InvalidRequest(
+            f"{name!r} has a character that does not print", hint="choose a name without line breaks and control characters"
+        )
     if name.startswith("."):
         raise InvalidRequest(f"{name!r} is a hidden name", hint="choose a name that does not begin with a dot")
 

@@ -66,6 +66,7 @@ def read_document(text: str) -> Located:
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
         raise LimitExceeded(f"a recipe has at most {TEXT_BYTES_MAX} bytes")
     try:
+        _check_depth(text)
         found = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
@@ -75,6 +76,22 @@ def read_document(text: str) -> Located:
     if found is None:
         raise InvalidRequest("the recipe is empty")
     return _Reader().read(found, "the recipe", 0)
+
+
+def _check_depth(text: str) -> None:
+    """`LimitExceeded` where values are nested too deeply: as it is read, because making values of it would take seconds."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH_MAX:
+            raise _too_much(event.start_mark.line + 1)
+
+
+def _too_much(line: int) -> LimitExceeded:
+    return LimitExceeded(
+        f"recipe, line {line}: too many values, or too deep",
+        hint=f"a recipe has at most {NODES_MAX} values, nested at most {DEPTH_MAX} deep",
+    )
 
 
 class _Reader:
@@ -87,7 +104,7 @@ class _Reader:
         line = node.start_mark.line + 1
         self._nodes += 1
         if self._nodes > NODES_MAX or depth > DEPTH_MAX:
-            raise LimitExceeded(f"recipe, line {line}: too many values, or too deep")
+            raise _too_much(line)
         if isinstance(node, yaml.SequenceNode):
             return Located([self.read(one, f"{at}[{i}]", depth + 1) for i, one in enumerate(node.value)], at, line)
         if isinstance(node, yaml.MappingNode):
