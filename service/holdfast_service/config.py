@@ -203,8 +203,8 @@ def successor_environment(environment: Mapping[str, str] | None = None) -> dict[
 
 
 def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the commands of --on-event and --on-commit inherit: what programs need to start and to write text, and nothing that was meant for
-    the daemon.
+    """What the commands of --on-event and --on-commit inherit: what programs need to start and to write text, and nothing
+    that was meant for the daemon.
     """
     known = os.environ if environment is None else environment
     return {name: value for name, value in known.items() if name in _PLAIN or name.startswith("LC_")}
