@@ -31,6 +31,7 @@ NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
+TOKEN_SHARE_PERCENT = 50  # of what others have not reserved: a token alone leaves as much to whoever comes next
 SCRUB_EVERY_S = 7 * 86_400.0
 ON_COMMIT_TIMEOUT_S, ON_EVENT_TIMEOUT_S = 600.0, 60.0
 TRASH_DAYS = 7.0
@@ -61,6 +62,7 @@ class Config(BaseModel):
     catalog: str | None = None
     arena_bytes_max: int | None = Field(default=None, ge=0)
     run_share: int = Field(default=RUN_SHARE_PERCENT, ge=1, le=100)
+    token_share: int = Field(default=TOKEN_SHARE_PERCENT, ge=1, le=100)
     spill: Literal["auto", "never"] = "auto"
     write_bytes_per_second: int | None = Field(default=None, ge=1)
     replica: tuple[tuple[str, Path], ...] = ()
@@ -355,6 +357,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PERCENT",
         help="share of the shared memory that one run may reserve, of what other runs have not reserved (default: "
         f"{RUN_SHARE_PERCENT})",
+    )
+    parser.add_argument(
+        "--token-share",
+        metavar="PERCENT",
+        help="the same for all runs together of the tokens for one run pattern, over HTTP; admins of all runs have none "
+        f"(default: {TOKEN_SHARE_PERCENT})",
     )
     parser.add_argument(
         "--spill", metavar="auto|never", help="stage on the root's disk if memory has no room (default: auto)"

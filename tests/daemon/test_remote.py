@@ -221,6 +221,28 @@ def test_memory_and_ranks_are_limited(world: SaverWorld, ranks: RemoteRanks, mon
         join(ranks, 0, 1, "more")
 
 
+def test_a_reservation_into_which_nothing_comes_is_given_back(
+    world: SaverWorld, ranks: RemoteRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reserves and does not save keeps nobody else out. When it saves after all, it has the memory again."""
+    rank_id = uuid.uuid4().hex
+    rank = ranks.hello(rank_id, hello())
+    rank.reserve(Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    used = join(ranks, 0, 1, "another")
+    fill(used, 0, 1)
+    taken = world.arena.bytes
+    ranks.expire()
+    assert world.arena.bytes == taken, "not at once"
+    monkeypatch.setattr(remote, "UNUSED_S", 0.0)
+    ranks.expire()
+    assert world.arena.bytes == taken // 2, "what was filled stays"
+    rank.reserve(Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    assert world.arena.bytes == taken
+    ranks.expire()
+    rank.open(0, at(2))
+    assert world.arena.bytes == taken
+
+
 def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) -> None:
     """Its round ends, its memory goes, and should it come back it is told why; what it had sealed is saved."""
     rank_id = uuid.uuid4().hex

@@ -13,7 +13,7 @@ from holdfast_formats.staging import wire
 from tests.daemons import RunningDaemon, running
 
 ARENA_BYTES = 100_000_000
-FLAGS = ("--arena-bytes-max", str(ARENA_BYTES), "--spill", "never")
+FLAGS = ("--arena-bytes-max", str(ARENA_BYTES), "--spill", "never", "--token-share", "96")
 
 
 @pytest.fixture(scope="module")

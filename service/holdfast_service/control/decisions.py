@@ -297,6 +297,10 @@ class Decisions:
         """Whether what is planned fits; `QuotaExceeded` or `NoSpace` with the numbers, before a byte of it is written."""
         self._admission.admit(plan)
 
+    def quotas(self, run: str) -> Mapping[str, int]:
+        """The quotas that a run counts against, its own and those of its teams, by their patterns."""
+        return self._admission.quotas(run)
+
     def commit(
         self,
         round_id: int,

@@ -36,7 +36,8 @@ from .remote_rank import RemoteRank
 log = logging.getLogger(__name__)
 
 SILENCE_MAX_S = 60.0
-RANKS_MAX = 1072  # all but a few of them may be one run's, see `shares`
+RANKS_MAX = 2144  # all but a few of them may be one run's, and half of them those of the tokens for one pattern: `shares`
+UNUSED_S = 60.0  # a reservation into which nothing has come for so long is given back, until its rank saves
 DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
 REAP_INTERVAL_S = 1.0
 
@@ -117,7 +118,7 @@ class RemoteRanks:
 
     def _refuse_too_many(self, who: ShareHolder) -> None:
         held = [(rank.holder, 1) for rank in self._ranks.values()]
-        share = left(self._arena.run_share, RANKS_MAX, held, who)
+        share = left(self._arena.shares, RANKS_MAX, held, who)
         if self._closing.is_set() or len(held) >= RANKS_MAX or not share.left:
             hint = "wait until some have ended, or let ranks on the daemon's machine use its socket"
             raise LimitExceeded(
@@ -158,10 +159,13 @@ class RemoteRanks:
         return self.restores.choose(who, turn, question)
 
     def expire(self) -> None:
-        """Give up ranks that have been silent for too long."""
+        """Give up ranks that have been silent for too long, and give back what others only reserve."""
         limit = time.monotonic() - self.silence_max_s
         with self._lock:
             silent = [rank_id for rank_id, rank in self._ranks.items() if rank.heard < limit]
+            ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.give_back_unused(UNUSED_S)
         for rank_id in silent:
             error = RoundAborted(f"nothing was heard from this rank for {self.silence_max_s:g} s; it counts as dead")
             log.warning("%s: %s", rank_id, error.detail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from holdfast_service.daemon.arena.upload import Chunk, Part, SlotUpload
 from holdfast_service.daemon.saving.run_busy import DistantParticipant
 from holdfast_service.daemon.saving.saver import Saver
 
+log = logging.getLogger(__name__)
+
 ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
 
 
@@ -36,13 +39,14 @@ class RemoteRank:
 
     def __init__(self, arena: Arena, saver: Saver, hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = arena, saver
-        self.hello, self.holder = hello, ShareHolder(hello.run, tenant)
+        self.hello, self.holder = hello, ShareHolder(hello.run, tenant, remote=True)
         self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
         self.heard = time.monotonic()
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
         self._segment: ArenaSegment | None = None
         self._asked: Geometry | None = None  # it may have fewer slots than that
+        self._reserved_at: float | None = None  # since when nothing has come into what was reserved
         self._uploads: dict[int, SlotUpload] = {}
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
@@ -54,12 +58,33 @@ class RemoteRank:
         with self._turn:
             if self._segment is not None and self._asked == made:
                 return
-            # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
-            label = f"{self.who.run}-rank{self.who.rank}-remote"
-            segment = self._arena.reserve(made, label, holder=self.holder)
-            outgrown, self._segment, self._asked = self._segment, segment, made
+            outgrown = self._segment
+            self._take(made)
         if outgrown is not None:
             self._arena.drop(outgrown)
+
+    def _take(self, made: Geometry) -> ArenaSegment:
+        # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
+        label = f"{self.who.run}-rank{self.who.rank}-remote"
+        segment = self._arena.reserve(made, label, holder=self.holder)
+        self._segment, self._asked, self._reserved_at = segment, made, time.monotonic()
+        return segment
+
+    def give_back_unused(self, after_s: float) -> None:
+        """Free what was reserved so long ago and never used: it is reserved again when the rank saves."""
+        since = self._reserved_at
+        if since is None or time.monotonic() - since < after_s or not self._turn.acquire(blocking=False):
+            return
+        try:
+            segment = self._segment if self._reserved_at == since else None
+            if segment is None:
+                return
+            self._segment, self._reserved_at = None, None
+        finally:
+            self._turn.release()
+        size = segment.geometry.segment_bytes
+        log.info("%s-rank%d: nothing came into its %d bytes: given back", self.who.run, self.who.rank, size)
+        self._arena.drop(segment)
 
     def open(self, number: int, wanted: SlotRequest) -> bodies.Upload:
         """Start the rank's `number`-th upload, or find it. Refuses a step that this rank may not save.
@@ -72,13 +97,14 @@ class RemoteRank:
                 if known.step != wanted.step:
                     raise InvalidRequest(f"upload {number} is for step {known.step}, not for {wanted.step}")
                 return self._describe(known)
-            if self._segment is None:
+            if self._asked is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = SlotUpload(number, wanted.step, self._segment, wanted.turn)
+            segment = self._segment or self._take(self._asked)
+            upload = SlotUpload(number, wanted.step, segment, wanted.turn)
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, self._segment, wanted, 0.0)
+                upload.slot = self._saver.lease(self.who, segment, wanted, 0.0)
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]
@@ -127,6 +153,7 @@ class RemoteRank:
                 target = np.frombuffer(upload.span(part)[chunk.offset : stop], np.uint8)
                 np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a memoryview's assignment
                 upload.received[part] = stop
+                self._reserved_at = None
             self._saver.renew(self.who, upload.step)
             return self._describe(upload)
 
@@ -187,7 +214,7 @@ class RemoteRank:
         """The rank is gone: its unsealed uploads end, and its memory is freed after the rest was saved."""
         self._saver.gone(self.who)
         with self._turn:
-            segment, self._segment = self._segment, None
+            segment, self._segment, self._asked = self._segment, None, None
         if segment is not None:
             self._arena.drop(segment)
         self.wake()

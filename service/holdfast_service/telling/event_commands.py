@@ -93,8 +93,12 @@ class EventCommands:
             with self._lock:
                 self.counts["dropped"] += 1
             log.warning(
-                "--on-event is too slow: events from %d to %d are not kept any more", self._position + 1, found.forgotten
+                "--on-event is too slow: of the events from %d to %d, some are not kept any more",
+                self._position + 1,
+                found.forgotten,
             )
+            if not found.events:
+                self._position = found.forgotten
         for event in found.events:
             if self._closing.is_set():
                 return False

@@ -38,6 +38,7 @@ from holdfast_service.control.cluster.held_elsewhere import HOLDS, held_name
 from holdfast_service.control.cluster.membership import ONE_ALONE
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
+from holdfast_service.control.database.visible import matches
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.insight.facts import Lived
@@ -48,6 +49,7 @@ from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot, holder_path, lost_saves
 from holdfast_service.daemon.arena.holder import Start
+from holdfast_service.daemon.arena.shares import Shares, StagingQuota
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
@@ -173,8 +175,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     others = None if cluster is None else party(cluster, config.exchange, stack)
     saver = Saver(tier, decisions, config.node, checker, others)
     saver.history.disk.probe = partial(disk_speed.measure, root, PROBE_BYTES)
-    spill = Spill(root) if config.spill == "auto" else None
-    arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
+    spill = Spill(root, partial(_staging_quotas, decisions)) if config.spill == "auto" else None
+    arena = Arena(budget, keeper, spill, saver.holds.make_room, Shares(config.run_share, config.token_share))
     adoption = Adoption(arena, saver, decisions)
     averages = saver.averages = Averages(arena, None if cluster is None else cluster.votes)
     commands, on_event = _commit_commands(config, control, url), event_commands(config, decisions.events, root)
@@ -213,6 +215,12 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     exchange = None if others is None else others.exchange
     copies, kept_by = transfers.replicators, keeper.place
     return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, copies, kept_by)
+
+
+def _staging_quotas(decisions: Decisions, run: str) -> list[StagingQuota]:
+    """What is staged on the disk of a run, and of its team's, is no more than they may store at all."""
+    found = decisions.quotas(run).items()
+    return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in found]
 
 
 def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:

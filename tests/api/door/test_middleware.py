@@ -404,7 +404,7 @@ def test_nothing_that_depends_on_the_caller_is_kept_by_a_cache(closed: Guarded) 
             answer = closed.ask("GET", path, headers=headers)
             assert answer.headers["cache-control"] == "no-store", path
             assert {"Authorization", "Cookie"} <= {one.strip() for one in answer.headers["vary"].split(",")}, path
-    style = closed.ask("GET", "/static/style.css")
+    style = closed.ask("GET", "/static/base.css")
     assert "immutable" in style.headers["cache-control"] and "vary" not in style.headers
 
 

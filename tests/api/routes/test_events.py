@@ -131,6 +131,30 @@ def test_what_is_not_kept_any_more_is_said(service: Served, monkeypatch: pytest.
         assert [number for number, _ in take(frames, 4)] == [7, 8, 9, 10]
 
 
+def test_a_flood_of_others_repeats_nothing(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the flood much is forgotten, and of others all is kept: a stream tells of the gap, and goes on where it was."""
+    monkeypatch.setattr(ring, "EVENTS_MAX", 8)
+    monkeypatch.setattr(ring, "TRIM_EVERY", 2)
+    add(service, 3, "quiet")
+    add(service, 20, "loud")
+    add(service, 1, "quiet")
+    kept = [event.id for event in service.services.events.after(0, 100)]
+    assert kept[:3] == [1, 2, 3] and kept[-1] == 24 and len(kept) < 11
+    with stream(service, last=2) as frames:
+        next(frames)
+        gap = next(frames)
+        assert (gap["event"], gap["data"]) == ("gap", {"asked": 2, "oldest": 3})
+        assert [number for number, _ in take(frames, len(kept) - 2)] == kept[2:]
+    with stream(service, last=10, run="loud") as frames:
+        next(frames)
+        assert next(frames)["event"] == "gap"
+        assert [number for number, _ in take(frames, len(kept) - 4)] == kept[3:-1]
+    events = module.EventStreams(service.services.events)
+    frames, position, more = events._read(module.WantedEvents(None, None, "policy-changed"), 5)
+    assert frames.count("event: gap") == 1 and not more
+    assert events._read(module.WantedEvents(None, None, "policy-changed"), position)[0] == "", "told once"
+
+
 def test_a_catalog_that_was_made_anew_is_a_gap(service: Served) -> None:
     """Ids begin again: who was further than any of them hears so, and gets all there are."""
     add(service, 2)

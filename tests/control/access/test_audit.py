@@ -6,13 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.access import audit as module
-from holdfast_service.control.access.audit import Act, Audit, WantedEntries, evictions
+from holdfast_service.control.access.audit import Act, Audit, WantedEntries
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
 from tests.daemons import wait_until
@@ -80,18 +78,6 @@ def test_a_flood_pushes_out_itself(world: World, monkeypatch: pytest.MonkeyPatch
         ("mallory", "pin-set", 403),
     }
     assert left[0].step == 99  # the newest of the flood stay
-
-
-@given(st.dictionaries(st.tuples(st.text(max_size=2), st.text(max_size=1), st.booleans()), st.integers(1, 99)), st.data())
-def test_what_goes_is_what_there_is_most_of(counts: dict[tuple[str, str, bool], int], data: st.DataObject) -> None:
-    """As many as are too many, or a few more where several have as many; none of whoever has less than is left of those."""
-    excess = data.draw(st.integers(0, sum(counts.values())))
-    gone = evictions(counts, excess)
-    assert excess <= sum(gone.values()) < excess + max(len(counts), 1)
-    left = {author: count - gone.get(author, 0) for author, count in counts.items()}
-    assert all(number > 0 for number in gone.values()) and all(number >= 0 for number in left.values())
-    if gone:
-        assert max(left.values(), default=0) == min(left[author] for author in gone)
 
 
 def test_adding_waits_for_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,29 @@ def test_the_oldest_events_are_forgotten(events: Events, monkeypatch: pytest.Mon
     assert events.bounds() == (21, 30)
 
 
+def test_a_flood_pushes_out_nothing_but_itself(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token changes a mark of its run again and again: what is told of other runs, and of its saves, is still there.
+    Whoever has not read what was forgotten is told so.
+    """
+    monkeypatch.setattr(module, "EVENTS_MAX", 20)
+    monkeypatch.setattr(module, "TRIM_EVERY", 5)
+    for step in range(4):
+        events.add("checkpoint-committed", "it is", "a", step)
+        events.add("checkpoint-committed", "it is", "b", step)
+        events.add("daemon-started", "it is")
+    for _ in range(200):
+        events.add("mark-changed", "pinned", "a", 1)
+    kept = events.after(0, 1000)
+    assert len(kept) < 20 + 5
+    saved = [(event.run, event.step) for event in kept if event.kind == "checkpoint-committed"]
+    assert sorted(saved) == [(run, step) for run in "ab" for step in range(4)]
+    assert [event.kind for event in kept].count("daemon-started") == 4
+    flood = [event.id for event in kept if event.kind == "mark-changed"]
+    assert flood == list(range(212 - len(flood) + 1, 213)), "its newest stay"
+    assert events.following(10, 5, run="b").forgotten == 0
+    assert events.following(10, 5, run="a").forgotten == flood[0] - 1
+
+
 def test_ids_are_not_given_out_again(events: Events) -> None:
     """What a power cut may have taken back is skipped at the next start; an empty ring begins with 1."""
     events.skip_lost_ids()

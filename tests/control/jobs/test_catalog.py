@@ -216,7 +216,21 @@ def test_old_jobs_are_forgotten(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
         claimed = jobs.claim(["verify"])
         assert claimed is not None
         jobs.finish(claimed, "done", {})
-    assert [job.id for job in jobs.page(None, 20).items] == [10, 9, 8, 1]
+    assert [job.id for job in jobs.page(None, 20).items] == [10, 9, 8, 7, 1]
+
+
+def test_jobs_of_one_run_push_out_no_others(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has one run checked again and again finds fewer of its own."""
+    monkeypatch.setattr(catalog, "KEPT_MAX", 6)
+    monkeypatch.setattr(catalog, "TRIM_EVERY", 5)
+    for run, count in (("quiet", 2), ("loud", 18)):
+        for step in range(count):
+            jobs.submit(JobRequest(kind="verify", run=run, step=step))
+            claimed = jobs.claim(["verify"])
+            assert claimed is not None
+            jobs.finish(claimed, "done", {})
+    kept = [job.run for job in jobs.page(None, 100).items]
+    assert kept.count("quiet") == 2 and kept.count("loud") < 10
 
 
 def test_jobs_of_a_node_that_is_gone_by_the_databases_clock(nodes: Nodes, clock: Clock) -> None:

@@ -21,7 +21,7 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
-from holdfast_service.daemon.arena.shares import ShareHolder
+from holdfast_service.daemon.arena.shares import ShareHolder, Shares
 from holdfast_service.daemon.arena.spill import Spill
 
 ASKED = arena.geometry(2, 2**20, 4096)
@@ -274,13 +274,13 @@ class TestTenants:
         """Memory that takes no page yet could else take everybody's budget without a byte."""
         before = Arena(memory_of(2**30))
         mine = before.reserve(ASKED, "r", OWNER)
-        node = Arena(memory_of(ASKED.segment_bytes), run_share=96)
+        node = Arena(memory_of(ASKED.segment_bytes), shares=Shares(96))
         with pytest.raises(LimitExceeded, match="all runs of user 7 may reserve 96 %"):
             node.attach(mine.fd, OWNER, "user 7")
         assert node.bytes == 0
         found, _ = node.attach(mine.fd, OWNER)
         assert found.holder == ShareHolder("r")
-        roomy = Arena(memory_of(2 * ASKED.segment_bytes), run_share=96)
+        roomy = Arena(memory_of(2 * ASKED.segment_bytes), shares=Shares(96))
         found, _ = roomy.attach(mine.fd, OWNER, "user 7")
         assert found.holder == ShareHolder("r", "user 7")
 

@@ -15,7 +15,7 @@ from holdfast_service.config import RUN_SHARE_PERCENT
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
-from holdfast_service.daemon.arena.shares import ShareHolder, left
+from holdfast_service.daemon.arena.shares import ShareHolder, Shares, StagingQuota, left
 from holdfast_service.daemon.arena.spill import Spill
 
 ONE = arena.geometry(1, 2**20, 4096)
@@ -23,7 +23,7 @@ TOTAL = 100 * ONE.segment_bytes
 
 
 def node(total: int = TOTAL, spill: Spill | None = None, share: int = RUN_SHARE_PERCENT) -> Arena:
-    return Arena(Budget(total, lambda: [Bound("machine", 2**40, 2**40)]), spill=spill, run_share=share)
+    return Arena(Budget(total, lambda: [Bound("machine", 2**40, 2**40)]), spill=spill, shares=Shares(share))
 
 
 def reserve(made: Arena, run: str, rank: int = 0, tenant: str = "") -> ArenaSegment:
@@ -43,14 +43,43 @@ def fill(made: Arena, run: str, tenant: str = "") -> int:
 def test_the_rule() -> None:
     """So many percent of what others do not hold, for a run and for all runs of a tenant; 100 is no bound but the total."""
     a, b, c = ShareHolder("a", "team"), ShareHolder("b", "team"), ShareHolder("c")
-    assert left(96, 100, [], a).left == 96
-    assert left(96, 100, [(a, 96)], c).left == 3, "of the 4 that are left"
-    assert left(96, 100, [(a, 96)], a).left == 0
-    assert left(96, 100, [(a, 50)], b).left == 46, "a second name of the same team is no way around it"
-    assert left(96, 100, [(a, 50)], ShareHolder("b", "others")).left == 48
-    assert left(96, 100, [(a, 50)], ShareHolder("b")).left == 48
-    assert left(100, 100, [(a, 60)], b).left == 40
-    assert left(50, 100, [(a, 90)], a).left == 0, "what was there before the setting stays, and nothing comes to it"
+    assert left(Shares(96), 100, [], a).left == 96
+    assert left(Shares(96), 100, [(a, 96)], c).left == 3, "of the 4 that are left"
+    assert left(Shares(96), 100, [(a, 96)], a).left == 0
+    assert left(Shares(96), 100, [(a, 50)], b).left == 46, "a second name of the same team is no way around it"
+    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b", "others")).left == 48
+    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b")).left == 48
+    assert left(Shares(100), 100, [(a, 60)], b).left == 40
+    assert left(Shares(50), 100, [(a, 90)], a).left == 0, "what was there before the setting stays, and nothing comes to it"
+
+
+def test_a_token_alone_leaves_room() -> None:
+    """All runs of the tokens for one pattern have a smaller share than a run or a local user."""
+    shares = Shares(96, 50)
+    a, b = (
+        ShareHolder("a", "tokens for the runs 'a*'", remote=True),
+        ShareHolder("b", "tokens for the runs 'b*'", remote=True),
+    )
+    assert left(shares, 100, [], a).left == 50
+    assert left(shares, 100, [(a, 50)], a._replace(run="a2")).left == 0
+    assert left(shares, 100, [(a, 50)], b).left == 25
+    assert left(shares, 100, [(a, 50)], ShareHolder("own")).left == 48
+    assert left(shares, 100, [], ShareHolder("c", "user 7")).left == 96
+    assert left(Shares(40, 50), 100, [], a).left == 40, "a run's share bounds a token's"
+
+
+def test_a_quota_bounds_what_is_staged_on_the_disk(tmp_path: Path) -> None:
+    """Of all runs that it covers together; who has none is bounded by the share alone. The refusal names the quota."""
+    quota = StagingQuota("the quota of the runs team-*", 2 * ONE.segment_bytes, lambda run: run.startswith("team-"))
+    made = node(4096, Spill(tmp_path, lambda run: [quota] if quota.covers(run) else []))
+    held = [reserve(made, f"team-{name}") for name in "ab"]
+    with pytest.raises(LimitExceeded, match=r"the quota of the runs team-\*, \d+ bytes, of which \d+ are staged"):
+        reserve(made, "team-c")
+    held.append(reserve(made, "other"))
+    made.drop(held[0])
+    held.append(reserve(made, "team-c"))
+    for segment in held[1:]:
+        made.drop(segment)
 
 
 def test_what_a_run_alone_may_have_is_what_it_always_could() -> None:

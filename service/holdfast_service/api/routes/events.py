@@ -76,13 +76,14 @@ class EventStreams:
         """Frames after `position`, the new position of the stream, and whether there may be more already."""
         found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
         frames: list[str] = []
-        # Behind the newest one: the catalog was made anew, and counts from the beginning again.
-        if position < found.forgotten or position > found.newest:
-            oldest = found.oldest or (found.forgotten + 1 if found.forgotten else 0)
+        if position > found.newest:  # the catalog was made anew, and counts from the beginning again
+            frames.append(_gap(Gap(asked=position, oldest=found.oldest)))
+            position = max(found.oldest - 1, 0)
+            return "".join(frames), position, found.newest > position
+        if position < found.forgotten:  # of others, older ones may be kept
+            oldest = max(found.oldest or found.forgotten + 1, position + 1)
             frames.append(_gap(Gap(asked=position, oldest=oldest)))
-            position = max(oldest - 1, 0)
-            if not found.events:
-                return "".join(frames), position, found.newest > position
+            position = oldest - 1 if found.events else max(oldest - 1, found.forgotten)
         events = [event for event in found.events if event.id > position]
         frames += [_frame(event) for event in events]
         full = len(found.events) == READ_MAX

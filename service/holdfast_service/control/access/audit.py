@@ -13,9 +13,8 @@ import pwd
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context
-from itertools import pairwise
 from typing import NamedTuple
 
 from sqlalchemy import delete, func, insert, select
@@ -26,6 +25,7 @@ from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AuditEntry, By, Via
 from holdfast_service.config import AUDIT_DAYS
+from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.listing import parse_time
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
@@ -217,19 +217,6 @@ class Audit:
             if excess > 0:
                 for author, count in evictions(_by_author(session), excess).items():
                     _remove_oldest(session, author, count)
-
-
-def evictions(counts: Mapping[_AUTHOR, int], excess: int) -> dict[_AUTHOR, int]:
-    """How many entries of each author-and-kind to remove, so that `excess` go, and those with the most lose them."""
-    if excess <= 0:
-        return {}
-    left, level = sorted(counts.values(), reverse=True), 0
-    for number, (now, below) in enumerate(pairwise([*left, 0]), 1):
-        if number * (now - below) >= excess:
-            level = now - -(-excess // number)
-            break
-        excess -= number * (now - below)
-    return {author: count - level for author, count in counts.items() if count > level}
 
 
 def local_user() -> str:

@@ -1,4 +1,6 @@
-"""Events in the catalog: a ring of the newest ones, and the means to wait for the next one."""
+"""Events in the catalog: the newest ones, and the means to wait for the next one. If there are too many, the oldest go of
+those runs and kinds that have the most: a flood pushes out nothing but itself.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from sqlalchemy.orm import Session
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Level
+from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow, ForgottenEventsRow
@@ -110,15 +113,21 @@ class Events:
         self._trim(session, made.id)
 
     def _trim(self, session: Session, newest: int) -> None:
-        """Forget the oldest, now and then. Ids have holes, so that it is counted what is kept."""
-        if newest % TRIM_EVERY == 0:
-            behind = select(EventRow.id).order_by(EventRow.id.desc()).offset(EVENTS_MAX).limit(1)
-            last = session.scalar(behind)
+        """Forget the oldest of what there is most, now and then. Ids have holes, so that it is counted what is kept."""
+        if newest % TRIM_EVERY != 0:
+            return
+        asked = select(EventRow.run, EventRow.kind, func.count()).group_by(EventRow.run, EventRow.kind)
+        counts = {(run, kind): int(count) for run, kind, count in session.execute(asked)}
+        forgotten: dict[str, int] = {}
+        for (run, kind), count in evictions(counts, sum(counts.values()) - EVENTS_MAX).items():
+            alike = (EventRow.run == run, EventRow.kind == kind)  # without a run: IS NULL
+            last = session.scalar(select(EventRow.id).where(*alike).order_by(EventRow.id).offset(count - 1).limit(1))
             if last is not None:
-                gone = select(func.coalesce(EventRow.run, ""), func.max(EventRow.id)).where(EventRow.id <= last)
-                for run, number in session.execute(gone.group_by(EventRow.run)).all():
-                    session.merge(ForgottenEventsRow(run=run, newest=number))
-                session.execute(delete(EventRow).where(EventRow.id <= last))
+                session.execute(delete(EventRow).where(*alike, EventRow.id <= last))
+                forgotten[run or ""] = max(last, forgotten.get(run or "", 0))
+        for of, number in forgotten.items():
+            before = session.get(ForgottenEventsRow, of)
+            session.merge(ForgottenEventsRow(run=of, newest=max(number, 0 if before is None else before.newest)))
 
     def skip_lost_ids(self) -> None:
         """At start: give out no id that a power cut may have taken back after somebody had seen it."""

@@ -21,6 +21,7 @@ from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
+from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
 from holdfast_service.control.cluster.membership import Membership
 from holdfast_service.control.database.database import Database
@@ -29,7 +30,7 @@ from holdfast_service.control.database.schema import JobRow, NodeRow
 TRIES_MAX = 3
 LOST_S = 300.0
 QUEUED_MAX = 10_000
-KEPT_MAX = 10_000  # jobs that have ended; older ones are forgotten
+KEPT_MAX = 10_000  # jobs that have ended; of more, the oldest go of those runs that have the most
 TRIM_EVERY = 500
 ARGUMENTS_BYTES_MAX = 65_536
 GOES_ON = ("queued", "running")
@@ -43,6 +44,17 @@ def content_key(request: JobRequest) -> str:
     if len(encoded) > ARGUMENTS_BYTES_MAX:
         raise LimitExceeded(f"a job's request has at most {ARGUMENTS_BYTES_MAX} bytes, not {len(encoded)}")
     return hashlib.sha256(encoded).hexdigest()
+
+
+def _forget_old(session: Session) -> None:
+    ended = JobRow.state.not_in(GOES_ON)
+    asked = select(JobRow.run, func.count()).where(ended).group_by(JobRow.run)
+    counts = {run: int(count) for run, count in session.execute(asked)}
+    for run, count in evictions(counts, sum(counts.values()) - KEPT_MAX).items():
+        theirs = (ended, JobRow.run == run)
+        last = session.scalar(select(JobRow.id).where(*theirs).order_by(JobRow.id).offset(count - 1).limit(1))
+        if last is not None:
+            session.execute(delete(JobRow).where(*theirs, JobRow.id <= last))
 
 
 class Jobs:
@@ -76,8 +88,7 @@ class Jobs:
                     session.add(made)
                     self._flush(session)
                     if made.id % TRIM_EVERY == 0:
-                        old = (JobRow.id <= made.id - KEPT_MAX, JobRow.state.not_in(GOES_ON))
-                        session.execute(delete(JobRow).where(*old))
+                        _forget_old(session)
                     return _job(made), True
             except _Faster:
                 continue

@@ -97,6 +97,16 @@ class Admission:
             if made is None:
                 raise shortage
 
+    def quotas(self, run: str) -> dict[str, int]:
+        """The quotas that a run counts against, as far as they can be read."""
+        found: dict[str, int] = {}
+        try:
+            found = dict(self._teams.of(run))
+        except (Damaged, StorageFailed) as error:
+            log.error("%s", error)
+        own = self._quota(run)
+        return found if own is None else found | {run: min(own, found.get(run, own))}
+
     def _apply_policies(self, first: str) -> None:
         for run in dict.fromkeys((first, *roots.runs(self._tier))):
             try:

@@ -17,7 +17,7 @@ from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.budget import Budget, own_limits
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
-from holdfast_service.daemon.arena.shares import OwnLimit, ShareHolder, left
+from holdfast_service.daemon.arena.shares import OwnLimit, ShareHolder, Shares, left
 from holdfast_service.daemon.arena.spill import NO_FILE, Spill, refusal
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ NAMED_MAX = 10  # runs that a refusal names in the log
 class Arena:
     """All segments of a node, within its budget. With a `spill`, a state that does not fit memory is staged on disk.
 
-    `make_room` is called before anybody gets less memory than requested. `run_share` is the percentage of memory
-    and disk that one run may reserve, of what other runs have not reserved (`shares`).
+    `make_room` is called before anybody gets less memory than requested. `shares` are the percentages of memory
+    and disk that one run and one tenant may reserve, of what others have not reserved.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Arena:
         keeper: DescriptorKeeper | None = None,
         spill: Spill | None = None,
         make_room: Callable[[], None] = lambda: None,
-        run_share: int = 100,
+        shares: Shares = Shares(),  # noqa: B008 - a value
     ) -> None:
         self._budget, self._keeper, self._spill, self._make_room = budget, keeper, spill, make_room
-        self.run_share = run_share
+        self.shares = shares
         self._lock = threading.Condition()
         self._segments: set[ArenaSegment] = set()
         self._averages: set[AverageSegment] = set()
@@ -256,7 +256,7 @@ class Arena:
     def _check_brought(self, size: int, holder: ShareHolder) -> None:
         """`LimitExceeded` for memory that this holder's ranks cannot have got from any daemon of this node."""
         others = [(whose, held) for whose, held in self._held() if whose.tenant == holder.tenant]
-        share = left(self.run_share, self._budget.bytes_max, others, holder)
+        share = left(self.shares, self._budget.bytes_max, others, holder)
         if holder.tenant and size > share.left:
             raise LimitExceeded(
                 f"a rank of {holder.run} brings {size} bytes of memory; {share.left} are left of {self._budget.bytes_max} "
@@ -287,7 +287,7 @@ class Arena:
             if self._spill is None:
                 raise refusal(label, asked, self._taken(), room, "")
             try:
-                fd, given, notice = self._spill.make(asked, room, self._room_on_disk(holder, self._spill.free_bytes()))
+                fd, given, notice = self._spill.make(asked, room, self._room_on_disk(holder, self._spill))
             except CheckpointError as error:
                 why = f"; nor can it be staged on disk: {error.detail}"
                 raise refusal(label, asked, self._taken(), room, why) from error
@@ -326,7 +326,7 @@ class Arena:
     def _room(self, holder: ShareHolder) -> SegmentRoom:
         """What this holder may have now: what there is, what its share leaves it, or what limits of its own do."""
         room = self._budget.room(self._taken(), self._touched())
-        share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
+        share = left(self.shares, self._budget.bytes_max, self._held(), holder)
         shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
         own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
         return min(room, shared, *own)
@@ -335,11 +335,16 @@ class Arena:
         """What segments may take of a control group."""
         return sum(size for holder, size in self._held() if holder.is_in(group))
 
-    def _room_on_disk(self, holder: ShareHolder, free: int) -> SegmentRoom:
+    def _room_on_disk(self, holder: ShareHolder, disk: Spill) -> SegmentRoom:
         spilled = [(s.holder, s.geometry.segment_bytes) for s in self._segments if s.spilled]
-        total = free + sum(size for _, size in spilled)
-        share = left(self.run_share, total, spilled, holder)
-        return SegmentRoom(share.left, f"the disk's {total} bytes, {share.name}")
+        total = disk.free_bytes() + sum(size for _, size in spilled)
+        share = left(self.shares, total, spilled, holder)
+        rooms = [SegmentRoom(share.left, f"the disk's {total} bytes, {share.name}")]
+        for quota in disk.quotas(holder.run):
+            held = sum(size for whose, size in spilled if quota.covers(whose.run))
+            name = f"{quota.name}, {quota.bytes} bytes, of which {held} are staged"
+            rooms.append(SegmentRoom(max(quota.bytes - held, 0), name))
+        return min(rooms)
 
     def _fitting(self, asked: Geometry, holder: ShareHolder) -> int:
         return fitting(asked, self._room(holder))

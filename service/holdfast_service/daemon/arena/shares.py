@@ -1,13 +1,14 @@
 """Fair shares of what all runs use: arena memory, disk for staging, and places for ranks over HTTP.
 
 A run may reserve a percentage of what others have not reserved. Alone it gets nearly everything, and the next run
-still finds room; nothing is taken back from the first. The same rule applies to all runs of one token with a run
-pattern, and of one other local user, so that many run names do not help.
+still finds room; nothing is taken back from the first. The same rule applies to all runs of one other local user, so that
+many run names do not help, and to all runs of the tokens for one pattern, which have a smaller percentage: a token alone
+leaves room for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -22,17 +23,36 @@ class OwnLimit(NamedTuple):
 
 
 class ShareHolder(NamedTuple):
-    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins. `limits` are those of the
-    process that touches the memory.
+    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins; `remote`: it has a token.
+    `limits` are those of the process that touches the memory.
     """
 
     run: str
     tenant: str = ""
     limits: tuple[OwnLimit, ...] = ()
+    remote: bool = False
 
     def is_in(self, group: str) -> bool:
         """Whether what it touches is charged to this control group."""
         return bool(group) and any(limit.group == group for limit in self.limits)
+
+
+class Shares(NamedTuple):
+    """The percentages: of a run, and of a local user's runs; and of all runs of the tokens for one pattern."""
+
+    run: int = 100
+    tokens: int = 100
+
+    def of_tenant(self, who: ShareHolder) -> int:
+        return min(self.run, self.tokens) if who.remote else self.run
+
+
+class StagingQuota(NamedTuple):
+    """How many bytes the runs that it covers may hold on the disk, what is staged there included."""
+
+    name: str
+    bytes: int
+    covers: Callable[[str], bool]
 
 
 class Asker(NamedTuple):
@@ -53,20 +73,20 @@ class Allowance(NamedTuple):
     name: str
 
 
-def left(percent: int, total: int, held: Iterable[tuple[ShareHolder, int]], who: ShareHolder) -> Allowance:
+def left(shares: Shares, total: int, held: Iterable[tuple[ShareHolder, int]], who: ShareHolder) -> Allowance:
     """How much more `who` may reserve of `total`, of which `held` is reserved already."""
     taken = list(held)
     all_taken = sum(size for _, size in taken)
-    bounds = [("run", who.run, sum(size for holder, size in taken if holder.run == who.run))]
+    bounds = [(f"the run {who.run!r}", shares.run, sum(size for holder, size in taken if holder.run == who.run))]
     if who.tenant:
-        bounds.append(("tenant", who.tenant, sum(size for holder, size in taken if holder.tenant == who.tenant)))
-    shares = []
-    for kind, name, own in bounds:
+        own = sum(size for holder, size in taken if holder.tenant == who.tenant)
+        bounds.append((f"all runs of {who.tenant}", shares.of_tenant(who), own))
+    allowed = []
+    for what, percent, own in bounds:
         others = all_taken - own
-        what = f"the run {name!r}" if kind == "run" else f"all runs of {name}"
         text = (
             f"of which {what} may reserve {percent} % of what others have not reserved: it has reserved {own}, "
             f"others {others}"
         )
-        shares.append(Allowance(max((total - others) * percent // 100 - own, 0), text))
-    return min(shares)
+        allowed.append(Allowance(max((total - others) * percent // 100 - own, 0), text))
+    return min(allowed)

@@ -7,13 +7,14 @@ memory speed as long as memory lasts, and at disk speed beyond.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
 from holdfast_formats.staging.arena import Geometry
 from holdfast_formats.staging.room import MIB, SegmentRoom, amount
+from holdfast_service.daemon.arena.shares import StagingQuota
 from holdfast_service.storage import scratch
 
 NO_FILE = (
@@ -31,10 +32,10 @@ class Spilled(NamedTuple):
 
 
 class Spill:
-    """Creates segments on the disk of the storage root."""
+    """Creates segments on the disk of the storage root. `quotas` bound what is staged there of a run."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, quotas: Callable[[str], Sequence[StagingQuota]] = lambda run: ()) -> None:
+        self._root, self.quotas = root, quotas
 
     def free_bytes(self) -> int:
         """What the disk has room for, as this user may fill it."""
