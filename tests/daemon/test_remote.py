@@ -226,10 +226,9 @@ def test_a_reservation_into_which_nothing_comes_is_given_back(
 ) -> None:
     """Whoever reserves and does not save keeps nobody else out. When it saves after all, it has the memory again."""
     rank_id = uuid.uuid4().hex
-    rank = ranks.hello(rank_id, hello())
+    rank = ranks.hello(rank_id, hello(1, 2))
     rank.reserve(Room(slots=2, data_bytes=SIZE, table_bytes=4096))
-    used = join(ranks, 0, 1, "another")
-    fill(used, 0, 1)
+    fill(join(ranks, 0, 2), 0, 1)
     taken = world.arena.bytes
     ranks.expire()
     assert world.arena.bytes == taken, "not at once"

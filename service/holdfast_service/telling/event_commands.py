@@ -93,7 +93,7 @@ class EventCommands:
             with self._lock:
                 self.counts["dropped"] += 1
             log.warning(
-                "--on-event is too slow: of the events from %d to %d, some are not kept any more",
+                "--on-event is too slow: events between %d and %d are not kept any more",
                 self._position + 1,
                 found.forgotten,
             )
