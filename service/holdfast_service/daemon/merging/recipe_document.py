@@ -84,7 +84,7 @@ def _check_depth(text: str) -> None:
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH_MAX:
-            raise _too_much(event.start_mark.line + 1)
+            raise _too_much(event.start_mark.line + 1 if event.start_mark is not None else 1)
 
 
 def _too_much(line: int) -> LimitExceeded:
