@@ -333,20 +333,8 @@ def _add_retention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-optim-full", metavar="N", help="with --keep-optim: checkpoints older than N exact ones")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
-    parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
-    parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
-    parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
-    _add_retention(parser)
-    parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
-    parser.add_argument(
-        "--exchange",
-        metavar="HOST:PORT",
-        help="where daemons of other nodes read what ranks of this one have saved (default: a free port at the address from "
-        "which --catalog is reached)",
-    )
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    """Add the flags about shared memory, and what may be had of it."""
     parser.add_argument(
         "--arena-bytes-max",
         metavar="BYTES",
@@ -367,6 +355,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spill", metavar="auto|never", help="stage on the root's disk if memory has no room (default: auto)"
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
+    parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
+    parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
+    parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
+    _add_retention(parser)
+    parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
+    parser.add_argument(
+        "--exchange",
+        metavar="HOST:PORT",
+        help="where daemons of other nodes read what ranks of this one have saved (default: a free port at the address from "
+        "which --catalog is reached)",
+    )
+    _add_memory(parser)
     parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="limit of the write rate (default: no limit)")
     parser.add_argument(
         "--replica",

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from holdfast_formats.rest.observed import RunSummary
-from holdfast_service.fleet.bounded import LIST_MAX, NAME_MAX, TEXT_MAX, TIMES, Allowance, Unbounded
+from holdfast_service.fleet.bounded import LIST_MAX, NAME_MAX, TEXT_MAX, TIMES, MemoryAllowance, Unbounded
 
 PLENTY = 2**40
 
@@ -42,18 +42,18 @@ def test_no_field_takes_what_it_likes(name: str) -> None:
     """A long string is cut or refused; a long list, and a number that is none, are refused, at any depth."""
     for wrap in (lambda value: {name: value}, lambda value: {"more": [{name: value}]}, lambda value: {name: [value]}):
         try:
-            found = Allowance(PLENTY).bounded(wrap("x" * 100_000))
+            found = MemoryAllowance(PLENTY).bounded(wrap("x" * 100_000))
         except Unbounded:
             found = {}
         assert len(str(found)) < max(TEXT_MAX, NAME_MAX) + 100
         for wrong in ([0] * (LIST_MAX + 1), 2**63, -(10**400), math.nan, math.inf, {str(n): 0 for n in range(200)}):
             with pytest.raises(Unbounded):
-                Allowance(PLENTY).bounded(wrap(wrong))
+                MemoryAllowance(PLENTY).bounded(wrap(wrong))
 
 
 def test_what_is_said_counts() -> None:
     """By how much memory it takes, about, and not by its length alone: many empty objects are no less than a long text."""
     for said, least in (({}, 500), ([{}] * 100, 50_000), ({"text": "x" * 1000}, 2000), (["x"] * 1000, 50_000), (1, 24)):
-        allowance = Allowance(PLENTY)
+        allowance = MemoryAllowance(PLENTY)
         assert allowance.bounded(said) == said
         assert PLENTY - allowance.left >= least

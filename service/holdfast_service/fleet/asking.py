@@ -16,7 +16,7 @@ from holdfast_formats.decoding import decoder
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import is_run_name
 from holdfast_formats.rest.observed import RunSummary
-from holdfast_service.fleet.bounded import LIST_MAX, Allowance, Unbounded
+from holdfast_service.fleet.bounded import LIST_MAX, MemoryAllowance, Unbounded
 
 TIMEOUT_S = 5.0  # for each step of an answer
 ANSWER_BYTES_MAX = 4 * 1024 * 1024  # reading a longer one would hold up the other threads of this daemon
@@ -92,7 +92,7 @@ async def ask(client: httpx.AsyncClient, url: str) -> Said:
 async def _summaries(client: httpx.AsyncClient, url: str) -> _Listed:
     """Of the runs that need attention most: as many as are listed, and as there is memory for."""
     found: list[RunSummary] = []
-    allowance = Allowance(SAID_BYTES_MAX)
+    allowance = MemoryAllowance(SAID_BYTES_MAX)
     query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
     while len(found) < RUNS_MAX and allowance.left > 0:
         page = await _get(client, f"{url}/v1/summaries", _page, query)
@@ -129,7 +129,7 @@ async def _get(
         raise NotReached(_NONE) from None
 
 
-def _read(given: msgspec.Raw, allowance: Allowance) -> RunSummary:
+def _read(given: msgspec.Raw, allowance: MemoryAllowance) -> RunSummary:
     """A summary as a daemon may write one; `NotReached`."""
     text = bytes(given)
     if len(text) > SUMMARY_BYTES_MAX:

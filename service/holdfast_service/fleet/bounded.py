@@ -22,7 +22,7 @@ class Unbounded(ValueError):
     """What no daemon says."""
 
 
-class Allowance:
+class MemoryAllowance:
     """How much memory what one machine says may still take."""
 
     def __init__(self, size: int) -> None:

@@ -125,7 +125,7 @@ def test_a_request_that_was_heard_is_not_answered_twice() -> None:
         here.request("POST", proofs.CHALLENGE_PATH)
         nonce = here.getresponse().read().decode()
         body = b'{"ranges":[[0,0,7]]}'
-        asked = proofs.Question(exchange.url, nonce, 1, "/rounds/7/bytes", proofs.body_digest(body)).proven(NEW)
+        asked = proofs.NodeQuestion(exchange.url, nonce, 1, "/rounds/7/bytes", proofs.body_digest(body)).proven(NEW)
         headers = {"Authorization": asked.authorization, proofs.BODY_HEADER: proofs.body_digest(body)}
         for status in (200, 401):
             here.request("POST", "/rounds/7/bytes", body, headers)
@@ -143,7 +143,7 @@ def test_a_body_that_is_not_the_proven_one_is_refused() -> None:
         here.request("POST", proofs.CHALLENGE_PATH)
         nonce = here.getresponse().read().decode()
         stated = proofs.body_digest(b'{"ranges":[[0,0,1]]}')
-        asked = proofs.Question(exchange.url, nonce, 1, "/rounds/7/bytes", stated).proven(NEW)
+        asked = proofs.NodeQuestion(exchange.url, nonce, 1, "/rounds/7/bytes", stated).proven(NEW)
         headers = {"Authorization": asked.authorization, proofs.BODY_HEADER: stated}
         here.request("POST", "/rounds/7/bytes", b'{"ranges":[[0,0,7]]}', headers)
         assert here.getresponse().status == 400

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.digest import DIGITS
-from holdfast_service.daemon.exchange.proofs import Question, body_digest, is_nonce, new_nonce
+from holdfast_service.daemon.exchange.proofs import NodeQuestion, body_digest, is_nonce, new_nonce
 
-ASKED = Question("http://10.0.0.7:4000", "a" * 32, 1, "/held", body_digest(b"{}"))
+ASKED = NodeQuestion("http://10.0.0.7:4000", "a" * 32, 1, "/held", body_digest(b"{}"))
 
 
 def test_both_sides_make_the_same_proofs() -> None:
@@ -35,7 +35,7 @@ def test_both_sides_make_the_same_proofs() -> None:
         ASKED._replace(body=body_digest(b"[]")),
     ],
 )
-def test_a_proof_is_good_for_nothing_else(changed: Question) -> None:
+def test_a_proof_is_good_for_nothing_else(changed: NodeQuestion) -> None:
     """Whoever hears it cannot use it at another node, on another connection, once more, or for something else."""
     assert changed.check(ASKED.proven("one").authorization, ["one"]) is None
 

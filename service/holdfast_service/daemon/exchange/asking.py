@@ -92,7 +92,7 @@ class NodeConnection:
             self._nonce = self._challenge(self._http)
         self._asked += 1
         stated = proofs.body_digest(body)
-        proven = proofs.Question(self.url, self._nonce, self._asked, path, stated).proven(secret)
+        proven = proofs.NodeQuestion(self.url, self._nonce, self._asked, path, stated).proven(secret)
         headers = {
             "Authorization": proven.authorization,
             proofs.BODY_HEADER: stated,

@@ -26,7 +26,7 @@ _AUTHORIZATION = re.compile(rf"{_SCHEME} ([0-9a-f]{{{2 * NONCE_BYTES}}}) ([0-9a-
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
-class Question(NamedTuple):
+class NodeQuestion(NamedTuple):
     """A request: where it is asked, by the nonce of the connection and the request's number on it, and what is asked."""
 
     url: str
@@ -39,11 +39,11 @@ class Question(NamedTuple):
         """That who asks, and has made up this other nonce, knows the secret."""
         return _mac(secret.encode(), "ask", own_nonce, *map(str, self))
 
-    def proven(self, secret: str) -> Proven:
+    def proven(self, secret: str) -> ProvenRequest:
         """What to send as `Authorization`, and what will prove the answer."""
         own_nonce = new_nonce()
         proof = self.proof(secret, own_nonce)
-        return Proven(f"{_SCHEME} {own_nonce} {proof}", AnswerProof(secret, proof))
+        return ProvenRequest(f"{_SCHEME} {own_nonce} {proof}", AnswerProof(secret, proof))
 
     def check(self, authorization: str, known: Iterable[str]) -> AnswerProof | None:
         """What proves the answer to a request with this `Authorization`; None unless it was made with a known secret."""
@@ -72,7 +72,7 @@ class AnswerProof:
         return _mac(self._key, "chunk", str(self._chunks), digest)[:DIGITS]
 
 
-class Proven(NamedTuple):
+class ProvenRequest(NamedTuple):
     authorization: str
     answer: AnswerProof
 

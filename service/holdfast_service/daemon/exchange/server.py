@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         server = cast(_Server, self.server)
         self._asked += 1
         stated = self.headers.get(proofs.BODY_HEADER, "")
-        asked = proofs.Question(server.exchange.url, self._nonce, self._asked, self.path, stated)
+        asked = proofs.NodeQuestion(server.exchange.url, self._nonce, self._asked, self.path, stated)
         prove = asked.check(self.headers.get("Authorization", ""), server.exchange.secrets)
         if prove is not None:
             server.knows(self.connection)
