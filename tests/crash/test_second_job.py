@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.remote import uploader
 from holdfast_formats.errors import RunBusy
-from holdfast_formats.rest import bodies
 from holdfast_service.daemon.arena.shares import ADMIN
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving import run_busy
@@ -135,43 +133,6 @@ class TestDistantRanks:
         ranks.hello("e" * 32, hello(0, 1, "four", process="r"))
         with pytest.raises(RunBusy):
             ranks.hello("f" * 32, hello(0, 2, "five", process="p"))
-
-
-class Answers:
-    """A service that refuses a rank as often as it is told to."""
-
-    def __init__(self, refusals: int) -> None:
-        self.left, self.asked = refusals, 0
-
-    def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
-        self.asked += 1
-        if self.left:
-            self.left -= 1
-            raise RunBusy("busy", retry_after_s=7.0)
-        about = {"node": "n", "root": "", "root_id": "r", "version": "1"}
-        return bodies.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
-
-
-@pytest.fixture
-def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the client has slept, by a clock that goes on only then."""
-    slept: list[float] = []
-    monkeypatch.setattr(uploader.time, "sleep", slept.append)
-    monkeypatch.setattr(uploader.time, "monotonic", lambda: 1000.0 + sum(slept))
-    return slept
-
-
-def test_a_killed_distant_job_is_followed_after_its_silence(waited: list[float]) -> None:
-    """What the dead job had sent may be heard late: the client asks again until the run is free."""
-    answers = Answers(6)
-    assert uploader._join(answers, "a" * 32, hello()).attempt == 2  # type: ignore[arg-type]
-    assert answers.asked == 7 and sum(waited) >= 25
-
-
-def test_a_distant_job_that_lives_is_waited_for_so_long_and_no_longer(waited: list[float]) -> None:
-    """The refusal says how long its ranks were waited for."""
-    with pytest.raises(RunBusy, match=r"waited 6\d s for its ranks to go silent"):
-        uploader._join(Answers(10_000), "a" * 32, hello())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -12,6 +12,7 @@ from holdfast import launch
 from holdfast.config import take_over
 from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
+from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
 from holdfast.read.held_slots import HeldSlot, take_held
@@ -107,7 +108,7 @@ class Session:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
             meant = RootMark(id=self._welcome.mark.id)
         hello = wire.Hello(
-            id=link.next_id(),
+            id=0,
             root=meant,
             process=launch.this_process(),
             session=self._id,
@@ -115,7 +116,8 @@ class Session:
             info=None if self._info is None else self._info.told(),
             **self._who._asdict(),
         )
-        return BackgroundRequests(link).request(hello, wire.Welcome)
+        asking = BackgroundRequests(link)
+        return until_free(lambda: asking.request(hello.model_copy(update={"id": link.next_id()}), wire.Welcome))
 
     def root(self) -> Path | None:
         """The directory of the daemon's root, if it is on this machine."""

@@ -25,7 +25,6 @@ from holdfast_formats.errors import (
     GenerationDropped,
     InvalidRequest,
     NoSuchResource,
-    RunBusy,
     StaleAttempt,
     StorageFailed,
     from_problem,
@@ -43,8 +42,6 @@ POLL_S = 10.0
 CHOICE_WAIT_S = 2.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
 LOST_AFTER_S = 120.0  # of tries without any answer
-SILENT_WAIT_S = 60.0  # a dead job falls silent within this time, although its last request may still be under way
-BUSY_PAUSE_MAX_S = 5.0
 RESUMES_MAX = 8  # of one upload, for chunks that the daemon found wrong
 CLOSE_TIMEOUT_S = 5.0
 
@@ -73,7 +70,7 @@ class Uploader:
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
         self._on_outcome, self._on_lost = tellers
-        self.welcome = _join(api, rank_id, hello)
+        self.welcome = api.join(rank_id, hello)
         self.lost: CheckpointError | None = None
         self._lock = threading.Lock()
         self._rejoining = threading.Lock()
@@ -326,29 +323,3 @@ def _problem_of(ended: bodies.Upload) -> dict[str, Any] | None:
 def _may_go_on(error: CheckpointError) -> bool:
     """Whether a refusal says where an upload stands, rather than that it is not allowed."""
     return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
-
-
-def _join(api: Api, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
-    """Say hello, and retry while a dead job counts as alive. A killed job counts as alive until it was silent for a while.
-
-    A request that it sent before it died may still count as a sign of life later. So this is tried until the time is over in
-    which a dead job has surely fallen silent.
-    """
-    began = time.monotonic()
-    while True:
-        try:
-            return api.join(rank_id, hello)
-        except RunBusy as error:
-            left_s = float(error.members.get("retry_after_s") or 0)
-            waited_s = time.monotonic() - began
-            if left_s <= 0 or waited_s > SILENT_WAIT_S:
-                raise _still_busy(error, waited_s) from None
-            log.warning("%s; trying again in %.0f s", error.detail, min(left_s, BUSY_PAUSE_MAX_S))
-            time.sleep(min(left_s, BUSY_PAUSE_MAX_S))
-
-
-def _still_busy(error: RunBusy, waited_s: float) -> RunBusy:
-    if waited_s < 1:
-        return error
-    told = f"{error.detail}; waited {waited_s:.0f} s for its ranks to go silent, but they are still active"
-    return RunBusy(told, hint=error.hint, **error.members)
