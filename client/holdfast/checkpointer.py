@@ -132,7 +132,7 @@ class Checkpointer:
         said = run_info.check(info)
         self._session = Session(who, meant.place, self._tickets, RunInfo(said) if who.rank == 0 else None)
         self._links = CheckpointLinks(run, self._session)
-        self._reservation = Reservation(self._session, slots)
+        self._reservation = Reservation(self._session, slots, self._launch.peers)
         self._task: SaveTask | None = None
         self._preparation: Preallocation | None = None
         self._asked_to_prepare = False
@@ -490,7 +490,8 @@ class Checkpointer:
     def _prepare(self) -> Preallocation:
         need = self._contents.expected(staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world))
         if self._averaging is not None:
-            need = need._replace(data_bytes=need.data_bytes + self._averaging.expected_bytes())
+            average, beside = self._averaging.expected_bytes(), self._averaging.beside_bytes()
+            need = need._replace(data_bytes=need.data_bytes + average, average_bytes=beside)
         self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(need.leaves))
         return self._preparation
 
@@ -588,6 +589,8 @@ class Checkpointer:
         table_bytes += digests_bytes(average.boxes) if average is not None and says is not None else 0
         size = layout.data_bytes if average is None else average.handover.end
         need = Need(size, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
+        if self._averaging is not None:
+            need = need._replace(average_bytes=self._averaging.beside_bytes())
         slots = self._reservation.room_for(need, self._task)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):

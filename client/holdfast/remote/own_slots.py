@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.threads import at_exit
-from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StateMismatch
+from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, StateMismatch
 from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.staging.messages import SlotRequest
-from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting
+from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting, not_created
 
 JOIN_POLL_S = 0.02
 
@@ -47,14 +47,15 @@ class OwnSegment:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)  # closed by the one who takes it
+        self.fd = -1  # closed by the one who takes it
         try:
+            self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, geometry.segment_bytes)
             self._map = mmap.mmap(self.fd, geometry.segment_bytes)
         except OSError as error:
-            os.close(self.fd)
-            hint = "free memory on this machine, or save a smaller state with fewer slots"
-            raise NoSpace(f"cannot reserve {geometry.segment_bytes} bytes for slots: {error.strerror}", hint=hint) from error
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise not_created(geometry.segment_bytes, error, "this process") from error
         self.memory = memoryview(self._map)
         self._changed = threading.Condition()
         self._free = set(range(geometry.slots))

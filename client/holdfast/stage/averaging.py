@@ -46,6 +46,7 @@ from holdfast_formats.staging.average import (
 
 log = logging.getLogger(__name__)
 
+TABLE_ENTRY_BYTES = 100  # about so many for each tensor
 TABLE_ROOM = 2  # a table may grow by this factor: numbers get longer
 FREE_WAIT_S = 120.0  # how long a restore waits until the daemon has folded the last update
 TAKEN_IN_S = 20.0  # how long a restore waits until the daemon has taken in what was restored
@@ -209,10 +210,18 @@ class Averaging:
 
     def expected_bytes(self) -> int:
         """The room that a save will need for the average."""
+        return sum(4 * count + PAGE_BYTES for count in self._counts()) + 2 * PAGE_BYTES
+
+    def beside_bytes(self) -> int:
+        """The memory that the daemon will need for the average itself."""
+        counts = self._counts()
+        return average.geometry(self.expected_bytes(), TABLE_ROOM * TABLE_ENTRY_BYTES * len(counts) + 4096).segment_bytes
+
+    def _counts(self) -> list[int]:
+        """How many elements each tensor of the average has."""
         state = self._of.state
         leaves = state.held(self._ema.of).leaves or state.held("model").leaves  # masters may come with the first step
-        size = sum(4 * piece.tensor.numel() + PAGE_BYTES for leaf in leaves for piece in leaf.pieces)
-        return size + 2 * PAGE_BYTES
+        return [piece.tensor.numel() for leaf in leaves for piece in leaf.pieces]
 
     def part(self, data_bytes: int) -> AveragePart | None:
         """The group `ema` of a save whose slot has `data_bytes` without it; None where nothing was handed over so far."""

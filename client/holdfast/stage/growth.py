@@ -16,7 +16,8 @@ class Need(NamedTuple):
     """The room that a slot must have, and the tensors from which it was computed.
 
     `spare_bytes` are requested besides when slots are made, for assets of later saves that are larger. If it is `expected`,
-    no save asks for it yet, so that nothing has outgrown its slots.
+    no save asks for it yet, so that nothing has outgrown its slots. `average_bytes` are what an average of the daemon's will
+    need beside the slots.
     """
 
     data_bytes: int
@@ -24,6 +25,7 @@ class Need(NamedTuple):
     leaves: tuple[Leaf, ...]
     spare_bytes: int = 0
     expected: bool = False
+    average_bytes: int = 0
 
 
 class Change(NamedTuple):

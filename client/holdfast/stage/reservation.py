@@ -10,7 +10,7 @@ from holdfast.link.session import Session
 from holdfast.stage import cuda_copy, growth
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.save_task import SaveTask
-from holdfast.stage.slots import Slots
+from holdfast.stage.slots import AverageRoom, Slots
 from holdfast.tensors.leaves import Leaf
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,11 @@ class Reservation:
     user.
     """
 
-    def __init__(self, session: Session, count: int) -> None:
-        """Reserve nothing yet; `count` slots are requested with the first call of `room_for`."""
-        self._session, self._count = session, count
+    def __init__(self, session: Session, count: int, peers: int) -> None:
+        """Reserve nothing yet; `count` slots are requested with the first call of `room_for`. `peers` ranks, this one among
+        them, are on this machine.
+        """
+        self._session, self._count, self._peers = session, count, peers
         self._slots: Slots | None = None
         self._leaves: tuple[Leaf, ...] = ()  # the room that was requested last
         self._touching: Preallocation | None = None
@@ -56,7 +58,8 @@ class Reservation:
             cuda_copy.unpin(known)
         self._slots = None  # the old slots are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
-        made = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room)
+        averages = AverageRoom(need.average_bytes, self._peers)
+        made = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room, averages)
         assets_grew = need.spare_bytes > 0 and not need.expected
         if known is not None and (any(change) or assets_grew or need.table_bytes > known.geometry.table_bytes_max):
             self._session.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from typing import NamedTuple
 
 from holdfast.memory.mapping import Mapping
 from holdfast.transport import Transport
@@ -52,13 +53,32 @@ class Slot:
         link.request(message, wire.Done)
 
 
+class AverageRoom(NamedTuple):
+    """What the daemon leaves beside slots for the average of each of so many ranks on this machine."""
+
+    bytes: int
+    ranks: int
+
+
+NO_AVERAGE = AverageRoom(0, 1)
+
+
 class Slots:
     """The segment that the daemon made for this rank. If it is smaller than requested, `notice` says why."""
 
-    def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
+    def __init__(
+        self, link: Transport, count: int, data_bytes: int, table_bytes: int, averages: AverageRoom = NO_AVERAGE
+    ) -> None:
         self.link = link
-        bounds = tuple(memory_bounds.of_process())
-        message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes, bounds=bounds)
+        message = wire.Reserve(
+            id=link.next_id(),
+            slots=count,
+            data_bytes=data_bytes,
+            table_bytes=table_bytes,
+            bounds=tuple(memory_bounds.of_process()),
+            average_bytes=averages.bytes,
+            averages=averages.ranks,
+        )
         with link.receiving:
             given = link.request(message, wire.Segment)
             fd = link.take_fd()

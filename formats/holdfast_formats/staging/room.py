@@ -1,13 +1,18 @@
-"""How many of the slots that a rank asks for fit into the memory there is, and what it is told if these are fewer."""
+"""How many of the slots that a rank asks for fit into the memory there is, and what it is told where these are fewer."""
 
 from __future__ import annotations
 
+import errno
 from typing import NamedTuple
 
+from holdfast_formats.errors import NoSpace, StorageFailed
 from holdfast_formats.staging.arena import Geometry
 
 GIB = 2**30
 MIB = 2**20
+FILES_HINT = "raise the limit of open files (ulimit -n) of {}"
+FILE_SIZE_HINT = "raise the limit on the size of files (ulimit -f) of {}, which counts for shared memory too"
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by seccomp, a security module, or an old kernel
 
 
 class SegmentRoom(NamedTuple):
@@ -39,3 +44,19 @@ def fewer_notice(asked: Geometry, slots: int, room: SegmentRoom) -> str:
 def amount(size: int) -> str:
     """A number of bytes as people read it."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def not_created(size: int, error: OSError, whose: str) -> NoSpace | StorageFailed:
+    """The error for a memfd of `size` bytes that the system does not let a process create. `whose` names the process."""
+    if error.errno in _FORBIDDEN:
+        return StorageFailed(
+            f"{whose} may not create shared memory, memfd_create: {error.strerror}",
+            hint="allow memfd_create in the container's seccomp profile, and have vm.memfd_noexec below 2",
+        )
+    if error.errno == errno.EFBIG:
+        detail = f"{whose} may not create a file, or shared memory, of {size} bytes"
+        return StorageFailed(detail, hint=FILE_SIZE_HINT.format(whose))
+    hint = "free memory on this machine, or save a smaller state with fewer slots"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = FILES_HINT.format(whose)
+    return NoSpace(f"cannot create {size} bytes of shared memory: {error.strerror}", hint=hint)

@@ -26,6 +26,7 @@ HELD_RANKS_MAX = 64  # descriptors that one message may have
 RANGES_MAX = 16_384  # that one message asks for
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
+PEERS_MAX = 4096  # ranks on one machine
 
 Bounds = Annotated[tuple[Bound, ...], Field(max_length=BOUNDS_MAX)]
 
@@ -59,11 +60,15 @@ class Welcome(Reply, messages.Reception):
 
 class Reserve(Request, messages.Room):
     """Ask for a segment of up to `slots` slots; the reply is `Segment`, with its descriptor. `bounds` are the limits of this
-    rank's own memory, to whose control groups the slots are charged.
+    rank's own memory, to whose control groups the slots are charged. `average_bytes` are left for the average of each of the
+    `averages` ranks that were started on this machine, which they ask for later: slots can be fewer, or on the disk, and an
+    average cannot.
     """
 
     type: Literal["reserve"] = "reserve"
     bounds: Bounds = ()
+    average_bytes: int = Field(default=0, ge=0)
+    averages: int = Field(default=1, ge=1, le=PEERS_MAX)
 
 
 class Segment(Reply):

@@ -211,7 +211,8 @@ class Conversation:
         arena, holds = self._plane.arena, self._plane.saver.holds
         label, holder = f"{who.run}-rank{who.rank}", self._holder(who, request.bounds)
         self._part_with_segments()  # first, so that there is room where memory has none for both
-        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder, not holder.tenant)
+        with arena.leaving(request.average_bytes, who.owner, holder, request.averages):
+            segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder, not holder.tenant)
         self._use(segment)
         holds.succeeded(who.owner)
         reply = wire.Segment(

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast_formats.errors import NoSpace, NoSuchResource, StorageFailed
-
-DESCRIPTORS_HINT = "raise the daemon's limit of open files (ulimit -n)"
+from holdfast_formats.staging.room import FILE_SIZE_HINT, FILES_HINT
 
 
 @contextmanager
@@ -30,7 +29,9 @@ def translated(operation: str, path: str) -> Iterator[None]:
         if code in (errno.ENOTDIR, errno.ELOOP):
             hint = "inside the root, symbolic links are not allowed, and a file may not take the place of a directory"
         elif code in (errno.EMFILE, errno.ENFILE):
-            hint = DESCRIPTORS_HINT
+            hint = FILES_HINT.format("the daemon")
+        elif code == errno.EFBIG:
+            hint = f"{FILE_SIZE_HINT.format('the daemon')}; or have smaller files: Checkpointer(file_bytes_max=…)"
         elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "give the daemon's user permission to write there"
         raise StorageFailed(what, hint=hint, **members) from error

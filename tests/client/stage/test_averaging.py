@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import Api, Checkpointer, Ema
 from holdfast.read.root_directory import open_checkpoint
-from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.regressions.test_replicas_that_differ import World
 
@@ -333,3 +333,27 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
     told = httpx.get(asked, trust_env=False).json()["items"]
     assert [one["step"] for one in told] == [3, 2] and "not alike" in told[0]["text"]
     assert "ema/w on rank 1 differs" in daemon.log.read_text()
+
+
+def test_slots_do_not_take_the_memory_of_the_average(tmp_path: Path, run: str) -> None:
+    """Whatever is asked for first: a state is averaged if the average fits, and what is refused stays so as it grows."""
+    averaged: list[bool] = []
+    with running(tmp_path / "root", "--arena-bytes-max", "3000000") as daemon:
+        for width in (50, 100, 120, 400):
+            model = nn.Linear(1000, width)
+            optim = torch.optim.SGD(model.parameters(), lr=0.1)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            state = {"model": model, "optim": optim}
+            with Checkpointer(f"{run}-{width}", state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
+                checkpointer.restore()
+                checkpointer.prepare(wait=True)  # slots first
+                try:
+                    optim.step()
+                except LimitExceeded:
+                    averaged.append(False)
+                    continue
+                averaged.append(True)
+                checkpointer.save(1, wait="durable")
+                assert stored(daemon, f"{run}-{width}", 1)[0]["n"] == 1
+    assert averaged == [True, True, True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -23,6 +24,7 @@ from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder, Shares
 from holdfast_service.daemon.arena.spill import Spill
+from tests.forked import Forked
 
 ASKED = arena.geometry(2, 2**20, 4096)
 ONE = ASKED._replace(slots=1)
@@ -140,6 +142,49 @@ class TestSpill:
         assert segment.lease(6, 1, 0) == slot
         assert os.pread(segment.fd, 5, at) == bytes(5)  # so that the next save need not read it in
         node.drop(segment)
+
+    def test_memory_that_may_not_be_shared_is_no_want_of_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where seccomp forbids memfd_create, the disk is taken; without it, the refusal names what is forbidden."""
+
+        def forbidden(name: str, flags: int) -> int:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "memfd_create", forbidden)
+        node = Arena(memory_of(2**30), None, Spill(tmp_path))
+        segment = node.reserve(ASKED, "r")
+        assert segment.spilled and node.bytes == 0
+        assert "memfd_create: Operation not permitted" in segment.notice and "seccomp" in segment.notice
+        assert "more memory would" not in segment.notice
+        node.drop(segment)
+        with pytest.raises(LimitExceeded, match="memfd_create: Operation not permitted") as refused:
+            Arena(memory_of(2**30)).reserve(ASKED, "r")
+        assert "seccomp" in refused.value.hint and "free memory" not in refused.value.hint
+
+    def test_a_limit_on_the_size_of_files_is_one_of_slots(self, tmp_path: Path) -> None:
+        """`ulimit -f` counts for shared memory: fewer slots, or a refusal that names it, whatever memory there is."""
+        program = (
+            "import resource, sys; from pathlib import Path\n"
+            "from holdfast_formats.errors import StorageFailed; from tests.daemon.arena.test_arena import *\n"
+            "node = Arena(memory_of(2**30), None, Spill(Path(sys.argv[1])))\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (ONE.segment_bytes, ONE.segment_bytes))\n"
+            "print(node.reserve(ASKED, 'r').notice)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+            "try: node.reserve(ASKED, 's')\n"
+            "except LimitExceeded as error: print(error)\n"
+            "try: segments.memfd('m', 8192)\n"
+            "except StorageFailed as error: print(error)\n"
+        )
+        made = Forked(["-c", program, str(tmp_path)])
+        assert made.stdout is not None
+        with made.stdout as said:
+            fewer, refused, hint, mirror, again = said.read().splitlines()
+        assert fewer.startswith("reserved 1 slot instead of 2") and "RLIMIT_FSIZE" in fewer
+        assert "RLIMIT_FSIZE, 4096 bytes; nor can it be staged on disk" in refused and "File too large" in refused
+        assert "ulimit -f" in hint and "ulimit -f" in again and "free memory" not in hint + again
+        assert "may not create a file, or shared memory, of 8192 bytes" in mirror
+        assert made.wait(60) == 0
 
     def test_a_full_disk_is_refused_with_both_numbers(self, tmp_path: Path) -> None:
         """Neither memory nor disk: the refusal says what was missing in each."""

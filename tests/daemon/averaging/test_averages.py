@@ -291,6 +291,41 @@ def test_memory_of_averages_counts_and_is_given_back(world: World) -> None:
     assert world.keeper.take() == []
 
 
+def test_slots_leave_room_for_the_averages_of_all_ranks() -> None:
+    """Slots can be fewer, and an average cannot: each rank's slots leave room for its own, and for what others expect."""
+    room = average.geometry(64 * PAGE, PAGE, PAGE)
+    asked = slots.geometry(4, 16 * PAGE, PAGE)
+    size = 2 * room.segment_bytes + asked.segment_bytes + asked._replace(slots=1).segment_bytes
+    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    averages = Averages(arena)
+    owners = [SegmentOwner("r", rank, 2, 1) for rank in (0, 1)]
+    segments = []
+    for owner in owners:
+        with arena.leaving(room.segment_bytes, owner, ShareHolder("r"), 2):
+            segments.append(arena.reserve(asked, "r", owner))
+    assert [segment.geometry.slots for segment in segments] == [4, 1] and arena.bytes == size
+    for owner in owners:
+        averages.reserve(owner, room, ShareHolder("r"), object())
+    assert arena.bytes == size
+    averages.close()
+
+
+def test_room_is_left_only_for_ranks_that_have_slots() -> None:
+    """Neither a rank that was refused nor one that has gone keeps others from the memory."""
+    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(1, 16 * PAGE, PAGE)
+    arena = Arena(Budget(room.segment_bytes + asked.segment_bytes, lambda: [Bound("memory", 2**30, 2**30)]))
+    owner, other = SegmentOwner("r", 0, 1, 1), SegmentOwner("other", 0, 1, 1)
+    with pytest.raises(LimitExceeded), arena.leaving(2 * room.segment_bytes, owner, ShareHolder("r")):
+        arena.reserve(asked, "r", owner)
+    assert arena.bytes == 0
+    with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
+        segment = arena.reserve(asked, "r", owner)
+    with pytest.raises(LimitExceeded):
+        arena.reserve(asked, "other", other)
+    arena.drop(segment)
+    assert arena.bytes == 0 and arena.reserve(asked, "other", other).geometry.slots == 1
+
+
 def test_a_segment_of_slots_is_no_average() -> None:
     """A descriptor is believed by what stands in it."""
     made = slots.geometry(1, PAGE, PAGE)

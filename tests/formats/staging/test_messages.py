@@ -34,7 +34,11 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
         "silence_max_s": "a closed socket shows that a rank is gone, over HTTP silence must",
         "chunk_bytes_max": "bulk data goes through shared memory, and in chunks over HTTP",
     },
-    (wire.Reserve, messages.Room): {"bounds": "over HTTP a rank keeps its slots within its own limits by itself"},
+    (wire.Reserve, messages.Room): {
+        "bounds": "over HTTP a rank keeps its slots within its own limits by itself",
+        "average_bytes": "an average is in shared memory",
+        "averages": "as `average_bytes`",
+    },
     (wire.Lease, messages.SlotRequest): {"wait_s": "a request over HTTP does not wait for a slot: it is asked again"},
     (wire.Seal, bodies.SealRequest): {
         "slot": PATH,

@@ -8,13 +8,14 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, StorageFailed
 from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging.arena import Geometry, SegmentOwner
 from holdfast_formats.staging.room import SegmentRoom, fewer_notice, fitting
 from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
-from holdfast_service.daemon.arena.budget import Budget, own_limits
+from holdfast_service.daemon.arena.budget import Budget, largest_segment, own_limits
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
 from holdfast_service.daemon.arena.shares import OwnLimit, ShareHolder, Shares, left
@@ -47,6 +48,7 @@ class Arena:
         self._lock = threading.Condition()
         self._segments: set[ArenaSegment] = set()
         self._averages: set[AverageSegment] = set()
+        self._expected: dict[tuple[str, int], tuple[ShareHolder, int]] = {}  # averages to come, by run and rank
 
     @property
     def bytes(self) -> int:
@@ -121,6 +123,27 @@ class Arena:
         self._keep(segment)
         return segment
 
+    @contextmanager
+    def leaving(self, size: int, owner: SegmentOwner, holder: ShareHolder, ranks: int = 1) -> Iterator[None]:
+        """Whoever reserves within leaves `size` bytes for an average of this rank, and of each of the `ranks` that were
+        started here with it. So does everybody else, until they ask for them or the run has no segment any more.
+        """
+        first = owner.rank - owner.rank % ranks
+        with self._lock:
+            for rank in range(first, first + ranks):
+                self._expected.setdefault((owner.run, rank), (holder, size))
+            self._expected[owner.run, owner.rank] = holder, size
+        try:
+            yield
+        finally:
+            self._forget_expected(owner.run)
+
+    def _forget_expected(self, run: str) -> None:
+        """Where a run has no segment, it asks for no average."""
+        with self._lock:
+            if not any(one.owner is not None and one.owner.run == run for one in self._segments):
+                self._expected = {rank: held for rank, held in self._expected.items() if rank[0] != run}
+
     def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
         """Reuse the segment of this rank from an earlier attempt, if it fits and its process is gone; otherwise None.
 
@@ -156,9 +179,12 @@ class Arena:
         with self._lock:
             return list(self._averages)
 
-    def admit(self, label: str, size: int, holder: ShareHolder, make: Callable[[], AverageSegment]) -> AverageSegment:
+    def admit(
+        self, owner: SegmentOwner, size: int, holder: ShareHolder, make: Callable[[], AverageSegment]
+    ) -> AverageSegment:
         """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room."""
         with self._lock:
+            self._expected.pop((owner.run, owner.rank), None)
             short = self._room(holder).bytes < size
         if short:
             self._make_room()
@@ -166,8 +192,8 @@ class Arena:
             room = self._room(holder)
             if room.bytes < size:
                 raise LimitExceeded(
-                    f"{label} needs {size} bytes of memory for the average; {self._taken()} are reserved, and {room.bytes} "
-                    f"are left of {room.name}",
+                    f"rank {owner.rank} of {owner.run} needs {size} bytes of memory for the average; {self._taken()} are "
+                    f"reserved, and {room.bytes} are left of {room.name}",
                     hint=room.remedy
                     or "free memory, start the daemon with a larger --arena-bytes-max, or train without ema=",
                     needed=size,
@@ -243,6 +269,8 @@ class Arena:
             if segment.outgrown:
                 segment.give_back()
             self._lock.notify_all()
+        if segment.owner is not None:
+            self._forget_expected(segment.owner.run)
         self._forget(segment)
         segment.close()
 
@@ -268,10 +296,14 @@ class Arena:
         self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder, on_disk: bool
     ) -> ArenaSegment:
         room = self._room(holder)
-        slots = fitting(asked, room)
+        slots, memory = fitting(asked, room), None
         if slots:
-            given = asked._replace(slots=slots)
-            segment = ArenaSegment.make(memfd(label, given.segment_bytes), given, owner)
+            try:
+                memory = memfd(label, asked._replace(slots=slots).segment_bytes)
+            except StorageFailed as error:
+                room = SegmentRoom(0, error.detail, error.hint)
+        if memory is not None:
+            segment = ArenaSegment.make(memory, asked._replace(slots=slots), owner)
             segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
         elif not on_disk:
             raise refusal(label, asked, self._taken(), room, NO_FILE)
@@ -306,6 +338,8 @@ class Arena:
                 yield segment.holder, segment.geometry.segment_bytes
         for average in self._averages:
             yield average.holder, average.bytes
+        there = {(average.owner.run, average.owner.rank) for average in self._averages}
+        yield from (held for rank, held in self._expected.items() if rank not in there)
 
     def _by_run(self) -> Counter[str]:
         sizes: Counter[str] = Counter()
@@ -329,7 +363,7 @@ class Arena:
         share = left(self.shares, self._budget.bytes_max, self._held(), holder)
         shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
         own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
-        return min(room, shared, *own)
+        return min(room, shared, *own, *largest_segment())
 
     def _charged(self, group: str) -> int:
         """What segments may take of a control group."""

@@ -7,12 +7,13 @@ reserves: a daemon in its own container sees only the machine's and its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast_formats import memory_bounds
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.memory_bounds import Bound
-from holdfast_formats.staging.room import SegmentRoom
+from holdfast_formats.staging.room import FILE_SIZE_HINT, SegmentRoom
 from holdfast_service.daemon.arena.shares import OwnLimit
 
 SHARE_PERCENT = 94  # of the narrowest limit, for the arena, where no budget is declared; a run alone may have 96 % of that
@@ -59,3 +60,10 @@ def own_limits(bounds: Sequence[Bound], whose: str, touched: Callable[[str], int
         )
         for of in bounds
     )
+
+
+def largest_segment() -> Iterator[SegmentRoom]:
+    """What a limit on the size of files leaves for one segment, which is a file to the kernel."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        yield SegmentRoom(limit, f"RLIMIT_FSIZE, {limit} bytes", FILE_SIZE_HINT.format("the daemon"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import mmap
@@ -16,12 +15,12 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import Geometry, SegmentOwner, SlotHeader, SlotState
+from holdfast_formats.staging.room import not_created
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.arena.spill import emptier
 from holdfast_service.storage import scratch
-from holdfast_service.storage.translation import DESCRIPTORS_HINT
 
 log = logging.getLogger(__name__)
 
@@ -340,7 +339,9 @@ def is_spilled(fd: int) -> bool:
 
 
 def memfd(label: str, size: int) -> int:
-    """Create shared memory of a fixed size; `NoSpace` if memory or descriptors run out."""
+    """Create shared memory of a fixed size; `NoSpace` if memory or descriptors run out, `StorageFailed` where this process
+    may not create it, or none of this size.
+    """
     fd = -1
     try:
         fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -349,6 +350,5 @@ def memfd(label: str, size: int) -> int:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        hint = DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
-        raise NoSpace(f"cannot create {size} bytes of shared memory: {error.strerror}", hint=hint) from error
+        raise not_created(size, error, "the daemon") from error
     return fd

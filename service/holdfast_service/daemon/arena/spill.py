@@ -56,12 +56,13 @@ class Spill:
         except CheckpointError:
             os.close(fd)
             raise
+        short = amount(one.segment_bytes - room.bytes)
+        has = f"room for {amount(room.bytes)} more" if room.bytes else "no room"
         notice = (
-            f"memory has room for {amount(room.bytes)} more ({room.name}), less than one slot of "
-            f"{amount(one.slot_bytes)}: staging uses {amount(one.segment_bytes)} on the disk of {self._root} "
-            f"instead, at about {speed / MIB:.0f} MiB/s. Each save may stall training for up to "
-            f"{one.slot_bytes / speed:.1f} s, and every byte is written to that disk twice; "
-            f"{amount(one.segment_bytes - room.bytes)} more memory would avoid this"
+            f"memory has {has} ({room.name}), less than one slot of {amount(one.slot_bytes)}: staging uses "
+            f"{amount(one.segment_bytes)} on the disk of {self._root} instead, at about {speed / MIB:.0f} MiB/s. Each save "
+            f"may stall training for up to {one.slot_bytes / speed:.1f} s, and every byte is written to that disk twice; "
+            + (f"to avoid this, {room.remedy}" if room.remedy else f"{short} more memory would avoid this")
         )
         return Spilled(fd, one, notice)
 

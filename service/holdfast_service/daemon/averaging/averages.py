@@ -89,7 +89,7 @@ class Averages:
             segment.holder = holder
             return segment
 
-        segment = self._arena.admit(label, room.segment_bytes, holder, make)
+        segment = self._arena.admit(owner, room.segment_bytes, holder, make)
         self._add(segment, user)
         return segment
 
