@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .checkpoint import Checkpoint, open
     from .checkpointer import Checkpointer
+    from .left_out import LeftOutWarning
     from .save_warning import SaveWarning
     from .tickets import SaveResult, SaveTicket
 
@@ -42,6 +43,7 @@ __all__ = [
     "Checkpointer",
     "Ema",
     "Fragment",
+    "LeftOutWarning",
     "Named",
     "OptimizerShards",
     "ParallelLayout",
@@ -59,6 +61,7 @@ _HOME = {
     "Checkpointer": "checkpointer",
     "Ema": "stage.averaging",
     "Fragment": "tensors.fragments",
+    "LeftOutWarning": "left_out",
     "Named": "state.named",
     "OptimizerShards": "state.optimizer_shards",
     "ParallelLayout": "layout.rules_choice",

@@ -170,7 +170,9 @@ class Checkpointer:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know: of memory for saves (fewer slots, staging through a disk, a state that grew), of damaged steps."""
+        """What to know: what saves left out and restores did not use or replaced, damaged steps, and memory for saves (fewer
+        slots, staging through a disk, a state that grew).
+        """
         return tuple(self._session.notices)
 
     @property
@@ -412,6 +414,7 @@ class Checkpointer:
             self._task.join()
         began = time.monotonic()
         self._tickets.warn()
+        self._tell_lacking()
         self._state.wholeness.check()
         self._hooks.renew()
         groups = asked.groups if asked.groups is None or self._averaging is None else set(asked.groups) - {EMA}
@@ -443,12 +446,15 @@ class Checkpointer:
         task.held(time.monotonic() - began, last=True)
 
     def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
-        """Say what a save leaves out; in the log when it is news."""
+        """Say what a save leaves out, the first time."""
         ticket.notes = (*ticket.notes, *notes)
-        for note in notes:
-            if note not in self._noted:
-                log.info("save of %s@%s: %s", self.run, ticket.step, note)
-        self._noted = frozenset(notes)
+        news = [note for note in notes if note not in self._noted]
+        self._noted |= set(news)
+        self._session.tell(f"save of {self.run}@{ticket.step}", news)
+
+    def _tell_lacking(self) -> None:
+        for ticket in self._tickets.take_lacking():
+            self._session.tell(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
 
     def _put_off(self, asked: SaveRequest, during: str) -> None:
         """A signal handler saves, and this thread is in the middle of something: the save is made right after that."""
@@ -475,8 +481,7 @@ class Checkpointer:
                 restored = restored._replace(notes=(*restored.notes, *self._averaging.taken_in()))
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
-            for note in restored.notes:
-                log.info("restore of %s@%s: %s", self.run, restored.step, note)
+            self._session.tell(f"restore of {self.run}@{restored.step}", restored.notes)
         return 0 if restored is None else restored.step
 
     def _refuse_to_restore(self, during: str) -> int:
@@ -511,6 +516,7 @@ class Checkpointer:
         if wait:
             for ticket in self._tickets.open():
                 settle(ticket)
+            self._tell_lacking()
         self._links.close()
         self._reservation.close()
         self._session.close(ended=wait)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
+from holdfast.left_out import LeftOutNote
 from holdfast.save_warning import warn
 from holdfast.threads import at_exit, background_requests
 from holdfast.threads.latch import Latch
@@ -106,7 +107,7 @@ class SaveTicket:
         if gone:
             self.groups = tuple(group for group in self.groups if group not in groups)
             why = "the event average-left-out and the daemon's log say why"
-            self.notes = (*self.notes, f"saved without the group {', '.join(gone)}: {why}")
+            self.notes = (*self.notes, LeftOutNote(f"saved without the group {', '.join(gone)}: {why}"))
 
     def mark_staged(self) -> None:
         self._staged.set()
@@ -170,6 +171,7 @@ class Tickets:
         self._open: dict[int, SaveTicket] = {}
         self._untold: dict[str, SaveTicket] = {}
         self._drops = itertools.count()
+        self._lacking: deque[SaveTicket] = deque()  # committed without a group that they were to have
         self._left_out: dict[int, frozenset[str]] = {}  # patterns of the last save of a step, if it had some
         at_exit.tell_failures_of(self)
 
@@ -221,6 +223,7 @@ class Tickets:
         ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
             ticket.lacks(outcome.left_out)
+            self._lacking += [ticket] * bool(outcome.left_out)
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 
     def lost(self, error: CheckpointError) -> None:
@@ -245,6 +248,10 @@ class Tickets:
         if dropped is not None:
             text = f"the save of {dropped.run}@{dropped.step} was dropped, and others may be, which only the log tells"
             warn(f"{text}: {dropped.error}")
+
+    def take_lacking(self) -> list[SaveTicket]:
+        """Saves that were committed without a group that they were to have, once."""
+        return [self._lacking.popleft() for _ in range(len(self._lacking))]
 
     def open(self) -> list[SaveTicket]:
         return list(self._open.copy().values())

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from holdfast import launch
 from holdfast.config import take_over
+from holdfast.left_out import LeftOutNote, LeftOutWarning
 from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
 from holdfast.link.busy_runs import until_free
@@ -18,6 +19,7 @@ from holdfast.link.run_info import RunInfo
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.peer_slots import PeerSlots, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
+from holdfast.save_warning import warn
 from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
@@ -225,6 +227,15 @@ class Session:
     def say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
         self.notices.append(notice)
+
+    def tell(self, of: str, notes: Sequence[str]) -> None:
+        """Log notes of a save or restore. What one of them says was left out is a notice and a warning as well."""
+        left_out = [f"{of}: {note}" for note in notes if isinstance(note, LeftOutNote)]
+        self.notices += left_out
+        for note in notes:
+            log.info("%s: %s", of, note)
+        for text in left_out:  # last, for warnings may be errors
+            warn(text, LeftOutWarning)
 
     def close(self, ended: bool = False) -> None:
         """Disconnect from the daemon; `ended` means a regular end, so no in-memory checkpoint is kept for a

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Choice, Judgement, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
@@ -86,8 +87,8 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
         if asked.part.strict or not offered:  # without `strict`, the most of the groups that there is will do
             raise
         choice = session.choose(asked.step, offered, start, below, asked.healthy)
-        note = f"no checkpoint has all groups of the live state; not restored: {', '.join(missing)}"
-        return choice._replace(notes=(*choice.notes, note))
+        lacked = LeftOutNote(f"no checkpoint has all groups of the live state; not restored: {', '.join(missing)}")
+        return choice._replace(notes=(*choice.notes, lacked))
 
 
 def _load(
@@ -131,5 +132,6 @@ def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[
 
 def _told(session: Session, made: RestoreReport, notes: list[str]) -> RestoreReport:
     for note in notes:
-        session.say(note)
+        if not isinstance(note, LeftOutNote):  # those are told with the restore's others
+            session.say(note)
     return made._replace(notes=(*made.notes, *notes))

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from holdfast.config import launch_info
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
+from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Session
 from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
@@ -22,6 +23,7 @@ from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf, covers, is_ignored
+from holdfast.tensors.matching import LISTED_MAX
 from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
@@ -82,7 +84,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     own = state_of_rank(reader.contents, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.contents, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
-    idle_notes = _idle(wanted.told, stored, state.groups())
+    told_notes = _told(wanted.told, stored, state.groups())
     groups = wanted.groups
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
@@ -118,7 +120,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *idle_notes, *said),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *told_notes, *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -140,15 +142,16 @@ def _nothing() -> None: ...
 
 def _changed(manifest: Manifest) -> list[str]:
     if manifest.compacted is not None:
-        return [coded.told(manifest.compacted)]
+        told = coded.told(manifest.compacted)
+        return [LeftOutNote(told) if manifest.compacted.lossy else told]
     if manifest.thinned is None:
         return []
     return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]
 
 
-def _idle(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
-    """A note of patterns of the user that match nothing: most such patterns are spelled wrongly. Whole groups of the live
-    state are left out on purpose, where the checkpoint has none of them too.
+def _told(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
+    """Notes of what patterns of the user leave out, and of those that match nothing: most such patterns are spelled wrongly.
+    Whole groups of the live state are left out on purpose, where the checkpoint has none of them too.
     """
     if not patterns:
         return []
@@ -160,7 +163,12 @@ def _idle(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str])
         for pattern in patterns
         if not any(covers(pattern, *name) for name in names) and not any(is_ignored(group, (pattern,)) for group in live)
     ]
-    return [f"exclude= matches no name of the checkpoint: {', '.join(idle)}"] if idle else []
+    out = sorted("/".join(name) for name in names if any(covers(pattern, *name) for pattern in patterns))
+    left = LeftOutNote(
+        f"left out by exclude=, so not restored: {', '.join(out[:LISTED_MAX])}{', …' * (len(out) > LISTED_MAX)}"
+    )
+    missed = f"exclude= matches no name of the checkpoint: {', '.join(idle)}"
+    return [left] * bool(out) + [missed] * bool(idle)
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple, get_args
 
+from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Session
 from holdfast.memory.mapping import Mapping as MappedMemory
 from holdfast.read.memory_load import fill
@@ -254,7 +255,9 @@ class Averaging:
         if text is None:
             if self._memory is not None:
                 self._seed(AverageState(*_words(self._ema.rule), n=0, step=self._step), reader)
-            return (f"{reader.source.label} has no average of the daemon's: it begins anew with the next update",)
+            return (
+                LeftOutNote(f"{reader.source.label} has no average of the daemon's: it begins anew with the next update"),
+            )
         state = average.decode_state(text)
         self._seed(state, reader)
         mine = AverageState(*_words(self._ema.rule), n=state.n, step=state.step)
@@ -263,7 +266,7 @@ class Averaging:
             for name in ("of", "decay", "every", "correction")
             if getattr(state, name) != getattr(mine, name)
         ]
-        return (f"the average goes on with other options: {'; '.join(changed)}",) if changed else ()
+        return (LeftOutNote(f"the average goes on with other options: {'; '.join(changed)}"),) if changed else ()
 
     def taken_in(self) -> tuple[str, ...]:
         """Wait until the daemon has what `restored` gave it, so that it is free for the next update; returns notes.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.tensors import json_values
 from holdfast.tensors.fragments import Fragment, OneTensor, is_dtensor, local_tensor, parts_of
 from holdfast.tensors.matching import MatchedLeaves
@@ -53,10 +54,8 @@ class ContainerKeeper:
         if before is not None:
             if _fingerprint(before[1]) == _fingerprint(value):
                 return live
-            self.notes.append(
-                f"{path}: the live state uses one object here and elsewhere, but different values were saved: "
-                "replaced by a new object"
-            )
+            text = "the live state uses one object here and elsewhere, but different values were saved"
+            self.notes.append(LeftOutNote(f"{path}: {text}: replaced by a new object"))
             return value
         self._given[id(live)] = live, value
         return live if value is live else self._give(live, value, path)
@@ -136,8 +135,8 @@ def _place(value: OneTensor) -> tuple[object, ...]:
     return local.dtype, local.shape, value.shape, sharding
 
 
-def _replaced(path: str, live: object, value: object) -> str:
-    return (
+def _replaced(path: str, live: object, value: object) -> LeftOutNote:
+    return LeftOutNote(
         f"{path}: the live {type(live).__name__} cannot take the saved {type(value).__name__} in place: replaced "
         "by a new object"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state import extras, optimizers, rng
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_trained
 from holdfast.tensors.json_values import referred
@@ -114,7 +115,7 @@ class Exclusion:
         names, gone = self.names, (*self.leaves, *self.texts)
         idle = [pattern for pattern in self._patterns if not any(covers(pattern, *key) for key in gone)]
         more = ", …" if len(names) > LISTED_MAX else ""
-        left = f"left out by exclude=, so not in the checkpoint: {', '.join(names[:LISTED_MAX])}{more}"
+        left = LeftOutNote(f"left out by exclude=, so not in the checkpoint: {', '.join(names[:LISTED_MAX])}{more}")
         missed = f"exclude= matches no name of the state: {', '.join(idle)}"
         return tuple([left] * bool(names) + [missed] * bool(idle))
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.tensors import live_pieces
 from holdfast.tensors.fragments import Storable, global_shape, is_sharded, local_tensors
 from holdfast.tensors.matching import MatchedLeaves
@@ -141,7 +142,7 @@ def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | Non
     weights_filled = any(_in(weight, filled) for weight in found.weights)
     if weights_filled and any(_stays(average, filled) for average in found.averages):
         text = "the group ema was not restored with the weights: it still averages those of before"
-        restoration = restoration._replace(notes=[*restoration.notes, text])
+        restoration = restoration._replace(notes=[*restoration.notes, LeftOutNote(text)])
     nameless = [pair.name for pair in found.nameless if weights_filled and _stays(pair.master, filled)]
     if nameless:
         raise StateMismatch(
@@ -187,7 +188,7 @@ def _renewing(restoration: MatchedLeaves, stale: Sequence[MasterPair], lacking: 
                 hint="restore the group master as well",
             )
     names = [pair.name for pair in every]
-    note = f"{len(every)} full-precision masters were copied from the restored weights ({_listed(names)})"
+    note = LeftOutNote(f"{len(every)} full-precision masters were copied from the restored weights ({_listed(names)})")
     return restoration._replace(
         actions=(*restoration.actions, partial(_renew, every)),
         notes=[*restoration.notes, note],

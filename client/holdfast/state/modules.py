@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state import fsdp1
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import (
@@ -282,7 +283,8 @@ class NamedTensors(NamedTuple):
             if name in aliases or not selection.takes(self.group, stored_name):
                 continue
             if left_out:
-                plan.notes.append(f"{self.group}/{stored_name} is not in the checkpoint: the module says it makes it itself")
+                text = f"{self.group}/{stored_name} is not in the checkpoint: the module says it makes it itself"
+                plan.notes.append(LeftOutNote(text))
             else:
                 plan.want(self.group, stored_name, value)
         plan.actions += self.state.release

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.modules import MODEL
 from holdfast.state.optimizers import (
@@ -147,9 +148,8 @@ class _Resumption:
         """
         dtype = stored_dtype(self.stored, parameter.name)
         if self.state.state_of(parameter) or dtype.itemsize <= parameter.tensor.dtype.itemsize:
-            self.plan.notes.append(
-                f"{self.state.key}: {parameter.name} is restored without its {key}, because group master is not restored"
-            )
+            text = f"{self.state.key}: {parameter.name} is restored without its {key}, because group master is not restored"
+            self.plan.notes.append(LeftOutNote(text))
         elif not is_elsewhere(parameter):
             made = _fresh(parameter, key, dtype, global_shape(parameter.value), kind).tensor
             self.created.append((parameter, key, made))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.optimizer_resume import hyper_parameters, merged, read_document, stored_dtype
 from holdfast.state.optimizer_shards import ShardedOptimizer, checked, is_storable
@@ -80,9 +81,8 @@ class _Resumption:
         """
         weight, dtype = self.state.weights[name], stored_dtype(self.stored, name)
         if self.state.kept[name] or dtype.itemsize <= weight.dtype.itemsize:
-            self.plan.notes.append(
-                f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
-            )
+            text = f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
+            self.plan.notes.append(LeftOutNote(text))
             return
         made = self._fresh(name, key, dtype, global_shape(weight))
         self.values.setdefault(name, {})[key] = made.given if isinstance(made, FragmentList) else made

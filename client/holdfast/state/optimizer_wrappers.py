@@ -19,7 +19,7 @@ from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.tensors.fragments import Fragment, OneTensor, Storable, local_tensor, parts_of
 from holdfast_formats.errors import InvalidRequest
 
-NESTED_MAX = 4  # lists in lists of a wrapper's attributes in which tensors are looked for
+NESTED_MAX = 4  # lists in lists in which optimizers, or tensors of a wrapper's attributes, are looked for
 COMPARED_MAX = 8  # tensors of an optimizer's attribute that are compared with its parameters
 _PROPERTIES = ("optimizer", "optimizers", "chained_optimizers")  # also if they are not plain attributes
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
@@ -33,7 +33,7 @@ class FoundOptimizers(NamedTuple):
     wrappers: tuple[Any, ...]
 
 
-def is_optimizer(value: object) -> bool:
+def is_optimizer(value: object, depth: int = 0) -> bool:
     """Whether an entry of the state is an optimizer, an object that looks like one, or a collection of only these."""
     if isinstance(value, torch.optim.Optimizer | OptimizerShards):
         return True
@@ -41,7 +41,7 @@ def is_optimizer(value: object) -> bool:
         return False
     if isinstance(value, list | tuple | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
-        return bool(value) and all(is_optimizer(item) for item in items)
+        return bool(value) and depth < NESTED_MAX and all(is_optimizer(item, depth + 1) for item in items)
     groups = _attribute(value, "param_groups")  # a list, since some objects have something under every name
     return isinstance(groups, list | tuple) and callable(_attribute(value, "step"))
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
@@ -157,7 +158,7 @@ class RandomState(NamedTuple):
         if not selection.takes(GROUP, KEY):
             return plan
         if text is None or not ranks:
-            plan.notes.append("the checkpoint has no random states: this process keeps its own")
+            plan.notes.append(LeftOutNote("the checkpoint has no random states: this process keeps its own"))
             return plan
         source, exact = _heir(self.rank, stored.stream, ranks)
         tensors = {}

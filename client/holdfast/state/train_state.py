@@ -28,6 +28,7 @@ from torch import nn
 from holdfast.layout.declared import DeclaredLayout
 from holdfast.layout.local_views import land
 from holdfast.layout.rank_view import Live
+from holdfast.left_out import LeftOutNote
 from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import (
     entries,
@@ -195,7 +196,7 @@ class TrainState:
         ignored = [name for part in parts.named if part.group in whole.groups for name in part.left_out()]
         if ignored:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
-            whole = whole._replace(notes=(text,))
+            whole = whole._replace(notes=(LeftOutNote(text),))
         if EXTRA in whole.groups:
             said = (loaders.note_of(key, value) for key, value in self.state.items() if entries.is_loose(key, value))
             whole = whole._replace(notes=(*whole.notes, *(note for note in said if note is not None)))
@@ -330,7 +331,7 @@ class TrainState:
         wanted = check_groups(groups, parts.groups)
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights
-        selection = Selection(wanted, tuple(ignore), cast)
+        selection = Selection(wanted, tuple(ignore), cast, groups is not None)
         beside = parts.beside_weights()
         if self.declared is None:
             found = match_leaves(parts.plans(stored, selection), stored, selection, strict)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.tensors.leaves import Leaf
 from holdfast.tensors.torch_dtypes import torch_dtype
 from holdfast_formats.errors import StateMismatch
@@ -79,7 +80,9 @@ def notes(casts: Sequence[Cast]) -> list[str]:
     for live, stored in casts:
         names[f"{stored.dtype} to {live.dtype}"][live.path] = None
     return [
-        f"{len(found)} {'tensor was' if len(found) == 1 else 'tensors were'} cast from {kinds} "
-        f"({', '.join(list(found)[:LISTED_MAX])}{', …' if len(found) > LISTED_MAX else ''})"
+        LeftOutNote(
+            f"{len(found)} {'tensor was' if len(found) == 1 else 'tensors were'} cast from {kinds} "
+            f"({', '.join(list(found)[:LISTED_MAX])}{', …' if len(found) > LISTED_MAX else ''})"
+        )
         for kinds, found in names.items()
     ]

@@ -78,12 +78,13 @@ class OfferedLeaves(NamedTuple):
 class Selection(NamedTuple):
     """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`.
 
-    `cast`: floats of another dtype are taken too, and rounded.
+    `cast`: floats of another dtype are taken too, and rounded. `chosen`: the caller named the groups.
     """
 
     groups: frozenset[str]
     ignore: tuple[str, ...] = ()
     cast: bool = False
+    chosen: bool = False
 
     def takes(self, group: str, name: str) -> bool:
         return group in self.groups and not any(covers(pattern, group, name) for pattern in self.ignore)

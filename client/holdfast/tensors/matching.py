@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.left_out import LeftOutNote
 from holdfast.tensors import casting
 from holdfast.tensors.casting import Cast
 from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, OfferedLeaves, PartPlan, Selection
@@ -155,12 +156,17 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     again = _again(plans, comparison, unexpected) if stored.imported else []
     _refuse(comparison, [name for name in unexpected if name not in theirs and name not in again], strict)
     if again and strict:
-        comparison.notes.append(_listed("names belong to weights that are tied to others here, and are not used", again))
+        text = _listed("names belong to weights that are tied to others here, and are not used", again)
+        comparison.notes.append(LeftOutNote(text))
     if theirs and strict:
-        comparison.notes.append(_listed("values of the program that the checkpoint was imported from are not used", theirs))
+        text = _listed("values of the program that the checkpoint was imported from are not used", theirs)
+        comparison.notes.append(LeftOutNote(text))
+    if not strict:
+        comparison.notes += _excused(comparison.missing, unexpected)
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
-        comparison.notes.append(f"groups in the checkpoint that are not restored: {', '.join(idle)}")
+        text = f"groups in the checkpoint that are not restored: {', '.join(idle)}"
+        comparison.notes.append(text if selection.chosen else LeftOutNote(text))
     casts = tuple(comparison.casts)
     filling = (partial(casting.fill, casts),) if casts else ()
     actions = (*filling, *comparison.checks, *(action for plan in plans for action in plan.actions))
@@ -188,6 +194,15 @@ def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Seque
         if alias is not None and group != _WEIGHTS and (group, ties[alias] + name[len(alias) :]) in comparison.claimed:
             found.append(path)
     return found
+
+
+def _excused(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Notes of what `strict=False` has allowed."""
+    texts = (
+        _listed("names of the state are not in the checkpoint: they stay as they were", missing),
+        _listed("names of the checkpoint are not in the state: they are not used", unexpected),
+    )
+    return [LeftOutNote(text) for text in texts if text]
 
 
 def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:

@@ -57,7 +57,7 @@ def torch_dtype(dtype: str, name: str = "") -> torch.dtype:
     if dtype not in _TO_TORCH:
         raise InvalidRequest(
             f"tensor {name!r}: torch {torch.__version__} has no dtype for {dtype}",
-            hint="use a newer torch, or exclude this name with ignore=",
+            hint="use a newer torch, or exclude this name with exclude=",
         )
     return _TO_TORCH[dtype]
 
@@ -95,7 +95,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         raise InvalidRequest(
             f"tensor {name!r} is expanded or overlaps itself: several elements share memory, so it could not be restored",
             hint="use tensor.contiguous() instead: register_buffer(name, tensor.contiguous()), or exclude this name "
-            "with ignore=",
+            "with exclude=",
         )
     safetensors_name(tensor.dtype, name)
 
