@@ -391,3 +391,27 @@ def test_types_that_no_reader_has_are_refused(importer: Importer, tmp_path: Path
     (tmp_path / "source/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
     with pytest.raises(StateMismatch, match=f"'scales' is {dtype}"):
         importer.bring(PosixTier(tmp_path / "source"), WantedImport("mine", 1), Quiet())
+
+
+def test_a_component_of_diffusers_is_loaded_by_diffusers(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
+    """Its files keep the name that diffusers looks for, with an index that names them; so does one in shards."""
+    config = json.dumps({"_class_name": "UNet2DModel", "_diffusers_version": "0.35.0"})
+    for step, shards in ((1, 1), (2, 2)):
+        source = tmp_path / f"unet{shards}"
+        source.mkdir()
+        (source / "config.json").write_text(config)
+        (source / "diffusion_pytorch_model.bin").write_bytes(b"the same once more")
+        stem = "diffusion_pytorch_model"
+        names = [f"{stem}.safetensors"] if shards == 1 else [f"{stem}-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        for number, name in enumerate(names):
+            save_file({f"conv.{number}.weight": ROWS}, source / name, metadata={"format": "pt"})
+        if shards > 1:
+            placed = {f"conv.{number}.weight": name for number, name in enumerate(names)}
+            (source / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+        importer.bring(PosixTier(source), WantedImport("unet", step), Quiet())
+        made = tmp_path / "root" / naming.checkpoint_path("unet", step)
+        index = json.loads((made / f"{stem}.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == {f"conv.{number}.weight" for number in range(shards)} and "metadata" in index
+        held = {name for file in set(index["weight_map"].values()) for name in load_file(made / file)}
+        assert held == set(index["weight_map"])
+        assert (made / "config.json").read_text() == config and (made / f"{stem}.safetensors").is_file()

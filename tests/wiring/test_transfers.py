@@ -342,7 +342,7 @@ def broken(directory: Path, how: str) -> None:
         ("traversal", InvalidRequest),
         ("missing tensor", StateMismatch),
         ("unlisted tensor", StateMismatch),
-        ("missing file", InvalidRequest),
+        ("missing file", CorruptManifest),
         ("bomb", CorruptManifest),
     ],
 )

@@ -21,7 +21,7 @@ from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
-from .import_ import AsIs, DryRun, Flat, Int16, Kind, int16_of, options_of, print_files
+from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, int16_of, options_of, print_files
 
 LEFT_OUT_SHOWN = 20
 
@@ -105,6 +105,7 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     as_is: AsIs = False,
     assemble_flat: Flat = False,
     int16: Int16 = None,
+    shards: Shards = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -117,7 +118,8 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     with console.reporting(as_json):
         text = None if program is None else program_text(program)
         wanted = {"as": made_as, "weights": weights, "dtype": dtype, "layout": layout, "program": text}
-        how = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16), "dry_run": dry_run}
+        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16), "shards": shards}
+        how = {**reading, "dry_run": dry_run}
         with console.told("converting", shown=not as_json) as on_bytes:
             words = [source, str(target), *options_of({**wanted, **how})]
             done = delegated.offline("convert", *words, on_bytes=on_bytes)

@@ -41,6 +41,10 @@ Int16 = Annotated[
     str | None,
     typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
 ]
+Shards = Annotated[
+    int | None,
+    typer.Option("--shards", metavar="N", min=1, help="How many ranks wrote shards that SRC does not count itself."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would become of what, and write nothing.")]
 
 RECIPE_BYTES_MAX = 2**15
@@ -63,6 +67,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     as_is: AsIs = False,
     assemble_flat: Flat = False,
     int16: Int16 = None,
+    shards: Shards = None,
     dry_run: DryRun = False,
     root: Root = None,
     url: Url = None,
@@ -80,7 +85,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         if root is not None and url is not None:
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         text = None if program is None else program_text(program)
-        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16)}
+        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16), "shards": shards}
         given = {"program": text, **reading, "dry_run": dry_run}
         arguments = {name: value for name, value in given.items() if value}
         if root is not None:

@@ -14,7 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign import directories, hugging_face_names, sixteen_bits
+from holdfast_formats.foreign import directories, file_signs, hugging_face_names, sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
@@ -23,6 +23,7 @@ from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 from holdfast_formats.tensors import TensorSpec
 
 GROUP = "model"
+DIFFUSERS = "diffusion_pytorch_model"  # the group of a component of diffusers: files are called so, and loaded by that name
 INDEX = naming.index_file_name(GROUP)
 INDEX_BYTES_MAX = 2**28
 _ENDING = ".safetensors"
@@ -43,55 +44,59 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     `LimitExceeded` for an asset that is too large.
     """
     names = files.list("")
-    weight_map = _weight_map(files) if INDEX in names else None
+    index = next(
+        (naming.index_file_name(group) for group in (GROUP, DIFFUSERS) if naming.index_file_name(group) in names), None
+    )
+    weight_map = _weight_map(files, index) if index is not None else None
     weights = sorted(set(weight_map.values())) if weight_map is not None else hugging_face_names.weights(names)
     if not weights:
         raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
     if weight_map is None:
         hugging_face_names.check_shards(weights)
+    group = DIFFUSERS if all(file.startswith(DIFFUSERS) for file in weights) else GROUP
     tensors: dict[TensorKey, ForeignTensor] = {}
     for file in weights:
-        for tensor in in_file(files, file):
+        for tensor in in_file(files, file, group, f", and {index} names it" if index else ""):
             name = tensor.spec.name
             if tensor.key in tensors:
                 first = tensors[tensor.key].pieces[0].file
                 raise StateMismatch(f"tensor {name!r} is in {first} and in {file}", hint=_HINT, tensor=name)
             tensors[tensor.key] = tensor
-    if weight_map is not None:
-        _check_index(weight_map, tensors.values())
-    copies = hugging_face_names.check_names(names, {*weights, INDEX})
+    if weight_map is not None and index is not None:
+        _check_index(index, weight_map, tensors.values())
+    copies = hugging_face_names.check_names(names, {*weights, index or INDEX})
     config = hugging_face_names.read_config(files)
     taken = as_bfloat16(tensors.values(), config, options)
     tensors = {tensor.key: tensor for tensor in taken.tensors}
     hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
     assets = assets_of(files, names)
     uses = [FileUse(file, "tensors") for file in weights]
-    if weight_map is not None:
-        uses.append(FileUse(INDEX, "unused", "it names the same tensors as the headers; the import writes its own"))
+    if index is not None:
+        uses.append(FileUse(index, "unused", "it names the same tensors as the headers; the import writes its own"))
     uses += [*copies, *(FileUse(name, "asset") for name in assets)]
     known = {use.file for use in uses}
     uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
     return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets, notes=taken.notes)
 
 
-def _check_index(weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
+def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
     found = {tensor.spec.name: tensor.pieces[0].file for tensor in tensors}
     wrong = {name for name, file in found.items() if weight_map.get(name) != file} | (weight_map.keys() - found)
     if wrong:
-        raise StateMismatch(f"{INDEX} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
+        raise StateMismatch(f"{index} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
 
 
-def _weight_map(files: ForeignFiles) -> Mapping[str, str]:
-    if (files.size(INDEX) or 0) > INDEX_BYTES_MAX:
-        raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
+def _weight_map(files: ForeignFiles, index: str) -> Mapping[str, str]:
+    if (files.size(index) or 0) > INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
     try:
-        found = _decode_index(files.read(INDEX)).weight_map
+        found = _decode_index(files.read(index)).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {INDEX}: {error}", hint=_HINT, file=INDEX) from error
+        raise CorruptManifest(f"cannot read {index}: {error}", hint=_HINT, file=index) from error
     for name, file in found.items():
         if not naming.is_file_name(file) or not file.endswith(_ENDING):
             raise InvalidRequest(
-                f"{INDEX} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
+                f"{index} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
             )
     return found
 
@@ -103,16 +108,15 @@ class _Index(msgspec.Struct):
 _decode_index = decoder(_Index)
 
 
-def in_file(files: ForeignFiles, file: str, group: str = GROUP) -> list[ForeignTensor]:
-    """The tensors of one safetensors file, from its header; errors by file."""
+def in_file(files: ForeignFiles, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
+    """The tensors of one safetensors file, from its header; errors by file. `why` it should be there."""
     size = files.size(file)
     if size is None:
-        raise InvalidRequest(
-            f"{file} is not a regular file", hint="symbolic links are not followed: copy their targets", file=file
-        )
-    first = files.read(file, 0, safetensors.LENGTH_BYTES)
+        raise file_signs.absent(files, file, why)
+    first = files.read(file, 0, file_signs.HEAD_BYTES)
+    file_signs.check_head(file, first)
     try:
-        length = safetensors.header_length(first, size, file)
+        length = safetensors.header_length(first[: safetensors.LENGTH_BYTES], size, file)
         header = safetensors.decode(files.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
     except CorruptManifest as error:
         raise CorruptManifest(error.detail, hint=_HINT, file=file) from error

@@ -21,7 +21,7 @@ _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 
 # The same weights once more, as other programs want them; whoever reads the safetensors files needs none of these.
 _COPIES = re.compile(
-    r"pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
+    r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
     r"|.*\.gguf|consolidated.*\.pth"
 )
 _ARGUMENTS = "training_args.bin"

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.foreign import file_signs
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
 
 
 class ReadOptions(NamedTuple):
     """What a user may ask of an import: names and layouts as they are (`as_is`), Paddle's broken flat directories put
-    together (`assemble_flat`), 16-bit integers taken for what they are (`int16`, one of `sixteen_bits.WAYS`).
+    together (`assemble_flat`), 16-bit integers taken for what they are (`int16`, one of `sixteen_bits.WAYS`), the
+    number of ranks whose shards are there (`shards`).
     """
 
     as_is: bool = False
     assemble_flat: bool = False
     int16: str | None = None
+    shards: int | None = None
 
 
 class ForeignKind(NamedTuple):
@@ -52,7 +55,8 @@ def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ..
             hint=f"say which: --from {fitting[0].name}, or --from {fitting[1].name}",
         )
     names = files.list("")
+    packed = next((said for name in names if (said := file_signs.archive(name))), None)
     raise StateMismatch(
         f"no known checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
-        hint=f"known are {', '.join(kind.title for kind in kinds)}",
+        hint=packed or f"known are {', '.join(kind.title for kind in kinds)}",
     )

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.foreign import file_signs
 from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickled import torch_files, zip_members
 from holdfast_formats.foreign.pickled.dtypes import TORCH as TORCH_DTYPES
@@ -37,6 +38,7 @@ __all__ = [
 def read_pickle(files: ForeignFiles, path: str, allowed: Collection[str] = ()) -> Any:
     """The value of a file that is one pickle. `allowed` are classes (`module.Class`) whose objects become records."""
     stream = PickleStream(files, path, 0, _size(files, path))
+    file_signs.check_head(path, files.read(path, 0, file_signs.HEAD_BYTES))
     value = PickleMachine(stream, allowed).run()
     if stream.where != stream.stop:
         raise stream.refused(f"ends at byte {stream.where}, and {stream.stop - stream.where} bytes follow it")
@@ -52,7 +54,8 @@ def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at
     start, length = (0, size) if at is None else at
     if start < 0 or length < 0 or start + length > size:
         raise StateMismatch(f"{path} has {size} bytes, and a value is said to be at {start}+{length}", file=path)
-    head = files.read(path, start, len(zip_members.MAGIC))
+    head = files.read(path, start, file_signs.HEAD_BYTES)
+    file_signs.check_head(path, head)
     if head.startswith(zip_members.MAGIC):
         return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed)
     if head.startswith(torch_files.PICKLE_START) and at is None:
@@ -63,5 +66,5 @@ def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at
 def _size(files: ForeignFiles, path: str) -> int:
     size = files.size(path)
     if size is None:
-        raise StateMismatch(f"there is no file {path}", file=path)
+        raise file_signs.absent(files, path)
     return size

@@ -27,6 +27,7 @@ _NAMES = {
     "salvaged": "Kept from the old catalog",
     "seconds": "It took",
     "set_aside": "Old catalog moved to",
+    "shards": "Ranks that wrote shards",
     "to": "Written to",
 }
 

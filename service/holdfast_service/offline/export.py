@@ -16,14 +16,14 @@ from typing import Any
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.whereabouts import check_output_place
+from holdfast_formats.whereabouts import check_local, check_output_place
 from holdfast_service.daemon.copying import converting, exporting
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import exports
 from holdfast_service.wiring.exports import ExportWork
 from holdfast_service.wiring.progress import Printed, Progress, Quiet
-from holdfast_service.wiring.transfers import open_source
+from holdfast_service.wiring.transfers import check_directory, open_source
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def _exported(given: argparse.Namespace) -> dict[str, Any]:
 def _converted(given: argparse.Namespace) -> dict[str, Any]:
     source, target = _ends(given)
     terms = _terms(given)
-    options = ReadOptions(given.as_is, given.assemble_flat, given.int16)
+    options = ReadOptions(given.as_is, given.assemble_flat, given.int16, given.shards)
     conversion = converting.plan_conversion(open_source(source), given.source_kind, options, terms)
     if given.dry_run:
         if target.exists() or target.is_symlink():
@@ -60,9 +60,9 @@ def _converted(given: argparse.Namespace) -> dict[str, Any]:
 
 def _ends(given: argparse.Namespace) -> tuple[Path, Path]:
     """The source, which is a directory, and the target, which is not inside of it."""
+    check_local(given.target)
+    check_directory(Path(given.source))
     source, target = Path(given.source).resolve(), Path(given.target).absolute()
-    if not source.is_dir():
-        raise InvalidRequest(f"{given.source} is not a directory", hint="pass the directory of a checkpoint")
     if target.resolve().is_relative_to(source):
         raise InvalidRequest(f"{given.target} is inside of the checkpoint", hint="choose another directory")
     exporting.check_name(target.name)
@@ -105,5 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     convert.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
     convert.add_argument("--int16", choices=sixteen_bits.WAYS, help="what 16-bit integers are")
+    convert.add_argument("--shards", type=int, metavar="N", help="how many ranks wrote shards")
     convert.add_argument("--dry-run", action="store_true", help="only say what would be made")
     return parser

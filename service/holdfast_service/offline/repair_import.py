@@ -78,7 +78,7 @@ def _act(given: argparse.Namespace, transfers: Transfers, which: Which) -> dict[
 
 
 def _options(given: argparse.Namespace) -> ImportOptions:
-    return ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat, given.int16)
+    return ImportOptions(given.kind, given.program, given.as_is, given.assemble_flat, given.int16, given.shards)
 
 
 def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> dict[str, Any]:
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--as-is", action="store_true", help="keep names and layouts as they are")
     bring.add_argument("--assemble-flat", action="store_true", help="put flat directories of Paddle together")
     bring.add_argument("--int16", choices=sixteen_bits.WAYS, help="what 16-bit integers are")
+    bring.add_argument("--shards", type=int, metavar="N", help="how many ranks wrote shards")
     bring.add_argument("--dry-run", action="store_true", help="only say what would be made")
     merge = acts.add_parser("merge", help="merge checkpoints by a recipe")
     merge.add_argument("checkpoint", metavar="RUN@STEP")

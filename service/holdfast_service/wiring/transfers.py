@@ -8,10 +8,10 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.foreign import sixteen_bits
+from holdfast_formats.foreign import file_signs, sixteen_bits
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
-from holdfast_formats.whereabouts import check_output_place
+from holdfast_formats.whereabouts import check_local, check_output_place
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
@@ -118,6 +118,7 @@ class Transfers:
         """`place`, if an export's target may be there."""
         place = self._reach()
         split_leaf(wanted.target)
+        check_local(wanted.target)
         check_output_place(place.root / wanted.target)
         return place
 
@@ -146,10 +147,19 @@ class Transfers:
         return PosixTier(self._place / below) if below else place
 
 
+def check_directory(path: Path) -> None:
+    """`InvalidRequest` for what is no directory, with what to do with a file."""
+    if path.is_dir():
+        return
+    if not path.exists():
+        raise InvalidRequest(f"there is no directory {path}", hint="check the path")
+    hint = file_signs.archive(path.name) or "put it into a directory with its config.json and tokenizer, and pass that"
+    raise InvalidRequest(f"{path} is not a directory, but a file", hint=hint)
+
+
 def open_source(path: Path) -> Readable:
     """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
-    if not path.is_dir():
-        raise InvalidRequest(f"{path} is not a directory", hint="pass the directory that contains the files")
+    check_directory(path)
     return snapshot.opened(path.resolve())
 
 
@@ -170,12 +180,13 @@ def _wanted_import(job: Job | JobRequest, again: bool = False) -> WantedImport:
         "as_is": bool,
         "assemble_flat": bool,
         "int16": str,
+        "shards": int,
         "dry_run": bool,
     }
     for name, value in given.items():
         if name not in types:
             raise InvalidRequest(f"an import has no argument {name!r}", hint=f"from, {', '.join(types)}")
-        if not isinstance(value, types[name]):
+        if type(value) is not types[name]:
             raise InvalidRequest(f"the argument {name!r} of an import is not {_CALLED[types[name]]}")
     if given.get("kind") not in (None, OURS, *(kind.name for kind in KINDS)):
         known = ", ".join((OURS, *(kind.name for kind in KINDS)))
@@ -221,7 +232,7 @@ def _wanted_export(job: Job | JobRequest, again: bool = False) -> Export | Forei
 
 
 _MEANS = dict.fromkeys(("from", "to"), "a path below the export root") | {"recipe": "the text of a recipe"}
-_CALLED: dict[type, str] = {str: "a text", bool: "true or false"}
+_CALLED: dict[type, str] = {str: "a text", bool: "true or false", int: "a number"}
 
 
 def _text(job: Job | JobRequest, name: str) -> str:

@@ -14,7 +14,7 @@ FILES_MAX = 2**20
 DEPTH_MAX = 8
 OF_A_RANK = re.compile(r"__\d+_\d+\.distcp")
 METADATA_OF_A_RANK = re.compile(r"__\d+\.metadata")
-SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 _EARLIER = "metadata does not name it: it is of an earlier save into the same directory"
 _UNFINISHED = "it was left by a save that did not end"
 

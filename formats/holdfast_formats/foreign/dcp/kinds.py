@@ -51,7 +51,7 @@ def read_dcp(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
                 hint="save with use_collectives=True, which is the default",
             )
         if any(directories.SHARD.fullmatch(name) for name in names):
-            return sharded_safetensors.read(files)
+            return sharded_safetensors.read(files, options.shards)
     saved = metadata.read(files)
     gathered = GatheredListing(files)
     arrangement = StateDictArrangement(saved, Payloads(files, saved), gathered)

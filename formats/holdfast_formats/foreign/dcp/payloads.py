@@ -11,7 +11,7 @@ from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign import pickles
+from holdfast_formats.foreign import file_signs, pickles
 from holdfast_formats.foreign.dcp.metadata import SavedChunk, SavedState, SavedTensor
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece
 from holdfast_formats.foreign.pickles import PickledArray
@@ -74,8 +74,12 @@ class Payloads:
 
 def safetensors_part(files: ForeignFiles, file: str, start: int = 0) -> SafetensorsPart:
     """The safetensors in a file from byte `start` on. `CorruptManifest` by file where they do not fill it."""
-    size = (files.size(file) or 0) - start
-    length = safetensors.header_length(files.read(file, start, safetensors.LENGTH_BYTES), size, file)
+    stored = files.size(file)
+    if stored is None:
+        raise file_signs.absent(files, file)
+    size, head = stored - start, files.read(file, start, file_signs.HEAD_BYTES)
+    file_signs.check_head(file, head)
+    length = safetensors.header_length(head[: safetensors.LENGTH_BYTES], size, file)
     header = safetensors.decode(files.read(file, start, safetensors.LENGTH_BYTES + length), size, file)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     said = (header.metadata or {}).get(SHARDING)

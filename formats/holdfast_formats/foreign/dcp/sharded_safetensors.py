@@ -14,14 +14,16 @@ from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 
-_NOTE = (
-    "the shape of a tensor is the extent of its shards: nothing in the directory says how many there were, so shards that "
-    "are missing at a tensor's end cannot be noticed"
-)
+_NOTE = "the shape of a tensor is the extent of its shards"
 
 
-def read(files: ForeignFiles) -> ForeignListing:
-    """All shards together, as group model. `StateMismatch` by name where they overlap, leave gaps, or differ in dtype."""
+def read(files: ForeignFiles, shards: int | None) -> ForeignListing:
+    """All shards together, as group model; `shards` is the number of ranks that wrote some.
+
+    `StateMismatch` by name where they overlap, leave gaps, or differ in dtype, and where there are not so many: nothing in
+    the directory says how many there were, and a tensor whose last shard is missing would be a smaller one.
+    """
+    _check_count(files, shards)
     pieces: dict[str, list[ForeignPiece]] = {}  # with those of no element, which count for a tensor's shape
     dtypes: dict[str, str] = {}
     known: dict[str, FileUse] = {}
@@ -47,6 +49,21 @@ def read(files: ForeignFiles) -> ForeignListing:
         gathered.add(TensorSpec("model", name, dtypes[name], shape), tuple(one for one in held if one.box.volume))
     found = directories.uses(files, SavedState({}, {}, {}, {}), "", known)
     return ForeignListing("dcp", gathered.tensors, found, assets=directories.assets(found), notes=(_NOTE,))
+
+
+def _check_count(files: ForeignFiles, shards: int | None) -> None:
+    found = sorted({int(match[1]) for file in files.list("") if (match := directories.SHARD.fullmatch(file))})
+    if shards == len(found):
+        return
+    there = f"there are shards of {len(found)} ranks, the last of rank {found[-1]}"
+    if shards is None:
+        raise StateMismatch(
+            f"{there}, and nothing in the directory says how many there were: without its last shard a tensor is cut",
+            hint=f"compare with the ranks of the training; if nothing is missing: --shards {len(found)}",
+        )
+    raise StateMismatch(
+        f"{there}, and not of {shards}", hint="copy the whole directory; a rank that held nothing has written no file"
+    )
 
 
 def _extent(boxes: list[Box]) -> Shape:

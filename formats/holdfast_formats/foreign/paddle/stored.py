@@ -8,6 +8,7 @@ from typing import NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import file_signs
 from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, StoredMember
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape, flat_boxes, whole
@@ -66,10 +67,11 @@ def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
     """The arrays of a safetensors file; `CorruptManifest` by file for an invalid one, or one that is not there."""
     size = files.size(path)
     if size is None:
-        raise CorruptManifest(f"{path} is missing", hint="copy the whole directory", file=path)
-    head = files.read(path, 0, safetensors.LENGTH_BYTES)
+        raise file_signs.absent(files, path)
+    head = files.read(path, 0, file_signs.HEAD_BYTES)
+    file_signs.check_head(path, head)
     try:
-        length = safetensors.header_length(head, size, path)
+        length = safetensors.header_length(head[: safetensors.LENGTH_BYTES], size, path)
         header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
     except CorruptManifest as error:
         raise CorruptManifest(error.detail, hint="copy the file again, or import another step", file=path) from error

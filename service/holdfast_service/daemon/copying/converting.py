@@ -41,7 +41,7 @@ def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, te
     if kind == OURS or (kind is None and importing.is_checkpoint(source)):
         if options != ReadOptions():
             raise InvalidRequest(
-                "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat and --int16 out"
+                "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat, --int16 and --shards out"
             )
         return Conversion(foreign_export.plan_export(source, "", read_pair(source, "").made, terms), watched, None)
     if kind is None:

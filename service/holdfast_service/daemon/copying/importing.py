@@ -19,6 +19,7 @@ from holdfast_formats.disk import manifest, state_json
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.foreign import hugging_face
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignListing, TensorKey
@@ -34,7 +35,7 @@ from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier, read_once
 
-_MODEL = "model"
+_WEIGHTS_ALONE = ({hugging_face.GROUP}, {hugging_face.DIFFUSERS})
 _BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
 
 
@@ -58,11 +59,12 @@ class ImportOptions(NamedTuple):
     as_is: bool = False
     assemble_flat: bool = False
     int16: str | None = None
+    shards: int | None = None
 
     @property
     def reading(self) -> ReadOptions:
         """What of it the reader of the source is asked."""
-        return ReadOptions(self.as_is, self.assemble_flat, self.int16)
+        return ReadOptions(self.as_is, self.assemble_flat, self.int16, self.shards)
 
 
 class PlannedImport(NamedTuple):
@@ -136,7 +138,7 @@ def planned(
     targets = {one.key: one for one in wanted.tensors}
     _refuse_unread(targets)
     groups = {key.group for key in targets} | wanted.documents.keys()
-    if groups != {_MODEL}:  # weights alone stay the directory that Hugging Face knows
+    if groups not in _WEIGHTS_ALONE:  # weights alone stay the directory that Hugging Face knows
         groups.add(_BESIDE)
     layouts = pack(one.spec for one in targets.values())
     files = tuple(_target(layout, targets) for layout in layouts)

@@ -37,5 +37,7 @@ def wanted(form: Form) -> JobRequest:
         if value in ("", None):
             raise InvalidRequest(f"the field {name!r} is empty", hint="go back and fill it in")
     arguments: dict[str, Any] = {name: form.text(name) for name in _TEXTS if form.text(name)}
+    if (shards := form.number("shards")) is not None:
+        arguments["shards"] = shards
     arguments |= {name: True for name in _FLAGS if form.text(name) == "yes"}
     return JobRequest(kind="import", run=run, step=step, arguments=arguments)

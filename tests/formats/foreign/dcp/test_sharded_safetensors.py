@@ -29,8 +29,8 @@ def _saved(path: Path, **options: Any) -> None:
     save_ranks(path, states, [HuggingFaceStorageWriter(str(path), **options) for _ in states])
 
 
-def _listing(path: Path) -> ForeignListing:
-    return kinds.read_dcp(DirectoryFiles(path), ReadOptions())
+def _listing(path: Path, shards: int | None = 2) -> ForeignListing:
+    return kinds.read_dcp(DirectoryFiles(path), ReadOptions(shards=shards))
 
 
 def test_shards_of_ranks(tmp_path: Path) -> None:
@@ -42,7 +42,12 @@ def test_shards_of_ranks(tmp_path: Path) -> None:
     wanted = {"x": WHOLE, "y": torch.ones(2).bfloat16(), "empty": torch.zeros(0, 2)}
     assert_same(tmp_path, listing, "model", wanted)
     assert [use.use for use in listing.files] == ["tensors", "tensors"]
-    assert "cannot be noticed" in listing.notes[0]
+    for shards, said in ((None, "nothing in the directory says how many"), (3, "and not of 3")):
+        with pytest.raises(StateMismatch, match=rf"shards of 2 ranks.*{said}"):
+            _listing(tmp_path, shards)
+    max(tmp_path.iterdir()).unlink()  # the last shard of a tensor is missing: it would be a smaller one
+    with pytest.raises(StateMismatch, match=r"shards of 1 ranks.*and not of 2"):
+        _listing(tmp_path)
 
 
 def test_whole_files_are_an_ordinary_model(tmp_path: Path) -> None:
@@ -59,16 +64,16 @@ def test_refused(tmp_path: Path) -> None:
     held = first.read_bytes()
     first.unlink()
     with pytest.raises(StateMismatch, match=r"'x': 9 elements of \[4, 3\] are in no chunk"):
-        _listing(tmp_path)
+        _listing(tmp_path, 1)
     first.write_bytes(held)
     third = tmp_path / second.name.replace("00002", "00003", 1)
     third.write_bytes(second.read_bytes())
     with pytest.raises(StateMismatch, match=r"'x': the chunks at \[3, 0\] and \[3, 0\] overlap"):
-        _listing(tmp_path)
+        _listing(tmp_path, 3)
     about = {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [4, 0]}}'}
     save_file({"x": torch.ones(1, 3, dtype=torch.int32)}, third, about)
     with pytest.raises(StateMismatch, match=r"'x' is I32 in shard-00003-.*, and F32 before"):
-        _listing(tmp_path)
+        _listing(tmp_path, 3)
     save_file({"x": torch.ones(1, 3)}, third)
     with pytest.raises(StateMismatch, match="does not say where the shard of 'x' belongs"):
-        _listing(tmp_path)
+        _listing(tmp_path, 3)

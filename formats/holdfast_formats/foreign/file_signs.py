@@ -1,0 +1,45 @@
+"""What stands in a file's place: nothing, a link, a pointer of Git LFS, a web page, or an archive."""
+
+from __future__ import annotations
+
+from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest
+from holdfast_formats.foreign.listing import ForeignFiles
+
+HEAD_BYTES = 64
+_POINTER = b"version https://git-lfs"
+_PAGES = (b"<!doctype html", b"<html")
+_ARCHIVES = (".nemo", ".tar", ".tar.gz", ".tgz", ".zip")
+
+
+def absent(files: ForeignFiles, path: str, why: str = "") -> CheckpointError:
+    """The error for a file that cannot be read: it is missing, or something else than a file. `why` it is looked for."""
+    directory, _, name = path.rpartition("/")
+    if name in files.list(directory):
+        return InvalidRequest(
+            f"{path} is not a regular file", hint="symbolic links are not followed: copy their targets", file=path
+        )
+    return CorruptManifest(
+        f"{path} is missing{why}",
+        hint="a download or copy was interrupted, or is of two versions: fetch it again",
+        file=path,
+    )
+
+
+def check_head(path: str, head: bytes) -> None:
+    """`CorruptManifest`, by file, for one whose first bytes show that it stands for the real one."""
+    if head.startswith(_POINTER):
+        raise CorruptManifest(
+            f"{path} is a pointer of Git LFS and not the file itself",
+            hint="fetch the file: `git lfs pull` in the repository, or `hf download`",
+            file=path,
+        )
+    if head.lstrip().lower().startswith(_PAGES):
+        raise CorruptManifest(f"{path} is a web page and not the file itself", hint="download it again", file=path)
+
+
+def archive(name: str) -> str:
+    """What to do with an archive, by its name; empty for anything else."""
+    if not name.endswith(_ARCHIVES):
+        return ""
+    kind = "an archive (tar) of NeMo" if name.endswith(".nemo") else "an archive"
+    return f"{name} is {kind}: unpack it into a directory, and import that"
