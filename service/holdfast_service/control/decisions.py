@@ -48,7 +48,7 @@ from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBoo
 from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
-from holdfast_service.control.cluster.duties import THINNING
+from holdfast_service.control.cluster.duties import THINNING, UPKEEP
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.findings.shared_checks import SharedChecks
@@ -68,6 +68,7 @@ from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.retention.wishes import RetentionWishes
 from holdfast_service.control.root_care import RootCare
+from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.save_records import SaveRecords
 from holdfast_service.control.staged_before import StagedBefore
 from holdfast_service.storage import PosixStore, Store, Tier
@@ -103,7 +104,7 @@ class Decisions:
         self.readers = Readers()
         self.rotation = Rotation(self.store, catalog, self._files, self.readers)
         self.rotation.events = self.events
-        self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
+        self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due, self.rotation.looks)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
         self.trash = RunTrash(tier, self.store, catalog, self.attempts, self.rotation, self.events)
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
@@ -125,6 +126,8 @@ class Decisions:
         self._publishing.let_go = self._let_go
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
+        self.watch = RootWatch(self.store, catalog, self.rotation, self.findings, self.events, self._absences)
+        self._choices.relist = self.watch.relist
         self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self.care: RootCare | None = None  # of a root that several nodes serve
@@ -145,6 +148,7 @@ class Decisions:
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
         cluster.holds.here = self.readers.places
         self.thinning.is_mine = lambda: cluster.duties.has(THINNING)
+        self.watch.is_mine = lambda: cluster.duties.has(UPKEEP)
         self._publishing.absences = self._absences
         self._publishing.settle = cluster.rendezvous.settle
 

@@ -31,7 +31,8 @@ Fence = Callable[[Any], bool]  # whether what was found still counts, asked in t
 class Findings(Protocol):
     """Records the results of reading checkpoints back."""
 
-    def sound(
+    def proof(self, run: str, step: int) -> str: ...
+    def sound(  # noqa: PLR0913 - each is one thing
         self,
         run: str,
         step: int,
@@ -39,6 +40,7 @@ class Findings(Protocol):
         same_as: int | None = None,
         made: Manifest | None = None,
         fence: Fence | None = None,
+        proof: str | None = None,
     ) -> None: ...
     def damaged(self, run: str, step: int, error: Damaged, checked: bool = False, fence: Fence | None = None) -> None: ...
     def repaired(self, run: str, step: int, error: Damaged, source: str) -> None: ...

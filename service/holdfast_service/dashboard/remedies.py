@@ -24,9 +24,11 @@ TITLES = {
     "storage-slow": "Storage is slow",
     "saves-failing": "Saves fail",
     "saves-dropped": "Saves are dropped",
+    "checkpoint-missing": "A checkpoint is gone",
     "checkpoint-damaged": "Damaged checkpoints",
     "checkpoint-unhealthy": "NaN or infinite values",
     "checkpoint-frozen": "Nothing was trained",
+    "removal-waits": "Nothing is removed",
     "not-verified": "Not verified",
     "disk-nearly-full": "The disk is nearly full",
     "quota-nearly-full": "A quota is nearly used up",
@@ -87,6 +89,8 @@ def _form(label: str, address: str, **fields: str) -> Button:
 
 
 _LOOKS = {
+    "checkpoint-missing": ("Look at what is there", ""),
+    "removal-waits": ("Look at the policy", "/policy"),
     "saves-failing": ("See why", "#failed"),
     "checkpoint-unhealthy": ("Look at its layers", "/health"),
     "checkpoint-frozen": ("Compare them", "/compare"),

@@ -203,6 +203,11 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     busy = [one.busy for one in (commands, on_event) if one is not None]
     daemon.at_work = lambda: any(one() for one in busy)
     decisions.trash.days, decisions.trash.restored = config.trash_days, scrub.check_soon
+    watch = decisions.watch
+    watch.suspect = saver.checks.suspect
+    watch.check_soon = lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)])
+    stack.callback(watch.close)
+    watch.start()
     stack.callback(Sweeper(decisions.empty_runs, saver, arena, tidy=decisions.trash.expire).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.rest.observed import Life, RunSummary
 from holdfast_service.control.insight import intervals
-from holdfast_service.control.insight.facts import CheckpointFacts, Facts, ReplicaCounts, Save
+from holdfast_service.control.insight.facts import CheckpointFacts, Facts, ReplicaCounts, Save, Warned
 from holdfast_service.control.insight.summary import quantile, summarise
 
 NOW = 1_900_000_000.0
@@ -85,6 +85,8 @@ def test_exposure_counts_training_alone() -> None:
             "warning",
         ),
         ({"held": facts().held._replace(damaged=2, newest_damaged=700)}, "checkpoint-damaged", "error"),
+        ({"warned": (Warned("checkpoint-missing", "step 7 is gone", 7, "2030"),)}, "checkpoint-missing", "error"),
+        ({"warned": (Warned("removal-waits", "nothing is removed", None, "2030"),)}, "removal-waits", "error"),
         ({"held": facts().held._replace(healthy=False, newest_healthy=900)}, "checkpoint-unhealthy", "error"),
         ({"held": facts().held._replace(same_as=900)}, "checkpoint-frozen", "warning"),
         ({"held": facts().held._replace(newest_verified=700)}, "not-verified", "warning"),

@@ -108,7 +108,7 @@ def test_reasons_name_distance_age_and_line() -> None:
     assert spaced[10] == ("one every 15 steps: it is the oldest checkpoint",)
     assert spaced[20] == ("one every 15 steps: 10 steps after step 10, which this rule keeps",)
     aged = {d.step: d.reasons for d in decide(history, RetentionPolicy(within_seconds=60), NOW)}
-    assert aged[20] == ("within 1 min: committed 1.3 min ago",)
+    assert aged[20] == ("within 1 min: committed 1.3 min before the newest one",)
     unverified = [Candidate(10, 1.0, verified=False), Candidate(20, 2.0)]
     few = {d.step: d.reasons for d in decide(unverified, RetentionPolicy(last=2), NOW)}
     assert few[10] == ("last 2: only 1 newer checkpoint is verified",)

@@ -6,7 +6,8 @@ ordered.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, exists, func, select, update
@@ -25,12 +26,14 @@ from holdfast_service.control.catalog import lines, listing, search, statistics
 from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
+from holdfast_service.control.catalog.run_times import RunTimes
 from holdfast_service.control.catalog.search import Labels, SearchQuery
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, NodeRow, RoundRow, RunRow
 
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 
+ANY_FILES = "*"  # a checkpoint that was read back by a version that did not note its files
 UNSAVED = ("aborted", "dropped")
 NEWEST = 64  # rounds of a run, among which is one that another node has just ended
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
@@ -43,13 +46,21 @@ class KnownRun(NamedTuple):
     keep_last: int | None
 
 
+class CommitProof(NamedTuple):
+    """As which files a checkpoint was read back, if at all, and when it was committed, in time that daemons have seen."""
+
+    proven: str | None
+    seen_s: float
+
+
 class Catalog:
     """Runs, attempts, rounds and checkpoints of one database. Thread-safe. Times are RFC 3339 text that the caller gives."""
 
-    def __init__(self, database: Database, node: str | None = None) -> None:
-        """`node` writes the rounds that end here."""
+    def __init__(self, database: Database, node: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`node` writes the rounds that end here; `clock` sees time pass between commits."""
         self.database, self.node = database, node
         self._read, self._write = database.read, database.write
+        self._times = RunTimes(database.is_shared, clock)
 
     @classmethod
     def open(cls, url: str) -> Catalog:
@@ -263,9 +274,13 @@ class Catalog:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
-    def record_checkpoint(self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None) -> None:
-        """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
-        made = _row(checkpoint, stamp)
+    def record_checkpoint(
+        self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None, proven: str | None = None
+    ) -> None:
+        """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it, and `proven`
+        of all its files where they are known to be sound.
+        """
+        made = _row(checkpoint, stamp, proven)
         with self._write(hasty=True) as session:
             row = lock_run(session, checkpoint.run)
             # So that a catalog made anew from directories never gives an attempt number out twice.
@@ -273,6 +288,9 @@ class Catalog:
             known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
             if known is not None and (known.created, known.attempt) != (made.created, made.attempt):
                 statistics.forget_tensors(session, made.run, made.step)  # of another checkpoint of this step
+                known = None
+            if known is None:
+                made.seen_s = self._times.now(session, row)
             session.merge(made)
             lines.settle(session, checkpoint.run)
 
@@ -285,7 +303,10 @@ class Catalog:
             if listed != ([before[step]] if step in before else []):
                 return  # what was found out is about another one
             row.attempt = max(row.attempt, damaged.attempt)
-            session.merge(_row(damaged, None))
+            made = _row(damaged, None)
+            if not listed:
+                made.seen_s = self._times.now(session, row)
+            session.merge(made)
             lines.settle(session, run)
 
     def relist(
@@ -309,7 +330,9 @@ class Catalog:
                 del there[step]
             new = [(checkpoint, stamp) for checkpoint, stamp in found if checkpoint.step not in there]
             row.attempt = max([row.attempt, *(checkpoint.attempt for checkpoint, _ in new)])
-            session.add_all(_row(checkpoint, stamp) for checkpoint, stamp in new)
+            if new:
+                seen = self._times.now(session, row)
+                session.add_all(_row(checkpoint, stamp, None, seen) for checkpoint, stamp in new)
             for step, stamp in stamps.items():
                 session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
             lines.settle(session, run)
@@ -358,6 +381,35 @@ class Catalog:
         with self._read() as session:
             found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
             return {step: stamp for step, stamp in found}
+
+    def proofs(self, run: str) -> dict[int, CommitProof]:
+        """Of every step that is listed of a run, what follows from its files and from time, and not from its manifest."""
+        columns = select(CheckpointRow.step, CheckpointRow.proven, CheckpointRow.seen_s)
+        with self._read() as session:
+            found = session.execute(columns.where(CheckpointRow.run == run))
+            return {step: CommitProof(proven, seen_s or 0.0) for step, proven, seen_s in found}
+
+    def all_proofs(self) -> dict[str, dict[int, str | None]]:
+        """As which files every checkpoint of every run was read back; None where that is not known, or it is not sound."""
+        found: dict[str, dict[int, str | None]] = {}
+        columns = select(CheckpointRow.run, CheckpointRow.step, CheckpointRow.proven, CheckpointRow.verified)
+        with self._read() as session:
+            for run, step, proven, verified in session.execute(columns):
+                found.setdefault(run, {})[step] = (proven or ANY_FILES) if verified else None
+        return found
+
+    def renamed(self, run: str, name: str) -> None:
+        """The time of a run that got another name goes on."""
+        self._times.renamed(run, name)
+
+    def doubt(self, run: str, step: int, proven: str | None) -> bool:
+        """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
+        it was verified anew meanwhile.
+        """
+        same = (*_at(run, step), CheckpointRow.verified, CheckpointRow.proven == proven)
+        with self._write(hasty=True) as session:
+            doubted = update(CheckpointRow).where(*same).values(verified=False, checked=None, proven=None)
+            return bool(session.execute(doubted.returning(CheckpointRow.step)).all())
 
     def checkpoint(self, run: str, step: int) -> bodies.CheckpointInfo:
         naming.check_step(step)
@@ -426,9 +478,12 @@ def _lock_round(session: Session, round_id: int) -> RoundRow:
     return row
 
 
-def _row(checkpoint: bodies.CheckpointInfo, stamp: str | None) -> CheckpointRow:
+def _row(
+    checkpoint: bodies.CheckpointInfo, stamp: str | None, proven: str | None = None, seen_s: float | None = None
+) -> CheckpointRow:
     naming.check_step(checkpoint.step)
-    return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
+    known = {} if seen_s is None else {"seen_s": seen_s}
+    return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp, proven=proven, **known)
 
 
 def _forget(session: Session, run: str, step: int) -> None:

@@ -32,7 +32,7 @@ _LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and
 _PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 # What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.
-_NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None}}
+_NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None, "proven": None}}
 
 
 class Opened:

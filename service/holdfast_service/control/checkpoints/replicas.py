@@ -21,6 +21,7 @@ from holdfast_formats.rest.operations import Replica
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
@@ -213,7 +214,8 @@ class RepairBook:
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)
             sound = update(CheckpointRow).where(*where)
-            session.execute(sound.values(verified=True, damage=None, checked=self._events.now()))
+            proven = Looks(self._tier).proof(run, step)
+            session.execute(sound.values(verified=True, damage=None, checked=self._events.now(), proven=proven))
 
 
 def listed(database: Database, run: str, step: int) -> list[Replica]:

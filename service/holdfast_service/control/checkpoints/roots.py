@@ -62,10 +62,11 @@ def runs(tier: Readable) -> list[str]:
 
 def committed(store: Store, run: str) -> list[int]:
     """The steps of a run that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
-    return [step for step in store.steps(run) if _has_commit(store, run, step)]
+    return [step for step in store.steps(run) if has_commit(store, run, step)]
 
 
-def _has_commit(store: Store, run: str, step: int) -> bool:
+def has_commit(store: Store, run: str, step: int) -> bool:
+    """Whether something stands there that says of itself that it is complete."""
     return store.files.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
 
 
@@ -171,9 +172,10 @@ def _reconcile_run(
     return problems + _relist(store, catalog, run, absences, thorough)
 
 
-def list_run(store: Store, catalog: Catalog, run: str) -> list[Unreadable]:
-    """As `reconcile`, for one run that is there."""
-    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), Absences(), thorough=False)
+def list_run(store: Store, catalog: Catalog, run: str, absences: Absences | None = None) -> list[Unreadable]:
+    """As `reconcile`, for one run."""
+    absences = absences or Absences()
+    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), absences, thorough=False)
     if (said := settings_of(store.files, run)) is not None:
         run_settings.note(catalog, run, said)
     return problems
@@ -242,7 +244,7 @@ def _removed(store: Store, run: str, found: Collection[int], damaged: Collection
     """Which steps are gone from the directory meanwhile."""
     standing = set(store.steps(run)) if damaged else set()
     return [
-        *(step for step in found if not _has_commit(store, run, step)),
+        *(step for step in found if not has_commit(store, run, step)),
         *(step for step in damaged if step not in standing),
     ]
 

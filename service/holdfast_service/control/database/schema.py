@@ -95,6 +95,7 @@ class RunRow(CatalogTable):
     acknowledged: Mapped[int | None]
     acknowledged_by: Mapped[str | None] = mapped_column(String(128))
     acknowledged_at: Mapped[str | None] = mapped_column(_TIME)
+    recorded: Mapped[datetime | None] = mapped_column(_MOMENT)  # the newest commit, where several nodes may record them
 
 
 class AttemptRow(CatalogTable):
@@ -151,6 +152,8 @@ class CheckpointRow(CatalogTable):
     """A checkpoint. What stands from `verified` on was found out since its commit, and only the catalog knows it.
 
     `stamp` is what storage said of COMMIT and manifest when the row was made: while it says the same, the row stands.
+    `proven` is what it said of all files when they were read back and found sound: while it says the same, they are that.
+    `seen_s` is when it was committed, in seconds that daemons have seen pass since the run's first commit.
     `abandoned` follows from the lineages of all checkpoints of the run, and is made anew with each that comes or goes.
     """
 
@@ -182,6 +185,8 @@ class CheckpointRow(CatalogTable):
     healthy: Mapped[bool | None] = mapped_column(Boolean)
     same_as: Mapped[int | None]
     stamp: Mapped[str | None] = mapped_column(String(128))
+    proven: Mapped[str | None] = mapped_column(String(64))
+    seen_s: Mapped[float | None] = mapped_column(Float(53))
     restored: Mapped[int | None]
     turn: Mapped[int] = mapped_column(default=0, server_default=text("0"))
     rewinds: Mapped[list[Any]] = mapped_column(JsonText, default=list, server_default=text("'[]'"))

@@ -20,6 +20,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.database.schema import CheckpointRow
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,24 @@ class Findings:
     """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
 
     def __init__(
-        self, catalog: Catalog, events: Events, book: Book, now: Callable[[], str], settled: Callable[[str], None]
+        self,
+        catalog: Catalog,
+        events: Events,
+        book: Book,
+        now: Callable[[], str],
+        settled: Callable[[str], None],
+        looks: Looks,
     ) -> None:
         self._events, self._book = events, book
         self._database, self._now, self._settled = catalog.database, now, settled
+        self._looks = looks
         self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
-    def sound(
+    def proof(self, run: str, step: int) -> str:
+        """What storage says of the files of a checkpoint before they are read back; for `sound`."""
+        return self._looks.proof(run, step)
+
+    def sound(  # noqa: PLR0913 - each is one thing
         self,
         run: str,
         step: int,
@@ -50,12 +62,15 @@ class Findings:
         same_as: int | None = None,
         made: Manifest | None = None,
         fence: Fence | None = None,
+        proof: str | None = None,
     ) -> None:
         """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
 
         Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
-        by now, nobody has read that. A `fence` says whether what was read still counts.
+        by now, nobody has read that. A `fence` says whether what was read still counts. `proof` is what storage said of its
+        files before they were read, as far as nothing was repaired.
         """
+        proof = self._looks.proof(run, step) if proof is None else proof
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if row is None:
@@ -69,7 +84,7 @@ class Findings:
             self.made(run, step)
             news = not row.verified
             frozen = same_as is not None and row.same_as != same_as
-            row.verified, row.damage, row.checked = True, None, self._now()
+            row.verified, row.damage, row.checked, row.proven = True, None, self._now(), proof
             row.check = dict(check) if check is not None else row.check
             row.same_as = same_as
         if news:

@@ -22,13 +22,13 @@ SAVES_LEFT_FEW = 3
 REPLICA_BEHIND = 3  # checkpoints
 CLOCK_S = 60.0
 DEATH = "run-lost"
-_OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "replica-damaged"})
+_OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "checkpoint-missing", "removal-waits", "replica-damaged"})
 
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first, and then what puts more data in danger."""
     found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
-    found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
+    found += [*_warned(facts), *_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
     if summary.life in ("archived", "failed"):  # put away, or never begun: what is stored is still watched, and nothing else
@@ -211,6 +211,25 @@ def _held(facts: Facts) -> Iterator[Attention]:
         )
 
 
+def _warned(facts: Facts) -> Iterator[Attention]:
+    for warned in facts.warned:
+        yield Attention(
+            level="error",
+            code=warned.kind,
+            text=warned.text,
+            hint=_STORED[warned.kind],
+            step=warned.step,
+            since=warned.at,
+        )
+
+
+_STORED = {
+    "checkpoint-missing": "find out what removed it, and put it back from a replica or a backup if you need it; retention "
+    "keeps what is there",
+    "removal-waits": "check the disk or network of the root; removal goes on when the storage answers",
+}
+
+
 def _unverified(facts: Facts) -> Iterator[Attention]:
     sound = -1 if facts.held.newest_verified is None else facts.held.newest_verified
     newest = -1 if facts.held.newest is None else facts.held.newest
@@ -319,7 +338,7 @@ def _clock(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="clock-differs",
             text=f"the newest commit is {span(ahead)} in the future",
-            hint="the machines' clocks differ: synchronise them with NTP; until then ages and time-based rules are wrong",
+            hint="the machines' clocks differ: synchronise them with NTP; until then the ages that are shown are wrong",
             step=facts.held.newest,
         )
 

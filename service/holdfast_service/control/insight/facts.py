@@ -55,6 +55,15 @@ class ReplicaCounts(NamedTuple):
     problem: str | None = None  # and why, of one of them
 
 
+class Warned(NamedTuple):
+    """Something that was found of a run's checkpoints since the newest one was verified, as its event tells it."""
+
+    kind: str
+    text: str
+    step: int | None
+    at: str
+
+
 class Lived(NamedTuple):
     """What is known of a run's ranks, and since when they are gone."""
 
@@ -81,3 +90,4 @@ class Facts(NamedTuple):
     life: Life | None = None  # of its ranks, None where nothing is known of them
     since: str | None = None  # when it ended or was lost
     settings: RunSettings = RunSettings()
+    warned: tuple[Warned, ...] = ()

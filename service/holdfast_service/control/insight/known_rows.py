@@ -19,7 +19,7 @@ from holdfast_service.control.catalog.run_settings import COLUMNS, RunSettings
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow, RoundRow, RunRow
 from holdfast_service.control.insight import summary_rows
-from holdfast_service.control.insight.facts import CheckpointFacts, ReplicaCounts, Save
+from holdfast_service.control.insight.facts import CheckpointFacts, ReplicaCounts, Save, Warned
 
 FRESH_S = 0.5  # asked again sooner than that, the answer is the same
 AGAIN_S = 3.0  # a run of which something happened is read again for so long
@@ -43,6 +43,7 @@ class RunRows(NamedTuple):
     declared: tuple[float, ...] = ()
     copies: Mapping[str, ReplicaCounts] = {}
     settings: RunSettings = RunSettings()
+    warned: tuple[Warned, ...] = ()
 
     @property
     def said(self) -> _Said:
@@ -54,6 +55,7 @@ def read(session: Session, runs: Collection[str]) -> dict[str, RunRows]:
     known = _said(session, runs)
     held, saves = summary_rows.held(session, runs), summary_rows.saves(session, runs)
     declared, copies = summary_rows.declared(session, runs), summary_rows.copies(session, runs)
+    warned = summary_rows.warned(session, runs)
     return {
         run: RunRows(
             said.attempt,
@@ -62,6 +64,7 @@ def read(session: Session, runs: Collection[str]) -> dict[str, RunRows]:
             tuple(declared.get(run, ())),
             copies.get(run, {}),
             said.settings,
+            tuple(warned.get(run, ())),
         )
         for run, said in known.items()
     }

@@ -177,6 +177,7 @@ class Summaries:
                 life=lives.get(run, UNKNOWN).life,
                 since=lives.get(run, UNKNOWN).since,
                 settings=rows[run].settings,
+                warned=rows[run].warned,
             )
             for run in runs
         ]

@@ -12,9 +12,10 @@ from sqlalchemy import BindParameter, Executable, Text, bindparam, case, false, 
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.moments import seconds_of
-from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, ReplicaRow, RoundRow, RunRow
-from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save
+from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
+from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save, Warned
 
+WARNINGS = ("checkpoint-missing", "removal-waits")
 SAVES = 20  # the newest saves, which the figures are taken from
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
 SAVES_REMEMBERED = 20_000  # decoded once: what has ended stays as it is
@@ -206,6 +207,23 @@ def declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for run, at in session.execute(_attempts(), {RUNS.key: list(runs)}):
         found[run].append(seconds_of(at))
+    return found
+
+
+@lru_cache(1)
+def _warned() -> Executable:
+    row, newer = EventRow, aliased(EventRow)
+    newest = select(func.max(row.id)).where(row.kind.in_(WARNINGS), row.run.in_(RUNS)).group_by(row.run, row.kind)
+    verified = (newer.run == row.run, newer.id > row.id, newer.kind == "checkpoint-verified")
+    over = select(newer.id).where(*verified, newer.step > func.coalesce(row.step, -1)).exists()
+    return select(row.run, row.kind, row.text, row.step, row.at).where(row.id.in_(newest), ~over).order_by(row.id)
+
+
+def warned(session: Session, runs: Collection[str]) -> dict[str, list[Warned]]:
+    """What was found of each run's checkpoints, until a newer one is verified."""
+    found: dict[str, list[Warned]] = defaultdict(list)
+    for run, *values in session.execute(_warned(), {RUNS.key: list(runs)}):
+        found[run].append(Warned(*values))
     return found
 
 

@@ -65,6 +65,7 @@ class Choices:
         self._book, self._tell = book, tell
         self._health, self._findings, self._readers, self._left = known
         self.absences = roots.Absences()
+        self.relist: Callable[[str], object] = lambda run: roots.list_run(store, catalog, run, self.absences)
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
 
@@ -148,7 +149,7 @@ class Choices:
         run, step = asked.run, asked.step
         try:
             if not roots.agrees(self._store, self._catalog, run):
-                roots.reconcile(self._store, self._catalog, absences=self.absences)
+                self.relist(run)
         except NoSuchRun as behind:
             raise CatalogUnavailable(f"the catalog has not heard of the run {run!r} yet", hint="try again") from behind
         if step is not None:

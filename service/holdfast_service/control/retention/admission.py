@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,9 +64,8 @@ class Admission:
         files: RunFiles,
         rotation: Rotation,
         ask: Ask,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._tier, self._catalog, self._clock = tier, catalog, clock
+        self._tier, self._catalog = tier, catalog
         self._files, self._rotation, self._ask = files, rotation, ask
         self.empty_trash: Callable[[int, str], object] = lambda free_bytes, whom: None  # until so many are free
         self._teams = TeamQuotas(tier, catalog.database)
@@ -88,7 +86,7 @@ class Admission:
         if shortage is None:
             return
         self._apply_policies(plan.run)
-        incoming = Candidate(plan.step, self._clock(), True, plan.metrics, groups=frozenset(plan.groups))
+        incoming = Candidate(plan.step, 0.0, True, plan.metrics, groups=frozenset(plan.groups))
         while (shortage := self._shortage(plan)) is not None:
             try:
                 made = self._rotation.make_room(plan.run, incoming)

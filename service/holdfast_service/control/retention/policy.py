@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     """An existing checkpoint. `holds` are reasons to keep it whatever the policy says: a pin, a label, a reader."""
 
     step: int
-    created: float  # seconds since the epoch
+    created: float  # in seconds since the run's first commit, as daemons have seen them pass
     verified: bool = True
     metrics: Mapping[str, float] = {}
     holds: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ _NO_RULE = "no rule limits what is kept"
 
 def decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float) -> list[Decision]:
     """The decision for every checkpoint, newest step first. The order of `candidates` does not matter; their steps must
-    differ.
+    differ. `now` is when ages end, in the time of `created`: the newest commit.
     """
     return _decide(candidates, policy, now, candidates)
 
@@ -275,7 +275,8 @@ def _apart(
 def _within(seconds: float, now: float) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         age = now - c.created
-        return RetentionAnswer(age <= seconds, f"within {span(seconds)}: committed {span(max(age, 0))} ago")
+        how = "it is the newest commit" if age <= 0 else f"committed {span(age)} before the newest one"
+        return RetentionAnswer(age <= seconds, f"within {span(seconds)}: {how}")
 
     return judge
 

@@ -26,18 +26,21 @@ from holdfast_formats.errors import (
     NoSuchCheckpoint,
     NoSuchRun,
     Pinned,
+    StorageFailed,
 )
 from holdfast_formats.lineage import line
-from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
+from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
+from holdfast_service.control.retention.proofs import UNKNOWN, Proofs, ProvenDecisions
 from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
 from holdfast_service.storage import Store
 
@@ -53,11 +56,12 @@ CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end when asked to, at 
 class Rotation:
     """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first run that is due."""
 
-    def __init__(
-        self, store: Store, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._store, self._catalog, self._clock = store, catalog, clock
+    def __init__(self, store: Store, catalog: Catalog, files: RunFiles, readers: Readers) -> None:
+        self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
+        self.looks = Looks(store.files)
+        self.proofs = Proofs(self.looks, catalog)
+        self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
         # It yields what raises once that lock is lost.
@@ -129,9 +133,9 @@ class Rotation:
     def apply(self, run: str) -> list[int]:
         """Apply the run's policy now, and return the removed steps; their bytes are free. For one caller at a time."""
         with self._turn:
-            with self.deciding(run):
+            with self.deciding(run), self._telling_why_not(run):
                 file, candidates = self.looked_at(run)
-                decisions = decide(candidates, file.in_force, self._clock())
+                candidates, decisions = self.proven(run, candidates, file.in_force)
                 gone = [d for d in reversed(decisions) if not d.keep]
                 trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
                 self._wait_for_readers(run, candidates, file)
@@ -159,7 +163,7 @@ class Rotation:
         with self._turn:
             with self.deciding(run):
                 file, candidates = self.looked_at(run)
-                steps = foresee(candidates, incoming, file.in_force, self._clock())
+                steps = self._foreseen(run, candidates, incoming, file.in_force)
                 trashed: dict[int, str] = {}
                 for step in steps:
                     if trashed := self._discard(run, {step: [f"to make room for step {incoming.step}"]}, "space"):
@@ -177,8 +181,10 @@ class Rotation:
         listed: dict[int, bodies.CheckpointInfo] = {}
         file, candidates = self.looked_at(run, listed)
         chosen = policy or file.in_force
-        decisions = decide(candidates, chosen, self._clock())
+        candidates, decisions = self.proven(run, candidates, chosen)
         thinning = decide_thinning(candidates, decisions, chosen)
+        listed = {candidate.step: listed[candidate.step] for candidate in candidates}  # what is there
+        sound = {candidate.step for candidate in candidates if candidate.verified}
         kept = sum(listed[decision.step].bytes for decision in decisions if decision.keep)
         foresight = Foresight(listed.values())
         after = {at: _bytes_after(listed[at], decision, foresight) for at, decision in thinning.items()}
@@ -186,7 +192,13 @@ class Rotation:
         return Preview(
             policy=chosen,
             verdicts=[
-                _verdict(decision, listed[decision.step], file, thinning[decision.step], after[decision.step])
+                _verdict(
+                    decision,
+                    listed[decision.step].model_copy(update={"verified": decision.step in sound}),
+                    file,
+                    thinning[decision.step],
+                    after[decision.step],
+                )
                 for decision in decisions
                 if step in (None, decision.step)
             ],
@@ -334,9 +346,12 @@ class Rotation:
         which = (
             f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
         )
-        newest_verified, newest_healthy = newest_of(self._listed(found.run), found.groups)
         if found.abandoned:
             return
+        _, candidates = self.looked_at(found.run)
+        # What would be the newest without this one is looked at: where it is not there, this one is.
+        standing, _ = self.proofs.decided(found.run, candidates, lambda now: _stays_for(found, now))
+        newest_verified, newest_healthy = newest_of(standing, found.groups)
         if found.step == newest_verified:
             if not newest:
                 hint = "to remove it anyway, pass --force newest-verified"
@@ -354,10 +369,49 @@ class Rotation:
         linked = links.standing(file, run)
         for path in linked.unseen:
             log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
-        found = self._listed(run)
+        found, known = self._listed(run), self._catalog.proofs(run)
         if listed is not None:
             listed |= {c.step: c for c in found}
-        return file, [_candidate(c, file, busy.get(c.step), linked.holds(c.step)) for c in found]
+        seen = {c.step: known.get(c.step, UNKNOWN).seen_s for c in found}
+        return file, [_candidate(c, seen[c.step], file, busy.get(c.step), linked.holds(c.step)) for c in found]
+
+    def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
+        """What this policy decides about the candidates that are there, as of the newest commit."""
+        return self.proofs.decided(run, candidates, lambda now: decide(now, policy, _newest_commit(now)))
+
+    def _foreseen(
+        self, run: str, candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy
+    ) -> list[int]:
+        """What `foresee` says, of the candidates that are there."""
+        gone: list[int] = []
+
+        def decided(now: Sequence[Candidate]) -> list[Decision]:
+            coming = incoming._replace(created=_newest_commit(now))
+            gone[:] = foresee(now, coming, policy, coming.created)
+            return [Decision(c.step, c.step not in gone, ()) for c in now]
+
+        self.proofs.decided(run, candidates, decided)
+        return gone
+
+    def is_replacing(self, run: str, step: int) -> bool:
+        """Whether another checkpoint takes the place of this one, and the catalog still describes the old one."""
+        with self._freshness:
+            return (run, step) in self._fresh
+
+    @contextmanager
+    def _telling_why_not(self, run: str) -> Iterator[None]:
+        """Tell, once, that nothing is removed because the storage cannot be looked at."""
+        try:
+            yield
+        except CatalogUnavailable:
+            raise
+        except StorageFailed as error:
+            if run not in self._waiting:
+                self._waiting.add(run)
+                text = f"nothing is removed: what stays cannot be looked at: {error.detail}"
+                self._tell("removal-waits", text, run, level="error", problem=error.problem())
+            raise
+        self._waiting.discard(run)
 
     def _listed(self, run: str) -> list[bodies.CheckpointInfo]:
         return roots.all_checkpoints(self._catalog, run)
@@ -395,9 +449,9 @@ class Rotation:
                 self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
         return trashed
 
-    def _tell(self, kind: str, text: str, run: str, step: int | None = None, **detail: Any) -> None:
+    def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         if self.events is not None:
-            self.events.add(kind, text, run, step, **detail)
+            self.events.add(kind, text, run, step, level, **detail)
 
     def _foreign(self, run: str, step: int) -> list[str]:
         try:
@@ -416,7 +470,7 @@ class Rotation:
         if not any(_READ in c.holds for c in candidates):
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
-        decisions = decide(free, file.in_force, self._clock())
+        decisions = decide(free, file.in_force, _newest_commit(free))
         thinned = {d.step for d in decide_thinning(free, decisions, file.in_force).values() if d.acts}
         gone = {d.step for d in decisions if not d.keep} | thinned
         waits = [left for step, left in self.readers.held(run).items() if step in gone]
@@ -463,17 +517,29 @@ _READ = "it is being read"
 _FRESH = "it is being replaced"
 
 
-def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked: Sequence[str]) -> Candidate:
+def _candidate(c: bodies.CheckpointInfo, seen_s: float, file: RunFile, busy: str | None, linked: Sequence[str]) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
     kept = [f"it was saved before the launch that first asked for keep_last={file.keep_last}"] if before else []
     holds = (*pin, *labels, *linked, *kept, *([busy] if busy else []))
-    created, groups = seconds_of(c.created), frozenset(c.groups)
+    groups = frozenset(c.groups)
+    verified = c.verified and busy != _FRESH  # what was verified was the one before
     gone = frozenset(c.thinned.groups) if c.thinned is not None else frozenset[str]()
-    judged = Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
+    judged = Candidate(c.step, seen_s, verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
     unknown = c.small_bytes is None and may_be_small(groups)  # an earlier version listed it
     return judged._replace(small=frozenset(RULES if unknown else c.small_bytes or ()), compact=c.compacted is not None)
+
+
+def _newest_commit(candidates: Sequence[Candidate]) -> float:
+    """Until when ages are counted, in the run's time: a run of which nothing is saved does not age."""
+    return max((c.created for c in candidates), default=0.0)
+
+
+def _stays_for(found: bodies.CheckpointInfo, candidates: Sequence[Candidate]) -> list[Decision]:
+    """The newest ones with the groups of this one, of those besides it, and this one itself."""
+    newest = newest_of([c for c in candidates if c.step != found.step], found.groups)
+    return [Decision(c.step, c.step in (found.step, *newest), ()) for c in candidates]
 
 
 def _verdict(

@@ -188,6 +188,7 @@ class RunRenaming:
             for table in run_removal.OF_A_RUN:
                 session.execute(delete(table).where(table.run == name))
                 session.execute(update(table).where(table.run == run).values(run=name))
+        self._catalog.renamed(run, name)
         run_removal.forget(self._catalog, run, heir=name)
 
     def _mark(self, run: str) -> _Mark | None:

@@ -7,14 +7,9 @@ is read is not thinned.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
-from itertools import islice
 from typing import Any
-
-from sqlalchemy import select
 
 from holdfast_formats import naming
 from holdfast_formats.disk.compacting import OptimRule
@@ -27,8 +22,6 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.checkpoints.run_files import RunFiles
-from holdfast_service.control.database.schema import CheckpointRow
-from holdfast_service.control.retention.policy import decide
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
 from holdfast_service.storage import Store
@@ -106,35 +99,18 @@ class Thinning:
         """
         found = self._catalog.checkpoint(run, step)
         self._rotation.refuse_held(run, step)
-        policy = self._files.read(run).in_force
-        most = policy.keep_full if small is None else policy.optim_full if small == policy.optim else None
-        if found.abandoned:
-            enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
-        else:
-            enough = most is not None and self._whole_after(found, most, small is not None) >= most
+        enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
         done = found.thinned is not None or (small is not None and found.compacted is not None)
-        if not enough or not found.verified or done or not self.is_mine():
+        if not enough or done:
             raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
-
-    def _whole_after(self, found: bodies.CheckpointInfo, enough: int, exact: bool) -> int:
-        """How many newer whole checkpoints count, as in `decide_thinning`; no more than are needed are looked for."""
-        row = CheckpointRow
-        counts = [row.verified, row.healthy.is_not(False), row.abandoned.is_(False), row.thinned.is_(None)]
-        counts += [row.compacted.is_(None)] if exact else []
-        wanted = select(row.groups).where(row.run == found.run, row.step > found.step, *counts).order_by(row.step.desc())
-        wanted = wanted.execution_options(yield_per=64)  # and closed, because it may not be read to its end
-        with (
-            self._catalog.database.read() as session,
-            closing(session.scalars(wanted)) as groups,
-        ):
-            return sum(1 for _ in islice((held for held in groups if set(found.groups) <= set(held)), enough))
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
         policy = self._files.read(run).in_force
         if policy.keep_full is None and policy.optim is None:
             return {}
         file, candidates = self._rotation.looked_at(run)
-        return decide_thinning(candidates, decide(candidates, file.in_force, time.time()), file.in_force)
+        candidates, decisions = self._rotation.proven(run, candidates, file.in_force)
+        return decide_thinning(candidates, decisions, file.in_force)
 
     def _record(self, run: str, step: int) -> None:
         """What is known of the checkpoint holds for what is left of it: its bytes are those that were checked."""
@@ -151,7 +127,8 @@ class Thinning:
             and (known.attempt, known.created) == (there.attempt, there.created)
         ):
             now = {name: getattr(there, name) for name in CHANGED}
-            self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step))
+            proven = self._rotation.looks.proof(run, step) if known.verified else None
+            self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step), proven)
             self._tell(made)
         self._rotation.listed(run, step)
 

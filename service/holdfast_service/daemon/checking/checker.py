@@ -93,6 +93,7 @@ class Checker:
             examination(self._tier, self._decisions, run, step) as examined,
         ):
             before = None if examined is None else examined.before
+            proof: str | None = self._decisions.findings.proof(run, step)
             heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
             counted = self.counting(heed)
             made, damages = self._examined(
@@ -101,6 +102,7 @@ class Checker:
             repaired: list[str] = []
             if damages or made is None:
                 made, repaired = self.mend(run, step, damages, record)
+                proof = None  # the files that were repaired are others
             try:
                 tried = self.conclude(made, lambda: examined.result(made) if examined else None, heed)
             except Damaged as error:
@@ -108,7 +110,7 @@ class Checker:
                     self._give_up(run, step, [error], record)
                 raise
         check = told_of(made, time.monotonic() - began, tried, repaired)
-        self._decisions.findings.sound(run, step, check, tried.same_as, made, fence)
+        self._decisions.findings.sound(run, step, check, tried.same_as, made, fence, proof)
         return check
 
     def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:

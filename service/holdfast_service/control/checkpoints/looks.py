@@ -1,0 +1,71 @@
+"""Looks at checkpoints on the storage, as everything does that is about to remove something because of them.
+
+What the catalog says of a checkpoint is what was true when somebody looked last. Before anything is removed because a
+checkpoint is there, COMMIT, manifest and every file are looked at. No byte of a tensor is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.disk import verification
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.storage import Readable
+
+KNOWN_MAX = 10_000  # file lists that are kept
+_PAIR = (naming.COMMIT, naming.MANIFEST)
+
+
+class _Listed(NamedTuple):
+    pair: tuple[str, ...]  # the stamps of COMMIT and manifest
+    files: tuple[tuple[str, int], ...]
+
+
+class Looks:
+    """Looks at the checkpoints of one root. Thread-safe. A manifest is read again when storage says that it changed."""
+
+    def __init__(self, files: Readable) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, int], _Listed] = {}
+
+    def look(self, run: str, step: int) -> str:
+        """What storage says of the files of a checkpoint that is all there: a text that changes when one of them is written,
+        replaced or made anew.
+
+        Raises `NoSuchCheckpoint` if it is gone, and `Damaged` if COMMIT or manifest is not right, or a file is not there or
+        is not as long as it should be.
+        """
+        directory = naming.checkpoint_path(run, step)
+        listed = self._listed(directory, run, step)
+        stamps = list(listed.pair)
+        for name, size in listed.files:
+            path = f"{directory}/{name}"
+            if self._files.size(path) != size:
+                verification.check_size(roots.load_manifest(self._files, run, step), name, self._files.size(path))
+            stamps.append(self._files.stamp(path))
+        return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
+
+    def proof(self, run: str, step: int) -> str:
+        """As `look`, before or after it was read back; empty, like no look ever, where it cannot be looked at."""
+        try:
+            return self.look(run, step)
+        except CheckpointError:
+            return ""
+
+    def _listed(self, directory: str, run: str, step: int) -> _Listed:
+        pair = tuple(self._files.stamp(f"{directory}/{name}") for name in _PAIR)
+        known = self._known.get((run, step))
+        if known is not None and known.pair == pair and "" not in pair:
+            return known
+        made = roots.load_manifest(self._files, run, step)
+        listed = _Listed(pair, tuple((file.name, file.bytes) for file in made.files))
+        with self._lock:
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[run, step] = listed
+        return listed

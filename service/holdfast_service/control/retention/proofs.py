@@ -1,0 +1,96 @@
+"""Decides about removals with what stands on the storage, and not with what the catalog remembers.
+
+A checkpoint because of which others may go is looked at first: one that was removed by hand, or lacks a file, keeps nobody
+from being kept, and one whose files are not those that were read back is read back again before it counts. What is found is
+recorded, so that lists and alerts say it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_service.control.catalog.catalog import Catalog, CommitProof
+from holdfast_service.control.checkpoints.looks import Looks
+from holdfast_service.control.retention.policy import Candidate, Decision
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = CommitProof(None, 0.0)
+Decide = Callable[[Sequence[Candidate]], list[Decision]]
+
+
+class Discoveries(Protocol):
+    """Hears what a look has found of a checkpoint that counted as verified."""
+
+    def missing(self, run: str, step: int) -> None: ...
+    def damaged(self, run: str, step: int, error: Damaged) -> None: ...
+    def changed(self, run: str, step: int, proven: str | None) -> None: ...
+
+
+class Silent:
+    """Records nothing: for roots without a daemon, and for tests."""
+
+    def missing(self, run: str, step: int) -> None:
+        log.error("%s@%s is gone from the storage", run, step)
+
+    def damaged(self, run: str, step: int, error: Damaged) -> None:
+        log.error("%s@%s is damaged: %s", run, step, error.detail)
+
+    def changed(self, run: str, step: int, proven: str | None) -> None:
+        log.warning("%s@%s has other files than those that were read back", run, step)
+
+
+class ProvenDecisions(NamedTuple):
+    """Candidates as they stand on the storage, and what was decided about them."""
+
+    candidates: list[Candidate]
+    decisions: list[Decision]
+
+
+class Proofs:
+    """The looks of one root that come before a removal."""
+
+    def __init__(self, looks: Looks, catalog: Catalog) -> None:
+        self._looks, self._catalog = looks, catalog
+        self.discoveries: Discoveries = Silent()
+
+    def decided(self, run: str, candidates: Sequence[Candidate], decide: Decide) -> ProvenDecisions:
+        """What `decide` says of the candidates that are there. All that stay and count were looked at, so that nothing goes
+        because of one that is not there. Raises what the storage raises if it cannot be looked at.
+        """
+        looked: set[int] = set()
+        known = self._catalog.proofs(run)
+        found = list(candidates)
+        while True:
+            decisions = decide(found)
+            stays = {decision.step for decision in decisions if decision.keep}
+            counts = [c for c in found if c.verified and c.step in stays and c.step not in looked]
+            if not counts:
+                return ProvenDecisions(found, decisions)
+            looked.update(c.step for c in counts)
+            seen = {c.step: self.as_it_stands(run, c, known.get(c.step, UNKNOWN).proven) for c in counts}
+            found = [now for c in found if (now := seen.get(c.step, c)) is not None]
+
+    def look(self, run: str, step: int) -> None:
+        """Look at a checkpoint that counts as verified, and record what is wrong with it."""
+        known = self._catalog.proofs(run).get(step, UNKNOWN)
+        if self._catalog.checkpoint(run, step).verified:
+            self.as_it_stands(run, Candidate(step, known.seen_s), known.proven)
+
+    def as_it_stands(self, run: str, c: Candidate, proven: str | None) -> Candidate | None:
+        """A candidate that counts as verified: not verified if it is not what was read back, None if it is gone."""
+        try:
+            stamp = self._looks.look(run, c.step)
+        except NoSuchCheckpoint:
+            self.discoveries.missing(run, c.step)
+            return None
+        except Damaged as error:
+            self.discoveries.damaged(run, c.step, error)
+            return c._replace(verified=False)
+        if proven is not None and stamp != proven:
+            self.discoveries.changed(run, c.step, proven)
+            return c._replace(verified=False)
+        return c

@@ -1,0 +1,146 @@
+"""Sees within seconds what others do to the checkpoints of a root: that one was removed by hand, or lost or changed a file.
+
+Lists, alerts and retention then say and do what is true of the storage. No byte of a tensor is read for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint
+from holdfast_formats.naming import CheckpointId
+from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.roots import Absences
+from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.findings.checks import Findings
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.storage import Store
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, however many checkpoints there are
+
+
+class RootWatch:
+    """Looks at the checkpoints of one root, again and again, and records what it finds. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        rotation: Rotation,
+        findings: Findings,
+        events: Events,
+        absences: Absences,
+    ) -> None:
+        self._store, self._catalog, self._rotation = store, catalog, rotation
+        self._findings, self._events, self._absences = findings, events, absences
+        rotation.proofs.discoveries = self
+        self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that looks
+        self.suspect: Callable[[str, int, Damaged], object] = lambda run, step, error: None  # has it mended, if possible
+        self.check_soon: Callable[[Collection[CheckpointId]], object] = lambda places: None  # these are to be read back
+        self._soon: set[str] = set()  # runs in which something is missing
+        self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
+        self._closing, self._wake = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="holdfast-root-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def missing(self, run: str, step: int) -> None:
+        """A checkpoint is listed, and its directory is gone. It may be called while it is decided about the run."""
+        self._soon.add(run)
+        self._wake.set()
+
+    def damaged(self, run: str, step: int, error: Damaged) -> None:
+        """A checkpoint that counted as sound is not all there."""
+        self._findings.damaged(run, step, error)
+        self.suspect(run, step, error)
+
+    def changed(self, run: str, step: int, proven: str | None) -> None:
+        """A checkpoint that counted as sound has other files than those that were read back: these are read back too."""
+        if self._catalog.doubt(run, step, proven):
+            text = f"files of step {step} were written or replaced since they were verified: they are read back again"
+            log.warning("%s: %s", run, text)
+            self._events.add("checkpoint-changed", text, run, step, level="warning")
+            self.check_soon([CheckpointId(run, step)])
+
+    def look(self) -> None:
+        """Look at everything once."""
+        soon, self._soon = self._soon, set()
+        for run in soon:
+            self.relist(run)
+        listed = self._catalog.all_proofs()
+        there = {run: set(self._store.steps(run)) for run in roots.runs(self._store.files)}
+        for run in sorted(listed.keys() | there.keys()):
+            if self._closing.is_set():
+                return
+            self._look_at(run, listed.get(run, {}), there.get(run, set()))
+        self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in there.items()}
+
+    def relist(self, run: str) -> None:
+        """Make the catalog say of a run what its directory says, and tell of what is gone without having been removed."""
+        with limited_to(ALL), self._rotation.deciding(run):
+            before = set(self._catalog.stamps(run))
+            for problem in roots.list_run(self._store, self._catalog, run, self._absences):
+                log.error("cannot read %s@%s: %s", run, problem.step, problem.error.detail)
+            after = set(self._catalog.stamps(run))
+        for step in sorted(before - after):
+            text = f"step {step} is gone: its directory was removed from the storage, and not by Holdfast"
+            log.error("%s: %s", run, text)
+            self._events.add("checkpoint-missing", text, run, step, level="error")
+        if new := [CheckpointId(run, step) for step in sorted(after - before)]:
+            self.check_soon(new)
+
+    def _look_at(self, run: str, listed: Mapping[int, str | None], there: Collection[int]) -> None:
+        unlisted = {step for step in there if step not in listed}
+        if not listed.keys() <= set(there) or self._is_news(run, unlisted):
+            self.relist(run)
+        for step, proven in listed.items():
+            if proven is not None and step in there and not self._stands(run, step, proven):
+                self._confirm(run, step)
+
+    def _is_news(self, run: str, unlisted: set[int]) -> bool:
+        """Whether something stands there for longer than it takes to list what was committed."""
+        lasting = unlisted & self._unlisted.get(run, set())
+        return any(roots.has_commit(self._store, run, step) for step in lasting)
+
+    def _stands(self, run: str, step: int, proven: str) -> bool:
+        try:
+            return self._rotation.looks.look(run, step) == proven or proven == ANY_FILES
+        except (Damaged, NoSuchCheckpoint):
+            return False
+
+    def _confirm(self, run: str, step: int) -> None:
+        """Look once more while nobody replaces, thins or removes it, and record what is found then."""
+        with self._rotation.deciding(run):
+            if not self._rotation.is_replacing(run, step):
+                self._rotation.proofs.look(run, step)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                if self.is_mine():
+                    self.look()
+            except CatalogUnavailable as away:
+                log.info("the root is looked at again when the catalog answers: %s", away.detail)
+            except CheckpointError as error:
+                log.warning("cannot look at the root: %s", error.detail)
+            except Exception:
+                log.exception("cannot look at the root")
+            self._wake.wait(max(LOOK_S, IDLE_TIMES * (time.monotonic() - began)))
+            self._wake.clear()

@@ -1,0 +1,87 @@
+"""Lists say within seconds what others have done to the checkpoints of a root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.storage import MemoryTier
+from tests.control.published import a_manifest, a_row, put_checkpoint
+from tests.daemons import wait_until
+from tests.databases import sqlite_url
+
+RUN = "run"
+
+
+@pytest.fixture
+def decisions(tmp_path: Path) -> Iterator[Decisions]:
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
+    made = Decisions(MemoryTier(), catalog, None)
+    made.recover()
+    for step in (1, 2, 3):
+        put_checkpoint(made._tier, a_manifest(RUN, step))
+        catalog.record_checkpoint(a_row(RUN, step))
+        made.findings.sound(RUN, step)
+    yield made
+    made.close()
+    catalog.close()
+
+
+def listed(decisions: Decisions) -> dict[int, bool]:
+    return {made.step: made.verified for made in decisions._catalog.checkpoints(RUN, None, 100).items}
+
+
+def test_a_directory_that_was_removed_is_listed_no_more(decisions: Decisions) -> None:
+    """The thread finds it by itself; an error says so until a newer checkpoint is verified, or it is there again."""
+    decisions.watch.start()
+    decisions._tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    wait_until(lambda: set(listed(decisions)) == {1, 2})
+    decisions.watch.close()
+    summaries = Summaries(decisions._tier, decisions._catalog)
+    (item,) = [one for one in summaries.one(RUN).attention if one.code == "checkpoint-missing"]
+    assert (item.level, item.step) == ("error", 3)
+    put_checkpoint(decisions._tier, a_manifest(RUN, 4))
+    decisions._catalog.record_checkpoint(a_row(RUN, 4))
+    decisions.findings.sound(RUN, 4)
+    assert "checkpoint-missing" not in {one.code for one in summaries.one(RUN).attention}
+
+
+def test_what_is_put_there_is_listed_and_checked(decisions: Decisions) -> None:
+    """A checkpoint that somebody has copied there is listed at the second look: one that is being committed is listed by
+    its daemon. What is no checkpoint is not.
+    """
+    asked: list[object] = []
+    decisions.watch.check_soon = asked.extend
+    put_checkpoint(decisions._tier, a_manifest(RUN, 9))
+    decisions._tier.put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
+    decisions.watch.look()
+    assert 9 not in listed(decisions)
+    decisions.watch.look()
+    assert listed(decisions) == {1: True, 2: True, 3: True, 9: False}
+    assert asked == [(RUN, 9)]
+
+
+def test_what_holdfast_removes_itself_is_no_news(decisions: Decisions) -> None:
+    """A removal is told of as a removal."""
+    decisions.rotation.remove(RUN, 1)
+    decisions.watch.look()
+    assert {event.kind for event in decisions.events.after(0, 100) if event.step == 1} >= {"checkpoint-removed"}
+    assert not [event for event in decisions.events.after(0, 100) if event.kind == "checkpoint-missing"]
+
+
+def test_what_is_being_replaced_is_left_alone(decisions: Decisions) -> None:
+    """Until the catalog knows the new one, its files are not those of the old one."""
+    decisions.rotation.is_replaced(RUN, 3)
+    path = f"{naming.checkpoint_path(RUN, 3)}/{naming.STATE}"
+    decisions._tier.replace(path, b"{}")
+    decisions.watch.look()
+    assert listed(decisions)[3]
+    decisions.rotation.listed(RUN, 3)
+    decisions.watch.look()
+    assert not listed(decisions)[3]
