@@ -164,12 +164,16 @@ def build_root(
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Turn one bit of a file round, in its place: who reads the file meanwhile never finds it shorter."""
+    """Turn one bit of a file round, in its place: who reads the file meanwhile never finds it shorter. As on a disk, no time
+    says that it happened.
+    """
+    before = path.stat()
     with open(path, "r+b", buffering=0) as file:
         file.seek(position)
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ 1 << bit]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def forget(directory: Path) -> None:

@@ -28,6 +28,7 @@ def decisions(tmp_path: Path) -> Iterator[Decisions]:
         put_checkpoint(made._tier, a_manifest(RUN, step))
         catalog.record_checkpoint(a_row(RUN, step))
         made.findings.sound(RUN, step)
+    assert made.rotation.settle()
     yield made
     made.close()
     catalog.close()

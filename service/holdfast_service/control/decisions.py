@@ -127,7 +127,7 @@ class Decisions:
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
         self.watch = RootWatch(self.store, catalog, self.rotation, self.findings, self.events, self._absences)
-        self._choices.relist = self.watch.relist
+        self._choices.relist, self.watch.thinned = self.watch.relist, self.thinning.record
         self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self.care: RootCare | None = None  # of a root that several nodes serve

@@ -45,6 +45,8 @@ class RootWatch:
         self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that looks
         self.suspect: Callable[[str, int, Damaged], object] = lambda run, step, error: None  # has it mended, if possible
         self.check_soon: Callable[[Collection[CheckpointId]], object] = lambda places: None  # these are to be read back
+        # Whether it was thinned or compacted by a node that was lost before it could tell the catalog, which is told then.
+        self.thinned: Callable[[str, int], bool] = lambda run, step: False
         self._soon: set[str] = set()  # runs in which something is missing
         self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
         self._closing, self._wake = threading.Event(), threading.Event()
@@ -70,8 +72,10 @@ class RootWatch:
         self._findings.damaged(run, step, error)
         self.suspect(run, step, error)
 
-    def changed(self, run: str, step: int, proven: str | None) -> None:
+    def changed(self, run: str, step: int, proven: str) -> None:
         """A checkpoint that counted as sound has other files than those that were read back: these are read back too."""
+        if self.thinned(run, step):
+            return
         if self._catalog.doubt(run, step, proven):
             text = f"files of step {step} were written or replaced since they were verified: they are read back again"
             log.warning("%s: %s", run, text)

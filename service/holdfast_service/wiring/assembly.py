@@ -44,6 +44,7 @@ from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
+from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
@@ -191,8 +192,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     scrub = _scrub(config, checker, decisions, saver, cluster)
     stack.callback(scrub.close)
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
-    checker.repairs = transfers.repairer
-    transfers.trains = lambda run: run in saver.runs or (cluster is not None and run in cluster.crews.connected())
+    checker.repairs, transfers.trains = transfers.repairer, _trains(saver, cluster)
     about = Serving(config.node, str(root), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
     parts = DataPlane(arena, saver, decisions, adoption, averages, peers)
@@ -203,11 +203,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     busy = [one.busy for one in (commands, on_event) if one is not None]
     daemon.at_work = lambda: any(one() for one in busy)
     decisions.trash.days, decisions.trash.restored = config.trash_days, scrub.check_soon
-    watch = decisions.watch
-    watch.suspect = saver.checks.suspect
-    watch.check_soon = lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)])
-    stack.callback(watch.close)
-    watch.start()
+    _watch_root(decisions.watch, saver, scrub, stack)
     stack.callback(Sweeper(decisions.empty_runs, saver, arena, tidy=decisions.trash.expire).close)
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
@@ -345,6 +341,19 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver,
     except CatalogUnavailable as away:
         log.warning("only the scrub will find checkpoints that were never verified: %s", away.detail)
     return scrub
+
+
+def _trains(saver: Saver, cluster: Cluster | None) -> Callable[[str], bool]:
+    """Whether ranks of a run are connected, to this node or to another one."""
+    return lambda run: run in saver.runs or (cluster is not None and run in cluster.crews.connected())
+
+
+def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:
+    """See what others do to the root's checkpoints, until `stack` unwinds; what they have changed is mended or checked."""
+    watch.suspect = saver.checks.suspect
+    watch.check_soon = lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)])
+    stack.callback(watch.close)
+    watch.start()
 
 
 def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:

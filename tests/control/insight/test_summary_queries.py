@@ -28,7 +28,7 @@ from tests.databases import sqlite_url
 BEGAN = "2030-01-01T00:00:00.000Z"
 BY_NEED = WantedRuns.parse(sort="attention")
 NOW = seconds_of("2030-01-01T01:00:00.000Z")
-QUERIES_MAX = 13
+QUERIES_MAX = 14
 
 
 @pytest.fixture

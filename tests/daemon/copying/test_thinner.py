@@ -97,7 +97,7 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
     """It has replaced the checkpoint, and was lost before the catalog heard of it: whoever looks next, tells it."""
     keep(world, keep_full=2)
     with monkeypatch.context() as patched:
-        patched.setattr(Thinning, "_record", lambda self, run, step: self._rotation.listed(run, step))
+        patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.listed(run, step))
         assert thinner(world).look(RUN) == [5] and world.decisions.recorded(30)
     assert world.catalog.checkpoint(RUN, 5).thinned is None
     assert thinner(world).look(RUN) == []

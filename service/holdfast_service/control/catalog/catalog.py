@@ -47,7 +47,9 @@ class KnownRun(NamedTuple):
 
 
 class CommitProof(NamedTuple):
-    """As which files a checkpoint was read back, if at all, and when it was committed, in time that daemons have seen."""
+    """As which files a checkpoint was read back, None if it is not verified; and when it was committed, in time that
+    daemons have seen.
+    """
 
     proven: str | None
     seen_s: float
@@ -384,10 +386,13 @@ class Catalog:
 
     def proofs(self, run: str) -> dict[int, CommitProof]:
         """Of every step that is listed of a run, what follows from its files and from time, and not from its manifest."""
-        columns = select(CheckpointRow.step, CheckpointRow.proven, CheckpointRow.seen_s)
+        row = CheckpointRow
+        columns = select(row.step, row.proven, row.verified, row.seen_s).where(row.run == run)
         with self._read() as session:
-            found = session.execute(columns.where(CheckpointRow.run == run))
-            return {step: CommitProof(proven, seen_s or 0.0) for step, proven, seen_s in found}
+            return {
+                step: CommitProof((proven or ANY_FILES) if verified else None, seen_s or 0.0)
+                for step, proven, verified, seen_s in session.execute(columns)
+            }
 
     def all_proofs(self) -> dict[str, dict[int, str | None]]:
         """As which files every checkpoint of every run was read back; None where that is not known, or it is not sound."""
@@ -402,7 +407,7 @@ class Catalog:
         """The time of a run that got another name goes on."""
         self._times.renamed(run, name)
 
-    def doubt(self, run: str, step: int, proven: str | None) -> bool:
+    def doubt(self, run: str, step: int, proven: str) -> bool:
         """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
         it was verified anew meanwhile.
         """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from holdfast_formats.errors import Damaged, NoSuchCheckpoint
-from holdfast_service.control.catalog.catalog import Catalog, CommitProof
+from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog, CommitProof
 from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.retention.policy import Candidate, Decision
 
@@ -27,7 +27,7 @@ class Discoveries(Protocol):
 
     def missing(self, run: str, step: int) -> None: ...
     def damaged(self, run: str, step: int, error: Damaged) -> None: ...
-    def changed(self, run: str, step: int, proven: str | None) -> None: ...
+    def changed(self, run: str, step: int, proven: str) -> None: ...
 
 
 class Silent:
@@ -39,7 +39,7 @@ class Silent:
     def damaged(self, run: str, step: int, error: Damaged) -> None:
         log.error("%s@%s is damaged: %s", run, step, error.detail)
 
-    def changed(self, run: str, step: int, proven: str | None) -> None:
+    def changed(self, run: str, step: int, proven: str) -> None:
         log.warning("%s@%s has other files than those that were read back", run, step)
 
 
@@ -90,7 +90,9 @@ class Proofs:
         except Damaged as error:
             self.discoveries.damaged(run, c.step, error)
             return c._replace(verified=False)
-        if proven is not None and stamp != proven:
+        if proven is None:  # somebody has found something since it was listed as verified
+            return c._replace(verified=False)
+        if stamp != proven != ANY_FILES:
             self.discoveries.changed(run, c.step, proven)
             return c._replace(verified=False)
         return c

@@ -73,7 +73,7 @@ class Thinning:
 
     def was_done(self, run: str, step: int) -> None:
         """Tell the catalog soon what stands there now."""
-        self._book.tell(f"what is left of {run}@{step}", lambda: self._record(run, step))
+        self._book.tell(f"what is left of {run}@{step}", lambda: self.record(run, step))
 
     def clear(self, place: Place) -> None:
         """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""
@@ -112,15 +112,18 @@ class Thinning:
         candidates, decisions = self._rotation.proven(run, candidates, file.in_force)
         return decide_thinning(candidates, decisions, file.in_force)
 
-    def _record(self, run: str, step: int) -> None:
-        """What is known of the checkpoint holds for what is left of it: its bytes are those that were checked."""
+    def record(self, run: str, step: int) -> bool:
+        """What is known of the checkpoint holds for what is left of it: its bytes are those that were checked. Whether
+        there was anything to tell the catalog.
+        """
+        told = False
         try:
             made = roots.load_manifest(self._store.files, run, step)
             there = bodies.describe(made)
             known = self._catalog.checkpoint(run, step)
         except NotFound:
             self._rotation.listed(run, step)
-            return
+            return False
         if (
             (made.thinned is not None or made.compacted is not None)
             and (known.thinned, known.compacted) != (there.thinned, there.compacted)
@@ -130,7 +133,9 @@ class Thinning:
             proven = self._rotation.looks.proof(run, step) if known.verified else None
             self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step), proven)
             self._tell(made)
+            told = True
         self._rotation.listed(run, step)
+        return told
 
     def _tell(self, made: Manifest) -> None:
         if self._rotation.events is None:
