@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 from holdfast.layout.declared import declare
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
@@ -20,6 +21,7 @@ from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
+from holdfast.stage.errands import Errand, Errands
 from holdfast.stage.from_master import FromMasters, ModelSource
 from holdfast.stage.growth import Need
 from holdfast.stage.origin import TrainingOrigin
@@ -39,7 +41,7 @@ from holdfast.stage.save_request import (
 )
 from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slot_contents import SlotContents
-from holdfast.stage.slots import Slots
+from holdfast.stage.slots import Slot, Slots
 from holdfast.state import assets as asset_files
 from holdfast.state import exclusion
 from holdfast.state.masters import Masters
@@ -48,11 +50,12 @@ from holdfast.tensors.leaves import is_ignored
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
-from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
 from holdfast_formats.lineage import Existing
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.messages import Policy
 from holdfast_formats.staging.slot_table import digests_bytes
+from holdfast_formats.staging.wire import Welcome, Withdraw
 
 from . import checkpointer_options as options
 from . import launch as launches
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 SLOTS = 2
 SLOT_WAIT_S = 3600.0
@@ -140,6 +145,7 @@ class Checkpointer:
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
         self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
+        self._errands = Errands(lambda: self._session.pulse)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
@@ -197,7 +203,7 @@ class Checkpointer:
 
     def root(self) -> Path | None:
         """The directory that the daemon serves, if it is on this machine. Starts a daemon where `save()` would."""
-        return self._calls.run("root()", self._session.root, self._refuse_to_look)
+        return self._calls.run("root()", self._settled(self._session.root), self._refuse_to_look)
 
     def save(  # noqa: PLR0913 - all named and optional
         self,
@@ -242,15 +248,15 @@ class Checkpointer:
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)
         left_out = exclusion.check(exclude, "exclude")
-        ticket = SaveTicket(self.run, check_step(step), 0)
+        ticket = SaveTicket(self.run, check_step(step), 0, self._session.until)
         if every is not None:
             groups, note = self._rhythm.due(every, groups, self._groups())
             ticket.notes = () if note is None else (note,)
         if existing == "same":
             under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups, left_out)
             if under_way is not None:
-                if wait == "durable":
-                    under_way.result()
+                if wait is not None:
+                    under_way.await_promise(wait)
                 return under_way
         how = check_check(self._check if check is None else check) == "full"
         if existing == "replace":
@@ -347,7 +353,7 @@ class Checkpointer:
         def put_off(during: str) -> None:
             self._calls.later(Later(during, lambda: self.link(made, path)))
 
-        self._calls.run("link()", lambda: self._links.make(made, path), put_off)
+        self._calls.run("link()", self._settled(lambda: self._links.make(made, path)), put_off)
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
@@ -363,7 +369,7 @@ class Checkpointer:
                 settle(under_way)
             return self._links.step_at(path)
 
-        return self._calls.run("step_at()", look, self._refuse_to_look)
+        return self._calls.run("step_at()", self._settled(look), self._refuse_to_look)
 
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
         """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it.
@@ -372,7 +378,8 @@ class Checkpointer:
         """
         self._refuse_if_closed()
         number = check_step(step)
-        return self._calls.run("read_asset()", lambda: self._session.read_file(number, name), self._refuse_to_look)
+        read = self._settled(lambda: self._session.read_file(number, name))
+        return self._calls.run("read_asset()", read, self._refuse_to_look)
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
@@ -411,7 +418,7 @@ class Checkpointer:
         self._refuse_if_closed()
         if self._task is not None:  # a slot that was given back may be leased anew: nothing still writes into it
             self.fence()
-            self._task.join()
+            self._task.leave()
         began = time.monotonic()
         self._tickets.warn()
         self._tell_lacking()
@@ -425,7 +432,7 @@ class Checkpointer:
         ticket = asked.ticket
         self._note(ticket, snapshot.notes)
         try:
-            ticket.attempt = self._session.connected(start=True).attempt
+            ticket.attempt = self._reached(patient=asked.wait is not None).attempt
             task = self._task_of(asked, snapshot, layout)
         except CheckpointError as error:
             if not asked.ends_by(error, self._session.attempt, self._tickets):
@@ -440,9 +447,8 @@ class Checkpointer:
 
     def _see_through(self, task: SaveTask, ticket: SaveTicket, wait: Wait) -> None:
         began = time.monotonic()
-        task.complete()
-        if wait == "durable" or ticket.dropped:
-            ticket.result()
+        task.complete(self._session.until)
+        ticket.await_promise(wait)
         task.held(time.monotonic() - began, last=True)
 
     def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
@@ -465,6 +471,7 @@ class Checkpointer:
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
+        self._errands.settle()
         self._contents.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
@@ -509,13 +516,14 @@ class Checkpointer:
             self._hooks.remove()
         if self._task is not None:
             self.fence()
-            self._task.join()
+            with suppress(DeadlineExceeded):
+                self._task.see_through(self._session.until)
             self._task = None
+        if wait:
+            self._see_all_through()
         if self._averaging is not None:
             self._averaging.close()
         if wait:
-            for ticket in self._tickets.open():
-                settle(ticket)
             self._tell_lacking()
         self._links.close()
         self._reservation.close()
@@ -523,6 +531,15 @@ class Checkpointer:
         failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
+
+    def _see_all_through(self) -> None:
+        """Wait for the end of every save; where the daemon does not answer at all, they have failed as far as we know."""
+        try:
+            self._errands.settle()
+            for ticket in self._tickets.open():
+                settle(ticket)
+        except DeadlineExceeded as silent:
+            self._tickets.lost(silent)
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
@@ -533,14 +550,47 @@ class Checkpointer:
                 log.info("not prepared for saves: %s", error.detail)  # the first save says so, where it matters
 
     def _reserved(self, need: Need) -> Slots:
-        def reserve() -> Slots:
-            self._refuse_if_closed()
-            self._session.connected(start=True)
-            slots = self._reservation.room_for(need)
-            self._copy_plans.lay_ahead(slots, self._contents.layout)
-            return slots
+        """Called in a thread that no signal interrupts; a save need not wait for it."""
 
-        return self._calls.run("prepare()", reserve, lambda during: reserve())  # in a thread that no signal interrupts
+        def reserve() -> Slots:
+            self._session.connected(start=True)
+            return self._reservation.room_for(need)
+
+        def begin() -> Errand:
+            self._refuse_if_closed()
+            if self._errands.busy:
+                raise DeadlineExceeded("the daemon has not answered yet")
+            return self._errands.begin(reserve)
+
+        errand = self._calls.run("prepare()", begin, lambda during: begin())
+        slots: Slots = self._errands.result(errand, patient=True)
+        self._calls.run("prepare()", lambda: self._copy_plans.lay_ahead(slots, self._contents.layout), bool)
+        return slots
+
+    def _settled(self, act: Callable[[], _Result]) -> Callable[[], _Result]:
+        """The call, after an errand that is under way: both use the session."""
+
+        def after() -> _Result:
+            self._errands.settle()
+            return act()
+
+        return after
+
+    def _reached(self, patient: bool) -> Welcome:
+        """The daemon's welcome; one that was lost is looked for in an errand."""
+        self._errands.settle(patient)
+        if self._session.link is not None and self._session.link.alive:
+            return self._session.connected(start=True)
+        return self._errands.run(lambda: self._session.connected(start=True), patient)
+
+    def _withdraw(self, step: int) -> None:
+        link = self._session.link
+        if link is not None:
+            link.tell(Withdraw(id=link.next_id(), step=step))
+
+    def _give_back(self, slot: Slot) -> None:
+        """The daemon granted a slot too late: the save has failed, for all ranks."""
+        slot.abandon(DeadlineExceeded(f"rank {self._launch.rank} did not hear from its daemon in time, and saved no part"))
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -567,8 +617,17 @@ class Checkpointer:
             self._session,
             fenced=fenced,
             file_bytes_max=file_bytes_max,
+            ask=self._ask_for_average,
         )
         return Averaging(ema, rank, lambda: bool(self._hooks.optimizers))
+
+    def _ask_for_average(self, act: Callable[[], _Result]) -> _Result:
+        """In an optimizer's step, which does not wait for a daemon that is silent; or in a restore, which does."""
+        return self._calls.run(
+            "ema.update()",
+            lambda: self._errands.run(act, patient=False),
+            lambda during: self._errands.run(act, patient=True),
+        )
 
     def _after_step(self, *given: Any) -> None:
         """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
@@ -597,10 +656,17 @@ class Checkpointer:
         need = Need(size, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
         if self._averaging is not None:
             need = need._replace(average_bytes=self._averaging.beside_bytes())
-        slots = self._reservation.room_for(need, self._task)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
+        last, wait_s = self._task, SLOT_WAIT_S if policy == "wait" else 0.0
+
+        def lease() -> Slot:
+            slots = self._reservation.room_for(need, last)
+            return slots.lease(ticket.step, ticket.attempt, wait_s, policy, intent)
+
         with self._tickets.beginning(ticket):
-            slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
+            slot = self._errands.run(
+                lease, asked.wait is not None, self._give_back, lambda: self._withdraw(ticket.step), wait_s
+            )
             self._tickets.leaves_out(ticket.step, asked.exclude)
         part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average, after)
         return SaveTask(ticket, part, self._tickets, self._copy_plans)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from holdfast.left_out import LeftOutNote
 from holdfast.save_warning import warn
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _END = "end"
 
+Until = Callable[[Latch, float | None], bool]  # waits for it, as long as the daemon may still set it
+
 
 class SaveResult(NamedTuple):
     """A committed save: complete, durable, restorable."""
@@ -41,8 +43,9 @@ class SaveResult(NamedTuple):
 class SaveTicket:
     """The result of one save. You need not check it: the next `save()` and `close()` also report a failure."""
 
-    def __init__(self, run: str, step: int, attempt: int) -> None:
+    def __init__(self, run: str, step: int, attempt: int, until: Until = Latch.wait) -> None:
         self.run, self.step, self.attempt = run, step, attempt
+        self._until = until
         self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
         self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
@@ -86,20 +89,27 @@ class SaveTicket:
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Wait until the step is committed. Raises the error of the save, or `DeadlineExceeded` after `timeout`
-        seconds.
+        seconds, and where the daemon does not answer at all for 10 s; it may still commit the step then.
         """
         self._refuse_to_wait_for_oneself()
-        if not self._ended.wait(timeout):
+        if not self._until(self._ended, timeout):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
         if self.error is not None:
             raise self.error
         return SaveResult(self.run, self.step, self.attempt)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until this rank's part is staged or the save has failed; return whether it is staged."""
+        """Wait until this rank's part is staged or the save has failed; return whether it is staged. Raises
+        `DeadlineExceeded` where the daemon does not answer at all for 10 s.
+        """
         self._refuse_to_wait_for_oneself()
-        self._decided.wait(timeout)
+        self._until(self._decided, timeout)
         return self.staged
+
+    def await_promise(self, wait: Literal["staged", "durable"]) -> None:
+        """Return when the save is what `wait` promises. Raises the error of the save if it never will be."""
+        if wait == "durable" or not self.wait_staged() or self.error is not None:
+            self.result()
 
     def lacks(self, groups: Collection[str]) -> None:
         """The checkpoint has all groups but these."""
@@ -227,9 +237,14 @@ class Tickets:
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 
     def lost(self, error: CheckpointError) -> None:
-        """The daemon is gone: fail all open saves, because their outcome is unknown."""
+        """The daemon is gone, or silent for good: fail all open saves, because their outcome is unknown."""
         for ticket in self.open():
-            told = DaemonGone(f"{error.detail}; the next daemon may still commit the staged data", hint=error.hint)
+            if isinstance(error, DeadlineExceeded):
+                told: CheckpointError = DeadlineExceeded(
+                    f"{error.detail}; it may still commit the staged data", hint=error.hint
+                )
+            else:
+                told = DaemonGone(f"{error.detail}; the next daemon may still commit the staged data", hint=error.hint)
             self.fail(ticket, told if ticket.staged else error)
 
     def take_failure(self) -> SaveTicket | None:
@@ -271,9 +286,11 @@ class Tickets:
 
 
 def settle(ticket: SaveTicket) -> None:
-    """Wait for the end of a save, and log a failure."""
+    """Wait for the end of a save, and log a failure. Raises `DeadlineExceeded` if the daemon does not answer at all."""
     try:
         ticket.result()
     except CheckpointError as error:
+        if not ticket.done:
+            raise
         how = "was dropped" if ticket.dropped else "failed"
         log.warning("the save of %s@%s %s: %s", ticket.run, ticket.step, how, error.detail)

@@ -16,6 +16,13 @@ class Transport(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
+    def daemon(self) -> str: ...  # who answers, for errors
+    def ping(self, timeout_s: float) -> None:
+        """Ask for a sign of life, beside all requests. `DeadlineExceeded` if none comes in time, `DaemonGone` without a
+        daemon.
+        """
+
+    @property
     def receiving(self) -> AbstractContextManager[object]:
         """Held from a request that is answered with descriptors until they are taken: those of two threads' requests would
         be taken for each other's.

@@ -23,7 +23,8 @@ def main() -> None:
     slot = Slots(link, 2, size, 65_536).lease(step, attempt, 10)
     np.frombuffer(slot.data, np.uint8)[:size] = np.random.default_rng(step).integers(0, 256, size, np.uint8)
     fragment = StagedFragment(TensorSpec("model", "w", "U8", (size,)), (Box((0,), (size,)),), 0)
-    slot.seal(slot_table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {})), size)
+    encoded = slot_table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {}))
+    slot.hand_over(slot.seal(encoded, size))
     print("sealed", flush=True)
     time.sleep(3600)
 

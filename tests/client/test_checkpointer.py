@@ -312,28 +312,6 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
     assert daemon.stop() == 0
 
 
-def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is frozen: the save fails by its ticket, and what it is granted too late is given back."""
-    monkeypatch.setattr("holdfast.stage.slots.LEASE_MARGIN_S", 0.5)
-    with running(tmp_path / "root") as daemon:
-        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket, slots=1)
-        checkpointer.save(1, wait="durable")
-        daemon.freeze()
-        thaw = threading.Timer(2.0, daemon.process.send_signal, (signal.SIGCONT,))
-        try:
-            ticket = checkpointer.save(2)
-            assert isinstance(ticket.error, DeadlineExceeded)
-            monkeypatch.undo()
-            thaw.start()
-            with pytest.warns(SaveWarning, match="r@2 failed"):  # which asks for the only slot before that is given back
-                checkpointer.save(3, wait="durable")
-        finally:
-            thaw.cancel()
-            daemon.thaw()
-        checkpointer.save(2, wait="durable", existing="replace")
-        checkpointer.close()
-
-
 def test_more_slots_than_a_rank_may_have_are_refused() -> None:
     """By name, before anything is begun."""
     with pytest.raises(InvalidRequest, match="may have 64"):

@@ -69,7 +69,7 @@ def save(slots: Slots, table_of: SlotTable, box: Box) -> None:
         say("leased", table_of.step)
         copy_half(slot, data)
         copy_rest(slot, data)
-        slot.seal(slot_table.encode(table_of), box.shape[0])
+        slot.hand_over(slot.seal(slot_table.encode(table_of), box.shape[0]))
     except CheckpointError:
         say("refused", table_of.step)
 

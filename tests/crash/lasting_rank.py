@@ -65,7 +65,7 @@ def main() -> None:
             if waits:
                 sys.stdin.readline()
             np.frombuffer(slot.data, np.uint8)[:size] = content(step, rank * size, size)
-            slot.seal(encoded, size)
+            slot.hand_over(slot.seal(encoded, size))
             say("sealed", step)
         except CheckpointError as error:
             say(f"refused {error.code}", step)

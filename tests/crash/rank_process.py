@@ -56,7 +56,7 @@ def main() -> None:
             say("leased", step, pause)
             np.frombuffer(slot.data, np.uint8)[:size] = content(step, rank * size, size)
             say("copied", step, pause)
-            slot.seal(encoded, size)
+            slot.hand_over(slot.seal(encoded, size))
         except CheckpointError as error:
             say(f"refused {error.code}", step, pause)
             continue

@@ -242,7 +242,11 @@ class Trainer:
         try:
             slot = self._slots.lease(step, self._attempt, 30)
             np.frombuffer(slot.data, np.uint8)[: self._nbytes] = step
-            slot.seal(slot_table.encode(SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {})), self._nbytes)
+            slot.hand_over(
+                slot.seal(
+                    slot_table.encode(SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {})), self._nbytes
+                )
+            )
         except CheckpointError as error:
             return error
         with self._heard:

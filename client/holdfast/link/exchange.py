@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import socket
+import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast_formats.errors import DaemonGone, from_problem
+from holdfast_formats.errors import DaemonGone, DeadlineExceeded, from_problem
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.socket_paths import addressable
 
 CONNECT_TIMEOUT_S = 5.0
+RECEIVE_BYTES = 65_536
 HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
-SILENT_HINT = "it may be frozen, or its machine overloaded: look at its log, and restart it if `holdfast top` shows nothing"
+SILENT_HINT = "it may be stopped, swapped out or overloaded: look at its log, and restart it if `holdfast top` shows nothing"
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Expected = TypeVar("Expected", bound=wire.Reply)
 
@@ -30,6 +34,37 @@ def connect(path: Path) -> socket.socket:
         connection.close()
         raise DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT) from error
     return connection
+
+
+def name_of(connection: socket.socket, path: Path) -> str:
+    """The daemon at the other end, for errors: with its pid where this process sees it."""
+    try:
+        size = _CREDENTIALS.size
+        pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    except OSError:
+        pid = 0
+    return f"the daemon at {path} (pid {pid})" if pid > 0 else f"the daemon at {path}"
+
+
+def ping(path: Path, timeout_s: float) -> None:
+    """Ask the daemon at a socket for a sign of life: `DeadlineExceeded` if it does not answer in time, `DaemonGone` if there
+    is none.
+    """
+    limit = time.monotonic() + timeout_s
+    decoder, connection = wire.FrameDecoder(wire.TO_RANK), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with connection, addressable(path) as name:
+            connection.settimeout(timeout_s)
+            connection.connect(name)
+            connection.sendall(wire.encode_frame(wire.Ping(id=0)))
+            while not decoder.feed(data := connection.recv(RECEIVE_BYTES)):
+                if not data:
+                    raise DaemonGone(f"the daemon at {path} closed the connection", hint=HINT)
+                connection.settimeout(max(limit - time.monotonic(), 0.001))
+    except (TimeoutError, BlockingIOError) as error:  # the second for a queue that is full of who asked before
+        raise DeadlineExceeded(f"the daemon at {path} gave no sign of life within {timeout_s:.1f} s") from error
+    except OSError as error:
+        raise DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT) from error
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -21,6 +21,8 @@ from holdfast.read.peer_slots import PeerSlots, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
 from holdfast.threads.background_requests import BackgroundRequests
+from holdfast.threads.latch import Latch
+from holdfast.threads.pulse import Pulse
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
 from holdfast_formats import choosing
@@ -78,7 +80,7 @@ class Session:
         """Nothing is contacted yet. `info` is what this rank says of its launch."""
         self._who, self._place, self._tickets, self._info = who, place, tickets, info
         self._id = uuid.uuid4().hex
-        self._link: Transport | None = None
+        self._link: BackgroundRequests | None = None
         self._welcome: wire.Welcome | None = None
         self._turn = 0
         self.notices: list[str] = []
@@ -92,6 +94,15 @@ class Session:
     def link(self) -> Transport | None:
         """The connection to the current daemon, if there is one."""
         return self._link
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """Whether the daemon answers; None before the first contact."""
+        return None if self._link is None else self._link.pulse
+
+    def until(self, ended: Latch, timeout: float | None = None) -> bool:
+        """Wait for what the daemon brings about, as `Pulse.until`."""
+        return ended.wait(timeout) if self._link is None else self._link.pulse.until(ended, timeout)
 
     def connected(self, start: bool) -> wire.Welcome:
         """The daemon's welcome. Connects, or reconnects, if necessary; `start` allows starting a daemon."""

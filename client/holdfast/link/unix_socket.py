@@ -19,16 +19,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.link import unattended
-from holdfast.link.exchange import HINT, SILENT_HINT, Expected, connect, expected, hang_up
+from holdfast.link import exchange, unattended
+from holdfast.link.exchange import HINT, RECEIVE_BYTES, SILENT_HINT, Expected, connect, expected, hang_up, name_of
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 65_536
 REPLY_TIMEOUT_S = 60.0
+SEND_WAIT_S = 0.1  # for the turn of a message that may be lost
 MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
@@ -56,6 +56,7 @@ class SocketLink:
         self._on_outcome, self._on_lost, self._dial = on_outcome, on_lost, dial
         self._ids = itertools.count()
         self._condition = threading.Condition()
+        self._sending = threading.Lock()  # a daemon that reads nothing holds up who sends, and none of what is received
         self._replies: dict[int, wire.Reply] = {}
         self._fds: list[int] = []
         self.receiving = threading.Lock()
@@ -71,7 +72,6 @@ class SocketLink:
         self._segment = -1
         self._average = -1
         self._spilled = False  # the segment is a file on disk
-        self._late: dict[int, int] = {}  # requests whose replies nobody waits for, and the steps of those that are leases
         self._attaching = False  # the next daemon is being told what the segment holds
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
@@ -83,9 +83,17 @@ class SocketLink:
         """Whether requests can succeed; also true while the link reconnects."""
         return self._lost is None and not self._closing.is_set()
 
+    @property
+    def daemon(self) -> str:
+        return name_of(self._socket, self.path)
+
+    def ping(self, timeout_s: float) -> None:
+        exchange.ping(self.path, timeout_s)
+
     def leave_to_parent(self) -> None:
         """Close this end in a forked child: the connection belongs to the parent and must end with it."""
         self._condition = threading.Condition()  # another thread, which there is not in here, may have held the old one
+        self._sending = threading.Lock()
         self._lost = self._broken = DaemonGone(
             "this process was forked from the rank; the connection belongs to the parent", hint=_FORKED
         )
@@ -121,11 +129,23 @@ class SocketLink:
         return expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
 
     def tell(self, message: wire.Request) -> None:
-        """Send a message without a reply. Without a daemon it is silently lost."""
+        """Send a message without a reply. Without a daemon, or with one that reads nothing, it is silently lost."""
         with self._condition:
-            if self.alive and self._mender is None and self._broken is None:
-                with suppress(OSError):
-                    self._socket.sendall(wire.encode_frame(message))
+            reached = self.alive and self._mender is None and self._broken is None
+            connection = self._socket
+        if reached:
+            self._send_or_lose(connection, wire.encode_frame(message))
+
+    def _send_or_lose(self, connection: socket.socket, frame: bytes) -> None:
+        if not self._sending.acquire(timeout=SEND_WAIT_S):
+            return
+        try:
+            sent = connection.send(frame, socket.MSG_DONTWAIT)
+            connection.sendall(frame[sent:])  # a frame that was begun must be whole
+        except OSError as error:
+            log.debug("a message to %s is lost: %s", self.path, error)
+        finally:
+            self._sending.release()
 
     def take_fd(self) -> int:
         """The descriptor that came with the last reply; the caller closes it. The link keeps a copy for the next daemon."""
@@ -159,9 +179,8 @@ class SocketLink:
         self._hurry.set()
         with self._condition:
             self._condition.notify_all()
-            if ended and self._hello is not None:
-                with suppress(OSError):
-                    self._socket.sendall(wire.encode_frame(wire.Farewell(id=self.next_id())))
+        if ended and self._hello is not None:
+            self._send_or_lose(self._socket, wire.encode_frame(wire.Farewell(id=self.next_id())))
         with suppress(OSError):  # the daemon may have hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         for thread in (self._mender, self._thread):
@@ -185,7 +204,6 @@ class SocketLink:
                 raise DaemonGone(f"the connection to {self.path} is closed")
             self._socket, self._fds, self._broken = connection, [], None
             self._replies.clear()
-            self._late.clear()  # another daemon finds in the segment what was granted
         self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
         self._thread.start()
 
@@ -211,6 +229,10 @@ class SocketLink:
         if isinstance(message, wire.Seal):
             self._unsaid.append(message)
             return wire.Sealed(reply_to=message.id)
+        if isinstance(message, wire.Abandon):  # else its slot stayed leased at the next daemon, until that gave it up
+            self._unsaid.append(message)
+            self._awaited.pop(message.step, None)
+            return wire.Done(reply_to=message.id)
         alone = self._segment >= 0 and not self._spilled and not self._attaching and self._attempt is not None
         if not alone or not isinstance(message, wire.Lease) or message.intent.existing == "same":
             return None
@@ -231,37 +253,23 @@ class SocketLink:
         frame = wire.encode_frame(message)
         with self._condition:
             connection = self._socket
-            if isinstance(message, wire.Lease):
-                self._await_late(limit)
-            try:
+        try:
+            with self._sending:
                 sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
                 connection.sendall(frame[sent:])
-            except OSError as error:
-                raise DaemonGone(f"the daemon at {self.path} is gone: {error}", hint=HINT) from error
+        except OSError as error:
+            raise DaemonGone(f"the daemon at {self.path} is gone: {error}", hint=HINT) from error
+        with self._condition:
             while message.id not in self._replies:
                 if self._socket is not connection or self._broken is not None:
                     raise self._broken or DaemonGone(f"the daemon at {self.path} is gone", hint=HINT)
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
-                    if isinstance(message, wire.Lease):
-                        self._late[message.id] = message.step
-                    raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time", hint=SILENT_HINT)
+                    with suppress(OSError):  # what is answered too late, with descriptors, is taken for no other's answer
+                        connection.shutdown(socket.SHUT_RDWR)
+                    raise DeadlineExceeded(f"{self.daemon} did not answer in time", hint=SILENT_HINT)
             reply = self._replies.pop(message.id)
             self._note(message, reply)
             return reply
-
-    def _await_late(self, limit: float) -> None:
-        """Wait until a slot that was granted too late is given back; the condition is held.
-
-        The daemon reads a rank's messages in order, and would not see this one while it looks for the slot
-        requested now.
-        """
-        connection = self._socket
-        answered = self._condition.wait_for(
-            lambda: not self._late or self._broken is not None or self._socket is not connection,
-            max(limit - time.monotonic(), 0),
-        )
-        if not answered:
-            raise DeadlineExceeded(f"the daemon at {self.path} has not answered for a while")
 
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
         """Remember what the next daemon must be told. The condition is held: no reconnect comes between."""
@@ -382,21 +390,8 @@ class SocketLink:
             self._on_outcome(message)
             return
         with self._condition:
-            if message.reply_to in self._late:
-                self._decline(message, self._late.pop(message.reply_to))
-                self._condition.notify_all()
-                return
             self._replies[message.reply_to] = message
             self._condition.notify_all()
-
-    def _decline(self, late: wire.Reply, step: int) -> None:
-        """Give back a slot that was granted after its request had timed out; the condition is held."""
-        if isinstance(late, wire.Granted):
-            error = DeadlineExceeded("the daemon granted a slot too late")
-            message = wire.Abandon(id=self.next_id(), slot=late.slot, step=step, problem=error.problem())
-            self._late[message.id] = step
-            with suppress(OSError):
-                self._socket.sendall(wire.encode_frame(message))
 
 
 def _leave_links_to_parent() -> None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from holdfast.remote.own_slots import OwnSave, OwnSegment, within
-from holdfast.remote.uploader import OPEN_TIMEOUT_S, Uploader
+from holdfast.remote.uploader import ROOM_TIMEOUT_S, Uploader
 from holdfast.rest.api import Api
 from holdfast_formats import memory_bounds
 from holdfast_formats.errors import (
@@ -65,6 +65,16 @@ class RemoteLink:
     @property
     def alive(self) -> bool:
         return not self._closed and (self._courier is None or self._courier.lost is None)
+
+    @property
+    def daemon(self) -> str:
+        return f"the daemon at {self.url}"
+
+    def ping(self, timeout_s: float) -> None:
+        try:
+            self._api.sign_of_life(timeout_s)
+        except RuntimeError as error:  # closed meanwhile
+            raise DaemonGone(f"the connection to {self.url} is closed") from error
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -212,7 +222,7 @@ def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire
     if not courier.ask(number, restate(wanted, SlotRequest)):
         raise error
     try:  # the end of saves that the daemon dropped or committed will be reported soon
-        return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)
+        return segment.lease(wanted.step, attempt, ROOM_TIMEOUT_S)
     except ArenaFull:
         courier.give_up(number, wanted.step, error)
         raise error from None

@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from holdfast.remote.chunks import ChunkSender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
-from holdfast.rest.api import Api
+from holdfast.rest.api import Api, was_reached
+from holdfast.threads import background_requests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
@@ -35,9 +36,8 @@ from holdfast_formats.staging.messages import restate
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = (
-    2.0  # how long save() waits to hear whether a step may be saved; after that it is found out in the background
-)
+OPEN_TIMEOUT_S = 0.5  # save() waits to hear whether a step may be saved; after that it is found out in the background
+ROOM_TIMEOUT_S = 2.0  # and for a slot of its own to become free
 POLL_S = 10.0
 CHOICE_WAIT_S = 2.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
@@ -80,6 +80,7 @@ class Uploader:
         self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
         self._heard = time.monotonic()
+        self._silent = False  # it has not answered, nor said anything since
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
@@ -108,13 +109,18 @@ class Uploader:
             raise
 
     def ask(self, number: int, wanted: messages.SlotRequest) -> bool:
-        """Begin an upload at the daemon, where the policy decides if no slot is free. Return whether it could be."""
+        """Begin an upload at the daemon, where the policy decides if no slot is free. Return whether it could be: not where
+        the daemon is silent.
+        """
+        if self._silent:
+            return False
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
         except CheckpointError as error:
             # A restarted daemon may not know this rank yet.
             if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
                 raise
+            self._silent = was_reached(error)
             log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
             return False
         return True
@@ -126,7 +132,7 @@ class Uploader:
         if save is None:
             return False
         self._on_outcome(self._outcome(save))
-        self.give_up(save.number, save.step, from_problem(save.problem or {}), OPEN_TIMEOUT_S)
+        self._give_up_soon(save, from_problem(save.problem or {}))
         return True
 
     def deliver(self, save: OwnSave) -> bool:
@@ -140,7 +146,7 @@ class Uploader:
     def abandon(self, save: OwnSave, error: CheckpointError) -> None:
         """Free a slot that was not filled after all, and let the other ranks know."""
         self.saves.free(save)
-        self.give_up(save.number, save.step, error)
+        self._give_up_soon(save, error)
 
     def choose(self, asked: wire.Choose) -> messages.Answer:
         """Ask which step to restore; waits for saves that the daemon is writing, a moment at a time."""
@@ -159,9 +165,9 @@ class Uploader:
         self._closing.set()
         self.saves.lose()
         self._sealed.put(None)
-        if self.lost is None:
+        if self.lost is None and not self._silent:
             try:
-                self._api.leave(self._rank_id)
+                self._api.leave(self._rank_id, CLOSE_TIMEOUT_S)
             except CheckpointError as error:
                 log.info("could not tell %s that this rank disconnects: %s", self._api.url, error.detail)
         for thread in self._threads:
@@ -221,11 +227,16 @@ class Uploader:
             except _PASSING as failure:
                 error = failure
         if isinstance(error, ArenaFull | DeadlineExceeded):
-            self._heard = time.monotonic()  # the daemon does answer
+            self._has_answered()
+        elif was_reached(error):  # it may be frozen, and will answer: what is staged waits for it
+            self._silent, self._heard = True, time.monotonic()
         silent_s = time.monotonic() - self._heard
         if not isinstance(error, _PASSING) or self._closing.is_set() or silent_s > LOST_AFTER_S:
             raise error
         patience.wait(self._closing)
+
+    def _has_answered(self) -> None:
+        self._heard, self._silent = time.monotonic(), False
 
     def _rejoin(self, seen: int) -> None:
         """The daemon does not know this rank: it is another one. Say hello again, and upload everything whose end is not
@@ -256,7 +267,8 @@ class Uploader:
                 self._recover(error, seen, patience)
                 after = after if self._generation == seen else 0
                 continue
-            self._heard, patience = time.monotonic(), _Patience()
+            self._has_answered()
+            patience = _Patience()
             for ended in found.items:
                 save = self.saves.find(ended.step)
                 if save is not None and save.number == ended.number:
@@ -278,6 +290,20 @@ class Uploader:
         finally:
             sender.close()
 
+    def _give_up_soon(self, save: OwnSave, error: CheckpointError) -> None:
+        """Tell the other ranks; where the daemon is silent, once it has answered."""
+        if self._silent:
+            problem = messages.AbandonRequest(problem=error.problem())
+            background_requests.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
+        else:
+            self.give_up(save.number, save.step, error, OPEN_TIMEOUT_S)
+
+    def _give_up_later(self, save: OwnSave, why: messages.AbandonRequest) -> None:
+        try:
+            self._persist(lambda: self._api.abandon_upload(self._rank_id, save.number, why), time.monotonic())
+        except CheckpointError as unheard:
+            log.info("could not tell %s that step %d is given up: %s", self._api.url, save.step, unheard.detail)
+
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
         """Tell the other ranks of the world at once that this step is not saved."""
         try:
@@ -292,7 +318,7 @@ class Uploader:
             seen = self._generation
             try:
                 reached = sender.bring(save)
-                self._heard = time.monotonic()
+                self._has_answered()
             except InvalidRequest as error:
                 resumes += 1
                 if resumes > RESUMES_MAX or not _may_go_on(error):

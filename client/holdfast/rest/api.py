@@ -18,7 +18,7 @@ from holdfast.rest import owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
 from holdfast.rest.patience import Patient
-from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
+from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
@@ -101,6 +101,17 @@ class Api(JobsApi):
 
     def health(self) -> bodies.Health:
         return self._get("/healthz", bodies.Health)
+
+    def sign_of_life(self, timeout_s: float) -> None:
+        """Return if the service answers. `DeadlineExceeded` if it does not within so many seconds, `DaemonGone` if there is
+        none.
+        """
+        try:
+            self._checked(self._http.get("/healthz", timeout=timeout_s))
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{self.url} gave no sign of life within {timeout_s:.1f} s") from error
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
 
     def runs(self, prefix: str = "", sort: str = "name") -> Iterator[bodies.Run]:
         """Runs by name, or by a column of `RUN_SORTS`; with `prefix`, those whose names begin with it."""
@@ -219,10 +230,10 @@ class Api(JobsApi):
         """Register as a rank that shares no memory with the daemon; repeating it is harmless."""
         return self._send("PUT", _rank_path(rank_id), hello, bodies.RankWelcome)
 
-    def leave(self, rank_id: str) -> None:
+    def leave(self, rank_id: str, timeout_s: float) -> None:
         """Disconnect the rank; what it has not sealed ends."""
         with self._translated():
-            self._checked(self._http.delete(_rank_path(rank_id)))
+            self._checked(self._http.delete(_rank_path(rank_id), timeout=timeout_s))
 
     def reserve(self, rank_id: str, room: messages.Room) -> None:
         """Have memory reserved for the rank's slots; `LimitExceeded` when the daemon's arena does not have that much."""
@@ -336,6 +347,11 @@ class Api(JobsApi):
         if isinstance(error, httpx.ReadTimeout):
             hint = "it was reached and does not answer: look at its log; if it hangs, end it and start it again"
         return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
+
+
+def was_reached(error: CheckpointError) -> bool:
+    """Whether a service was there that did not answer in time, rather than none."""
+    return isinstance(error.__cause__, httpx.ReadTimeout | httpx.WriteTimeout)
 
 
 def _rebuilt(response: httpx.Response) -> CheckpointError:

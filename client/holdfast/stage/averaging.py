@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple, get_args
@@ -102,6 +103,7 @@ class AveragingRank(NamedTuple):
     session: Session
     fenced: bool
     file_bytes_max: int
+    ask: Callable[[Callable[[], Any]], Any]  # calls what needs the daemon; `DeadlineExceeded` where that is silent
 
 
 class _Memory(NamedTuple):
@@ -280,7 +282,8 @@ class Averaging:
     def close(self) -> None:
         """See the last update through. The memory is the daemon's."""
         self.fence()
-        self._last.wait(FREE_WAIT_S)
+        with suppress(DeadlineExceeded):
+            self._of.session.until(self._last, FREE_WAIT_S)
         self._automatic, self._save = bool, None  # who was asked, and the state that it knows, are not kept alive
         if self._memory is not None:
             os.close(self._memory.fd)
@@ -399,6 +402,13 @@ class Averaging:
 
     def _ready(self, layout: AverageLayout) -> _Memory:
         """This rank's memory, known to the present daemon."""
+        link, memory = self._of.session.link, self._memory
+        if memory is not None and link is not None and link is self._link and link.alive:
+            return memory
+        known: _Memory = self._of.ask(lambda: self._met(layout))
+        return known
+
+    def _met(self, layout: AverageLayout) -> _Memory:
         session = self._of.session
         session.connected(start=True)
         link = session.link

@@ -174,7 +174,7 @@ class BackgroundCopy:
         self._errors: list[CheckpointError] = []
         self._on_end = on_end
         self._started: dict[str, object] = {}
-        self._copied, self._ended = Latch(), Latch()
+        self._copied, self.ended = Latch(), Latch()
         if not batches:
             self._copied.set()
 
@@ -196,7 +196,7 @@ class BackgroundCopy:
     def join(self, timeout: float | None = None) -> bool:
         """Fence, then wait until `on_end` has returned. Return whether it has, within `timeout` seconds."""
         self.fence()
-        return self._ended.wait(timeout)
+        return self.ended.wait(timeout)
 
     def _run(self) -> None:
         mine = object()
@@ -208,7 +208,7 @@ class BackgroundCopy:
             self._on_end(self._errors[0] if self._errors else None)
         finally:
             self._on_end = _heard  # else both kept each other, and the save's whole state, until Python looks for circles
-            self._ended.set()
+            self.ended.set()
 
     def _helpers(self) -> int:
         """The number of helper threads: as many as cores that torch computes with here, but each needs a batch."""

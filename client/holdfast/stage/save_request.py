@@ -54,7 +54,7 @@ class SaveRequest(NamedTuple):
                 return False
             ticket.saved_before()
             return True
-        if isinstance(error, DaemonGone | DeadlineExceeded) and attempt is not None and self.wait != "durable":
+        if isinstance(error, DaemonGone | DeadlineExceeded) and attempt is not None and self.wait is None:
             # None has come for the one that died, or it does not answer: the save has failed, training goes on.
             ticket.attempt = attempt
             tickets.fail(ticket, error)

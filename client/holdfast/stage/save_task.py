@@ -20,6 +20,10 @@ from holdfast_formats.staging import replica_claims, slot_table
 
 log = logging.getLogger(__name__)
 
+ABANDON_WAIT_S = 0.3  # for the daemon to hear of it before the next save
+
+Until = Callable[[Latch], object]  # waits for it, and raises where it would wait in vain
+
 
 class Sealable(NamedTuple):
     """A leased slot and its contents; `says` has the digests of bytes that ranks share. `check` raises what speaks against
@@ -35,8 +39,8 @@ class Sealable(NamedTuple):
     average: AveragePart | None = None
     after: Latch | None = None  # set once the daemon can see every update of the average that came before the save
 
-    def seal(self) -> None:
-        """Complete the slot's table once all is copied, and hand both to the daemon."""
+    def seal(self) -> str:
+        """Complete the slot's table once all is copied, and seal the slot. Returns what proves it to the daemon."""
         digests = self.says.digests(self.slot.data) if self.says is not None else b""
         size = self.layout.data_bytes
         if self.average is not None:
@@ -44,7 +48,7 @@ class Sealable(NamedTuple):
             digests += bytes(replica_claims.ROW_BYTES * self.average.boxes) if self.says is not None else b""
         if self.after is not None:
             self.after.wait()
-        self.slot.seal(slot_table.with_digests(self.table, digests), size)
+        return self.slot.seal(slot_table.with_digests(self.table, digests), size)
 
 
 class SaveTask:
@@ -54,6 +58,7 @@ class SaveTask:
         self._ticket, self._part, self._tickets, self._copy_plans = ticket, part, tickets, copy_plans
         self._copy: BackgroundCopy | None = None
         self._devices: list[cuda_copy.DeviceCopy] = []
+        self._written = Latch()  # nothing of ours writes into the slot any more
         self._waited = False
         self._stalled_s, self._told = 0.0, False
         self._failed: CheckpointError | None = None
@@ -86,9 +91,9 @@ class SaveTask:
             copy.start()
             raise
 
-    def complete(self) -> None:
-        """Wait until it is sealed. If it failed, abandon the save for all ranks and raise the error."""
-        self.join()
+    def complete(self, until: Until) -> None:
+        """Wait until the daemon has it. If it failed, raise the error; what `until` raises of the daemon, too."""
+        self.see_through(until)
         if self._failed is not None:
             raise self._failed
 
@@ -108,8 +113,20 @@ class SaveTask:
             self._told = True
             self._part.slot.measured(self._stalled_s)
 
+    def see_through(self, until: Until) -> None:
+        """Wait until the daemon has it, or it has failed."""
+        if self._copy is not None:
+            self.fence()
+            until(self._copy.ended)
+
+    def leave(self) -> None:
+        """Wait until nothing writes into the slot any more. Whether the daemon has heard of it is not waited for."""
+        if self._copy is not None:
+            self.fence()
+            self._written.wait()
+
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the slot is sealed or the save has failed; return whether that was within `timeout` seconds."""
+        """Wait until the daemon has it or the save has failed; return whether that was within `timeout` seconds."""
         return self._copy is None or self._copy.join(timeout)
 
     def __str__(self) -> str:
@@ -127,7 +144,9 @@ class SaveTask:
         try:
             if error is not None:
                 raise error
-            self._part.seal()
+            proof = self._part.seal()
+            self._written.set()
+            self._part.slot.hand_over(proof)
         except CheckpointError as failure:
             self._failed = failure
             if self._waited:  # it is raised where it is waited for
@@ -138,14 +157,20 @@ class SaveTask:
         else:
             self._ticket.mark_staged()
         finally:
+            self._written.set()
             at_exit.forget(self)
 
     def _give_up(self, error: CheckpointError) -> None:
-        try:
-            self._part.slot.abandon(error)
-        except CheckpointError as gone:
-            step, why = self._ticket.step, gone.detail
-            # in a thread of its own: the thread that waits for us may be writing to the log itself
-            background_requests.start(
-                lambda: log.warning("could not tell the daemon that step %d is given up: %s", step, why)
-            )
+        """Tell the daemon, in a thread of its own: it may not answer."""
+        told = Latch()
+
+        def tell() -> None:
+            try:
+                self._part.slot.abandon(error)
+            except CheckpointError as gone:
+                log.warning("could not tell the daemon that step %d is given up: %s", self._ticket.step, gone.detail)
+            finally:
+                told.set()
+
+        background_requests.start(tell)
+        told.wait(ABANDON_WAIT_S)

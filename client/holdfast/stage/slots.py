@@ -16,7 +16,7 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 
-LEASE_MARGIN_S = 10.0  # how much longer than the daemon's own limit a rank waits for its answer
+WHILE_CONNECTED_S = 86_400.0  # whoever saves waits for no answer as long as that; it counts whenever it comes
 
 
 class Slot:
@@ -27,8 +27,10 @@ class Slot:
         self._step, self._attempt, self._turn = step, attempt, turn
         self.data = slots.data(index)
 
-    def seal(self, table: bytes, data_bytes: int) -> None:
-        """Declare the slot complete. When this returns, the daemon owns it and saves it, even if this process dies."""
+    def seal(self, table: bytes, data_bytes: int) -> str:
+        """Declare the slot complete, in the memory itself, for whichever daemon looks at it. Returns the digest of its
+        table, for `hand_over`.
+        """
         geometry, memory = self.slots.geometry, self.slots.memory
         if len(table) > geometry.table_bytes_max:
             raise LimitExceeded(f"a table of {len(table)} bytes does not fit the slot's {geometry.table_bytes_max}")
@@ -37,9 +39,13 @@ class Slot:
         proof = digest(table)
         header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
         arena.seal(memory, geometry, self.index, header, proof)
+        return proof
+
+    def hand_over(self, proof: str) -> None:
+        """Tell the daemon of the seal. When this returns, it owns the slot and saves it, even if this process dies."""
         link = self.slots.link
         seal = wire.Seal(id=link.next_id(), slot=self.index, step=self._step, turn=self._turn, table_digest=proof)
-        link.request(seal, wire.Sealed)
+        link.request(seal, wire.Sealed, WHILE_CONNECTED_S)
 
     def measured(self, stall_s: float) -> None:
         """Tell the daemon how long training stood still for this save, without waiting for a reply."""
@@ -50,7 +56,7 @@ class Slot:
         """Return the lease unsealed, so that the other ranks learn at once that this step is not saved."""
         link = self.slots.link
         message = wire.Abandon(id=link.next_id(), slot=self.index, step=self._step, problem=error.problem())
-        link.request(message, wire.Done)
+        link.request(message, wire.Done, WHILE_CONNECTED_S)
 
 
 class AverageRoom(NamedTuple):
@@ -80,7 +86,7 @@ class Slots:
             averages=averages.ranks,
         )
         with link.receiving:
-            given = link.request(message, wire.Segment)
+            given = link.request(message, wire.Segment, WHILE_CONNECTED_S)
             fd = link.take_fd()
         self.notice, self.spilled = given.notice, given.spilled
         self._touching, self._touched = threading.Lock(), False
@@ -115,5 +121,5 @@ class Slots:
     ) -> Slot:
         """A slot for this rank's part of `step`; where none is free the policy decides, see `SlotRequest`."""
         message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, **intent._asdict())
-        granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
+        granted = self.link.request(message, wire.Granted, wait_s + WHILE_CONNECTED_S)
         return Slot(self, granted.slot, step, attempt, intent.turn)

@@ -13,27 +13,41 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from holdfast.threads.latch import Latch
+from holdfast.threads.pulse import Pulse
 from holdfast.transport import Reply, Transport
 from holdfast_formats.staging import wire
 
 _Result = TypeVar("_Result")
+# Answered with descriptors, which nobody takes where the wait was given up: the link itself bounds these.
+_BRINGS_DESCRIPTORS = (wire.Reserve, wire.ReserveAverage, wire.Held, wire.HeldElsewhere)
 
 
 class BackgroundRequests:
-    """A transport with the same methods as the one it wraps."""
+    """A transport with the same methods as the one it wraps. `pulse` tells whether its daemon answers at all: the main
+    thread waits for none that does not.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.pulse = Pulse(lambda: transport.daemon, lambda within_s: done(lambda: transport.ping(within_s)))
 
     @property
     def alive(self) -> bool:
         return self._transport.alive
 
+    @property
+    def daemon(self) -> str:
+        return self._transport.daemon
+
+    def ping(self, timeout_s: float) -> None:
+        self._transport.ping(timeout_s)
+
     def next_id(self) -> int:
         return self._transport.next_id()
 
     def request(self, message: wire.Request, kind: type[Reply], *timeout_s: float) -> Reply:
-        return done(lambda: self._transport.request(message, kind, *timeout_s))
+        wait = Latch.wait if isinstance(message, _BRINGS_DESCRIPTORS) else self.pulse.until
+        return done(lambda: self._transport.request(message, kind, *timeout_s), wait)
 
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), *timeout_s: float) -> Reply:
         return done(lambda: self._transport.ask(message, kind, fds, *timeout_s))
@@ -58,13 +72,13 @@ class BackgroundRequests:
         done(lambda: self._transport.close(ended))
 
 
-def done(act: Callable[[], _Result]) -> _Result:
+def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
     """Call it, in another thread if this is the main one, and return or raise its result."""
     if threading.current_thread() is not threading.main_thread():
         return act()
     errand = _Errand(act)
     start(errand.run)
-    errand.ended.wait()
+    wait(errand.ended)
     if errand.error is not None:
         raise errand.error
     result: _Result = errand.result

@@ -103,6 +103,15 @@ class Lease(Request, messages.SlotRequest):
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
+class Withdraw(Request):
+    """The lease of this step, if it was not read before this message, is not wanted any more: its answer came too late. This
+    rank saves no part of the step then, and no other save is dropped for it. There is no reply but the lease's.
+    """
+
+    type: Literal["withdraw"] = "withdraw"
+    step: int = Field(ge=0)
+
+
 class Granted(Reply):
     """The slot is the rank's until it seals it, or until `deadline_s` seconds have passed and the save is aborted."""
 
@@ -250,6 +259,12 @@ class RingAverage(Request):
     type: Literal["ring-average"] = "ring-average"
 
 
+class Ping(Request):
+    """Is there a daemon that runs? Any time, also before hello; the reply is `Done`, at once."""
+
+    type: Literal["ping"] = "ping"
+
+
 class Farewell(Request):
     """The last message of a rank that ends as planned: nothing need be kept for a restart. There is no reply."""
 
@@ -283,6 +298,7 @@ ToDaemon = Annotated[
     | Reserve
     | Attach
     | Lease
+    | Withdraw
     | Seal
     | Abandon
     | Choose
@@ -295,6 +311,7 @@ ToDaemon = Annotated[
     | AttachAverage
     | RingAverage
     | Measured
+    | Ping
     | Farewell,
     Field(discriminator="type"),
 ]

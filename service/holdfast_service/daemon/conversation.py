@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import (
     CheckpointError,
+    DeadlineExceeded,
     InvalidRequest,
     LimitExceeded,
     from_problem,
@@ -75,12 +76,14 @@ class Conversation:
         self._segments: list[ArenaSegment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
+        self._withdrawn: set[int] = set()  # steps of leases that were withdrawn before they were read
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
         self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply | None]] = {
             wire.Hello: self._hello,
             wire.Reserve: self._reserve,
             wire.Attach: self._attach,
             wire.Lease: self._lease,
+            wire.Withdraw: lambda request: self._withdrawn.discard(request.step),
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
@@ -93,6 +96,7 @@ class Conversation:
             wire.AttachAverage: self._attach_average,
             wire.RingAverage: lambda request: plane.averages.ring(self._known().owner),
             wire.Measured: self._measured,
+            wire.Ping: lambda request: wire.Done(reply_to=request.id),
             wire.Farewell: self._farewell,
         }
 
@@ -111,7 +115,9 @@ class Conversation:
         try:
             self._meet()
             while data := self._receive():
-                for request in self._decoder.feed(data):
+                requests = self._decoder.feed(data)
+                self._withdrawn = {request.step for request in requests if isinstance(request, wire.Withdraw)}
+                for request in requests:
                     self._answer(request)
                     if self._refused is not None:
                         raise self._refused
@@ -262,6 +268,10 @@ class Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
+        if request.step in self._withdrawn:
+            late = DeadlineExceeded(f"rank {who.rank} waited for its daemon in vain, and saves no part of {request.step}")
+            self._plane.saver.give_up(who, request.step, late)
+            raise late
         slot = self._plane.saver.lease(who, self._segments[-1], request, request.wait_s)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 

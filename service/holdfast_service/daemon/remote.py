@@ -171,6 +171,12 @@ class RemoteRanks:
             log.warning("%s: %s", rank_id, error.detail)
             self._part(rank_id, error)
 
+    def _excuse(self, seconds: float) -> None:
+        """While this daemon stood still, as it does when stopped by a signal, it could not hear from anybody."""
+        with self._lock:
+            for rank in self._ranks.values():
+                rank.heard = min(rank.heard + max(seconds, 0.0), time.monotonic())
+
     def close(self) -> None:
         """Answer all waiting requests and stop waiting."""
         self._closing.set()
@@ -192,8 +198,13 @@ class RemoteRanks:
         rank.depart()
 
     def _reap_loop(self) -> None:
-        while not self._closing.wait(min(REAP_INTERVAL_S, self.silence_max_s / 4)):
+        interval_s = min(REAP_INTERVAL_S, self.silence_max_s / 4)
+        looked = time.monotonic()
+        while not self._closing.wait(interval_s):
+            now = time.monotonic()
+            stood_still_s, looked = now - looked - interval_s, now
             try:
+                self._excuse(stood_still_s)
                 self.expire()
             except Exception:  # the next look tries again
                 log.exception("cannot look after the ranks over HTTP")

@@ -71,9 +71,11 @@ POINTS = {
     "before stage": Point("holdfast.stage.slots", "Slots.lease"),
     "mid stage": Point("tests.crash.acting_rank", "copy_half", after=True),
     "staged": Point("holdfast.stage.slots", "Slot.seal"),
-    "sealed": Point("holdfast.stage.slots", "Slot.seal", after=True),
+    "sealed": Point("holdfast.stage.slots", "Slot.hand_over", after=True),
     "mid restore": Point("holdfast.read.verified_load", "hand_over"),
     # in the daemon
+    "before a lease": Point("holdfast_service.daemon.saving.saver", "Saver.lease"),
+    "in a seal": Point("holdfast_service.daemon.saving.saver", "Saver.seal"),
     "mid write": Point("holdfast_service.storage.posix", "PosixFile.write", after=True),
     "before manifest": Point("holdfast_service.control.checkpoints.commit", "compose"),
     "before COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_commit),

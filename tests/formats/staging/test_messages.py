@@ -68,6 +68,8 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Done: "has no content",
     wire.Failed: "over HTTP the status and the whole body",
     wire.Farewell: "over HTTP DELETE",
+    wire.Withdraw: "over HTTP a lease that is not answered is still wanted: the rank has a slot of its own",
+    wire.Ping: "over HTTP GET /healthz",
     wire.Measured: "over HTTP it goes with the seal",
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",
     **dict.fromkeys((wire.ReserveAverage, wire.AttachAverage, wire.RingAverage), "an average is in shared memory"),

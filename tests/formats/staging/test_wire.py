@@ -30,6 +30,8 @@ TO_DAEMON: list[Message] = [
     wire.ReserveAverage(id=16, data_bytes=2**33, table_bytes=100),
     wire.AttachAverage(id=17),
     wire.RingAverage(id=18),
+    wire.Withdraw(id=19, step=500),
+    wire.Ping(id=20),
     wire.Farewell(id=8),
     wire.Measured(id=13, step=2, stall_s=0.25),
     wire.Ended(id=11, turn=0, step=500, problem={"code": "corrupt-extent"}, wait_s=60.0),

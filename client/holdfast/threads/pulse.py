@@ -1,0 +1,65 @@
+"""Waits for a daemon that may not answer: stopped by SIGSTOP, on a paused machine, swapped out.
+
+A request says nothing about that: an honest answer may take long, and whoever waits for a commit asks nothing. So the daemon
+is asked for a sign of life, on a connection of its own, which any daemon that runs at all answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from holdfast.threads.latch import Latch
+from holdfast_formats.errors import DaemonGone, DeadlineExceeded
+
+SIGN_EVERY_S = 2.0  # while something is waited for
+SIGN_WAIT_S = 2.0
+SILENCE_MAX_S = 10.0  # of a daemon that a caller waits for
+_HINT = (
+    "it may be stopped, swapped out or overloaded: look at its log; `kill -CONT` continues a stopped one, else restart it"
+)
+
+
+class Pulse:
+    """Whether one daemon answers. `daemon` names it in errors; `ping` raises `DeadlineExceeded` where it does not answer
+    within so many seconds, and `DaemonGone` where there is none.
+    """
+
+    def __init__(self, daemon: Callable[[], str], ping: Callable[[float], None]) -> None:
+        self._daemon, self._ping = daemon, ping
+        self._silent_since: float | None = None
+
+    def answers(self, within_s: float) -> bool:
+        """Whether it gives a sign of life within so many seconds. One that is gone does: its loss is told by other means."""
+        asked = time.monotonic()
+        try:
+            self._ping(within_s)
+        except DeadlineExceeded:
+            self._silent_since = self._silent_since or asked
+            return False
+        except DaemonGone:
+            pass
+        self._silent_since = None
+        return True
+
+    def until(self, ended: Latch, timeout: float | None = None) -> bool:
+        """Wait until it is set; return whether it is, within `timeout` seconds.
+
+        Raises `DeadlineExceeded` where the daemon gives no sign of life for `SILENCE_MAX_S`.
+        """
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+        while not ended.wait(max(min(SIGN_EVERY_S, limit - time.monotonic()), 0.0)):
+            if time.monotonic() >= limit:
+                return False
+            if not self.answers(SIGN_WAIT_S) and self._silence_s >= SILENCE_MAX_S and not ended.is_set():
+                raise self.unanswered(self._silence_s)
+        return True
+
+    def unanswered(self, seconds: float) -> DeadlineExceeded:
+        """The error for a daemon that has not answered for so long."""
+        return DeadlineExceeded(f"{self._daemon()} did not answer for {seconds:.1f} s", hint=_HINT)
+
+    @property
+    def _silence_s(self) -> float:
+        return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
