@@ -21,7 +21,7 @@ def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[
     ignored = ", ".join(repr(f"{group}/*") for group in missing)
     return StateMismatch(
         f"no checkpoint of {run} has all requested groups: step {step} has the most, but lacks {', '.join(missing)}",
-        hint=f"restore the rest with ignore=[{ignored}], strict=False or groups={tuple(offered)}; start from "
+        hint=f"restore the rest with exclude=[{ignored}], strict=False or groups={tuple(offered)}; start from "
         "scratch in another run",
         missing=missing,
         offered=offered,

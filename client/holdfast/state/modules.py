@@ -79,6 +79,7 @@ class ModuleState(NamedTuple):
 
 def module_state(module: nn.Module, path: str) -> ModuleState:
     """Every persistent tensor of the module, live: parameters, buffers, and those from `get_extra_state`."""
+    _refuse_cycles(module, path, ())
     if isinstance(module, AveragedModel):
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
@@ -177,6 +178,14 @@ def _set_extra(owner: nn.Module, live: Any, value: Any) -> None:
 
 def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def _refuse_cycles(module: nn.Module, path: str, above: tuple[int, ...]) -> None:
+    """Refuse, by name, a module that contains itself: torch would walk through it without end."""
+    if id(module) in above:
+        raise InvalidRequest(f"{path} contains itself", hint="keep the reference out of the module's children: in a list")
+    for name, child in module.named_children():
+        _refuse_cycles(child, f"{path}.{name}", (*above, id(module)))
 
 
 def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:

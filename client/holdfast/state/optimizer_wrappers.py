@@ -74,8 +74,8 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
     if not found.optimizers:
         raise InvalidRequest(
             f"{key}: {type(value).__name__} has param_groups, but is not a torch optimizer and does not wrap one",
-            hint="pass the torch.optim.Optimizer that takes the steps, or a dict that you fill from its "
-            "state_dict() before each save",
+            hint="pass the torch.optim.Optimizer that takes the steps, or an object with only state_dict() and "
+            "load_state_dict() that passes both on to it",
         )
     for optimizer in found.optimizers:
         _refuse_more(key, optimizer)

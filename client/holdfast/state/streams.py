@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from holdfast.tensors.json_values import DEPTH_MAX
 from holdfast_formats.errors import StateMismatch
 
 TRACKER_METHODS = (("get_states", "set_states"), ("get_states_tracker", "set_states_tracker"))
@@ -83,16 +84,21 @@ def _has(value: object, *methods: str) -> bool:
     return all(callable(getattr(value, name, None)) for name in methods)
 
 
-def _taken(value: Any) -> Any:
-    """The value with the states of generators in their places, and copies of tensors: they change while training goes on."""
+def _taken(value: Any, depth: int = 0) -> Any:
+    """The value with the states of generators in their places, and copies of tensors: they change while training goes on.
+
+    What is nested too deeply is refused by its path when it is written.
+    """
+    if depth > DEPTH_MAX:
+        return value
     if isinstance(value, torch.Generator):
         return {_GENERATOR: value.get_state(), _DEVICE: value.device.type}
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
-        return {name: _taken(item) for name, item in value.items()}
+        return {name: _taken(item, depth + 1) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_taken(item) for item in value)
+        return type(value)(_taken(item, depth + 1) for item in value)
     return value
 
 

@@ -60,6 +60,7 @@ from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
+from holdfast.state.temporaries import Temporaries
 from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
@@ -175,6 +176,8 @@ class TrainState:
         self.random = rng.Random()
         self._known: dict[Key, KnownLeaf] = {}  # found by earlier snapshots, so that later ones need not look again
         self._walk: _Walk | None = None
+        self._temporaries = Temporaries()
+        self._temporaries.refuse(state)
         self._parts()  # refuses now what can be refused without a save
 
     def groups(self) -> tuple[str, ...]:
@@ -264,6 +267,7 @@ class TrainState:
 
     def _walked(self) -> _Walk:
         """Walk through everything, and note what shows later whether this must be repeated."""
+        self._temporaries.refuse(self.state)
         parts = self._parts()
         content, watch = Content(known=self._known), ChangeWatch()
         for part in parts.named:
@@ -326,6 +330,7 @@ class TrainState:
             raise InvalidRequest(
                 f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
             )
+        self._temporaries.refuse(self.state)
         parts = self._parts(stored)
         stored = optimizer_resume.under_key(stored, [optimizer.key for optimizer in parts.optimizers])
         wanted = check_groups(groups, parts.groups)

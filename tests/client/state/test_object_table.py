@@ -328,12 +328,37 @@ OTHERS: dict[str, tuple[Callable[[int], Made], bool]] = {
     "function": (lambda seed: {"f": len}, False),
     "object": (lambda seed: {"o": object()}, False),
     "raw generator": (lambda seed: {"g": torch.Generator().manual_seed(seed)}, True),
+    "state_dict of a model": (lambda seed: {"model": kept_alive(nn.Linear(3, 2)).state_dict()}, False),
+    "data of parameters": (lambda seed: {"model": {"w": kept_alive(nn.Linear(3, 2)).weight.data}}, False),
+    "parameters": (lambda seed: {"model": dict(filled(nn.Linear(3, 2), seed).named_parameters())}, True),
+    "state_dict of an optimizer": (lambda seed: {"optim": trained(seed, OPTIMIZERS["AdamW"])["optim"].state_dict()}, False),
+    "state_dict of a schedule": (lambda seed: {"plan": schedule().state_dict()}, False),
+    "state_dict of a scaler": (lambda seed: {"scaler": torch.amp.GradScaler("cpu").state_dict()}, False),
+    "list in itself": (lambda seed: {"list": cycle([])}, False),
+    "module in itself": (lambda seed: {"model": cycle(nn.ModuleList([nn.Linear(2, 2)]))}, False),
     "plain loader": (lambda seed: {"loader": torch.utils.data.DataLoader([1, 2, 3])}, False),
     **{
         kind: (lambda seed, forms=forms: {"model": nn.Sequential(Extra(seed, *forms))}, True)
         for kind, forms in EXTRAS.items()
     },
 }
+
+
+ALIVE: list[nn.Module] = []
+
+
+def kept_alive(module: nn.Linear) -> nn.Linear:
+    ALIVE.append(module)
+    return module
+
+
+def schedule() -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 2)
+
+
+def cycle(holder: Any) -> Any:
+    holder.append(holder)
+    return holder
 
 
 def filled(module: Any, seed: int) -> nn.Module:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
 
 from holdfast.state.train_state import TrainState
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import CheckpointError, InvalidRequest
 from tests.client.checkpoint_in_memory import restore, save
 from tests.client.state.test_object_table import held
 
@@ -389,3 +389,46 @@ def test_one_memory_for_what_was_saved_as_two_is_noted():
     ]
     again = make(4, shared=True)
     assert not restore(save(live), again).notes and held(again)[:3] == held(live)[:3]
+
+
+class Tracker:
+    """Random streams whose states contain themselves."""
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+
+    def get_states(self) -> Any:
+        return self.states
+
+    def set_states(self, states: Any) -> None:
+        self.states = states
+
+
+def cycle(holder: Any) -> Any:
+    """A list, dict or module that contains itself."""
+    if isinstance(holder, dict):
+        holder["again"] = holder
+    else:
+        holder.append(holder)
+    return holder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"it": cycle([])},
+        lambda: {"it": cycle({})},
+        lambda: {"it": (cycle([1, 2]),)},
+        lambda: {"it": {"nested": [cycle({})]}},
+        lambda: {"it": Holding(cycle({}))},
+        lambda: {"it": Tracker(cycle({}))},
+        lambda: {"it": cycle(nn.ModuleList([nn.Linear(1, 1)]))},
+        lambda: {"it": cycle(nn.Sequential(nn.Linear(1, 1)))},
+    ],
+)
+def test_what_contains_itself_is_refused_by_its_path(make: Callable[[], Any]) -> None:
+    """Never a RecursionError: the path says where the cycle is closed."""
+    with pytest.raises(CheckpointError) as refusal:
+        save(make())
+    assert refusal.value.detail.startswith("it")
+    assert "itself" in refusal.value.detail or "nested" in refusal.value.detail

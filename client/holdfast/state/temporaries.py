@@ -1,0 +1,188 @@
+"""Refuses what a live object made for a moment, such as its `state_dict()`: the object would never see what is restored.
+
+Two things tell: the form of a mapping, and tensors that share the memory of a live module or optimizer which is not itself
+in the state.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.state import optimizer_wrappers, streams
+from holdfast.state.given import Given
+from holdfast.state.named import modules_of
+from holdfast.tensors.fragments import local_tensor
+from holdfast.tensors.json_values import DEPTH_MAX, Trail, render
+from holdfast.tensors.torch_dtypes import has_memory
+from holdfast_formats.errors import InvalidRequest
+
+_SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+
+
+class _Form(NamedTuple):
+    """What a mapping is, by its keys, and what to give to the state instead."""
+
+    what: str
+    line: str
+    fits: Callable[[frozenset[str]], bool]
+
+
+_FORMS = (
+    _Form("the state_dict() of an optimizer", "optimizer", lambda keys: {"state", "param_groups"} <= keys),
+    _Form(
+        "the flattened state of an optimizer, as torch.distributed.checkpoint's get_state_dict() makes it",
+        "optimizer",
+        lambda keys: all(any(key.startswith(prefix) for key in keys) for prefix in ("state.", "param_groups.")),
+    ),
+    _Form("the state_dict() of a learning-rate scheduler", "scheduler", lambda keys: {"last_epoch", "_step_count"} <= keys),
+    _Form("the state_dict() of a GradScaler", "scaler", lambda keys: keys == _SCALER),
+    _Form(
+        "the state_dict() of a StatefulDataLoader",
+        "loader",
+        lambda keys: "_iterator_finished" in keys and not {"_snapshot", "_num_yielded"}.isdisjoint(keys),
+    ),
+)
+
+
+class _Place(NamedTuple):
+    """The elements of memory that a tensor has."""
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Held(NamedTuple):
+    """A tensor inside a plain entry of the state, and where it is."""
+
+    key: str
+    trail: Trail
+    tensor: torch.Tensor
+
+    @property
+    def path(self) -> str:
+        return render(self.key, self.trail)
+
+
+class Temporaries:
+    """Looks through the plain entries of a state. Memory that was found to be no live object's is not looked for again."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+
+    def refuse(self, state: Mapping[str, Any]) -> None:
+        """`InvalidRequest`, with the line to write, for a mapping or tensor that a live object made for a moment."""
+        plain = [held for key, value in state.items() if _is_plain(key, value) for held in _tensors(key, value, (), ())]
+        shared = {_place(held.tensor): held for held in plain if _is_shared(held.tensor)}
+        asked = {place.memory for place in shared} - self._own
+        if not asked:
+            return
+        stored = _as_they_are(state, plain)
+        for owner in gc.get_objects():
+            kinds = type(owner).__mro__  # not isinstance: an object may answer for its class, and do anything then
+            if (nn.Module in kinds or Optimizer in kinds) and id(owner) not in stored:
+                _refuse_made_by(owner, shared, stored)
+        self._own |= asked
+
+
+def _is_plain(key: str, value: object) -> bool:
+    """Whether an entry is stored as the values that it is, and not as an object that is asked for them."""
+    asked = bool(modules_of(value)) or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value)
+    return not asked and streams.stateful(key, value) is None
+
+
+def _tensors(key: str, value: object, trail: Trail, above: tuple[int, ...]) -> Iterator[_Held]:
+    """The tensors inside a value. Refuses mappings of a known form, and those that make their tensors at each access."""
+    if isinstance(value, torch.Tensor):
+        yield _Held(key, trail, value)
+    if not isinstance(value, Mapping | list | tuple) or id(value) in above or len(trail) >= DEPTH_MAX:
+        return
+    items = [(f"[{position}]", item) for position, item in enumerate(value)] if not isinstance(value, Mapping) else []
+    if isinstance(value, Mapping):
+        _refuse_form(key, trail, frozenset(name for name in value if isinstance(name, str)))
+        for name, item in value.items():
+            if isinstance(item, torch.Tensor) and not isinstance(value, dict) and value[name] is not item:
+                _refuse_made(_Held(key, (*trail, str(name)), item), type(value).__name__)
+            items.append((str(name), item))
+    for step, item in items:
+        if isinstance(item, torch.Tensor | Mapping | list | tuple):
+            yield from _tensors(key, item, (*trail, step), (*above, id(value)))
+
+
+def _refuse_form(key: str, trail: Trail, keys: frozenset[str]) -> None:
+    for form in _FORMS:
+        if form.fits(keys):
+            own = "_".join((key, *(step.strip("[]") for step in trail)))
+            line = f'state["{own}"] = {form.line}'
+            raise InvalidRequest(
+                f"{render(key, trail)} is {form.what}: it is a copy, and the {form.line} would never see what is restored",
+                hint=f"write {line}, the object itself: Holdfast asks it for its state at every save, and gives it back",
+            )
+
+
+def _refuse_made(held: _Held, kind: str) -> NoReturn:
+    raise InvalidRequest(
+        f"{held.path}: the {kind} makes this tensor at each access, so a restore into it would be lost",
+        hint="write dict(…) of it, and keep that; or give the state the object that holds the tensors",
+    )
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether something else uses the tensor's memory. Parameters are the very objects that are trained."""
+    if isinstance(tensor, nn.Parameter) or not has_memory(local := local_tensor(tensor)) or not local.numel():
+        return False
+    users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if users is None:
+        return True
+    alone = torch.zeros(1)
+    lone = local_tensor(alone)  # nothing but the two has its memory
+    return users(local.untyped_storage()._cdata) > users(lone.untyped_storage()._cdata)
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    local = local_tensor(tensor)
+    if not has_memory(local):
+        return _Place(0, 0, (), ())
+    offset = int(local.storage_offset())
+    return _Place(local.untyped_storage().data_ptr(), offset, tuple(local.shape), tuple(local.stride()))
+
+
+def _as_they_are(state: Mapping[str, Any], plain: Iterable[_Held]) -> set[int]:
+    """Objects that the state stores as they are: its modules and their tensors, optimizers, and its values' tensors."""
+    modules = [inner for value in state.values() for module in modules_of(value) for inner in module.modules()]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
+    optimizers = optimizer_wrappers.innermost(state)
+    return {id(one) for one in (*modules, *tensors, *optimizers, *(held.tensor for held in plain))}
+
+
+def _owned(owner: Any) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module, or what an optimizer keeps of its parameters."""
+    attributes = vars(owner)
+    if isinstance(owner, nn.Module):
+        for kept in (attributes.get("_parameters"), attributes.get("_buffers")):
+            yield from (tensor for tensor in (kept or {}).values() if isinstance(tensor, torch.Tensor))
+    else:
+        for kept in (attributes.get("state") or {}).values():
+            yield from (tensor for tensor in kept.values() if isinstance(tensor, torch.Tensor))
+
+
+def _refuse_made_by(owner: Any, shared: Mapping[_Place, _Held], stored: set[int]) -> None:
+    """Refuse what has the memory of a module's tensor and is not that tensor, and what an optimizer keeps."""
+    found = (shared.get(_place(tensor)) for tensor in _owned(owner) if id(tensor) not in stored)
+    held = next((held for held in found if held is not None), None)
+    if held is None:
+        return
+    kind = "module" if isinstance(owner, nn.Module) else "optimizer"
+    line = f'state["{held.key}"] = {"model" if kind == "module" else kind}'
+    raise InvalidRequest(
+        f"{held.path} has the memory of a tensor of a live {type(owner).__name__}, and is not that tensor: it is from its "
+        f"state_dict() or made by detach(), and the {kind} is not in the state",
+        hint=f"write {line}, the {kind} itself; or, for a copy of your own, tensor.detach().clone()",
+    )
