@@ -51,7 +51,7 @@ A branch says what to do, a leaf says why. `problem()` is the RFC 9457 body; `fr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 
 class CheckpointError(Exception):
@@ -294,18 +294,32 @@ class RoundAborted(Unavailable):
     code = "round-aborted"
 
 
+class Awaited(NamedTuple):
+    """What saves wait for that hold all slots, and what to do about it."""
+
+    why: str
+    hint: str
+
+
+STORAGE = Awaited(
+    "storage is slower than the saves", "save less often, give the checkpointer more slots, or use faster storage"
+)
+
+
 class GenerationDropped(Unavailable):
-    """Storage was slower than the saves, and the policy dropped this step for another; `policy` says which policy it was."""
+    """No slot was free, and the policy dropped this step for another; `policy` says which policy it was."""
 
     code = "generation-dropped"
 
     @classmethod
-    def of(cls, step: int, kept: int | None, policy: str) -> GenerationDropped:
-        """The save of `step` was dropped for that of `kept`; None: for earlier ones that are still under way."""
+    def of(cls, step: int, kept: int | None, policy: str, awaited: Awaited = STORAGE) -> GenerationDropped:
+        """The save of `step` was dropped for that of `kept`; None: for earlier ones that are still under way. `awaited` is
+        what keeps the slots from becoming free.
+        """
         return cls(
             f"the save of step {step} was dropped for {'those before it' if kept is None else f'step {kept}'} "
-            f"(policy {policy}): storage is slower than the saves",
-            hint="save less often, give the checkpointer more slots, or use faster storage",
+            f"(policy {policy}): {awaited.why}",
+            hint=awaited.hint,
             policy=policy,
         )
 

@@ -39,7 +39,7 @@ EVENTS: dict[str, str] = {
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
     "staged-save-lost": "a save that all ranks had staged is lost: the daemon was killed, and nothing kept its memory",
-    "save-dropped": "a save was dropped for another one, because storage is slower than the saves",
+    "save-dropped": "a save was dropped, because no slot was free; `detail` says what the saves in them wait for",
     "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
     "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",
     "checkpoint-missing": "a checkpoint's directory is gone, and Holdfast has not removed it: it is no longer listed",

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast_formats.errors import ArenaFull, GenerationDropped, RoundAborted, StateMismatch
+from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import Policy, SlotRequest
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.daemon.arena.segment import SealedSlot
+from holdfast_service.daemon.saving.going_saves import GoingSaves
+from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, refused, saver_world
@@ -85,6 +90,39 @@ def test_oldest_durable_drops_the_new_save_for_every_rank(busy: tuple[SaverWorld
         with pytest.raises(GenerationDropped, match="those before it"):
             rank.lease(3, "oldest-durable")
     assert ended(world) == {1: ("committed", None), 2: ("committed", None), 3: ("dropped", "generation-dropped")}
+
+
+def test_a_drop_names_what_is_waited_for(busy: tuple[SaverWorld, list[Rank]]) -> None:
+    """A slow storage, or ranks that have not sealed: then no faster storage is asked for."""
+    world, ranks = busy
+    for rank in ranks:
+        with pytest.raises(GenerationDropped, match="storage is slower") as slow:
+            rank.lease(3, "oldest-durable")
+    assert "faster storage" in slow.value.hint
+    ended(world)
+    with saver_world() as other:
+        first, _ = other.launch(WORLD, slots=1)
+        first.save(1)
+        with pytest.raises(GenerationDropped, match="step 1 waits for the part of rank 1, not sealed yet") as late:
+            first.lease(2, "oldest-durable")
+        assert "storage" not in late.value.detail + late.value.hint
+
+
+def test_a_drop_names_other_nodes_and_the_catalog() -> None:
+    """Where this node's ranks have sealed, the others are waited for, or, while they cannot be met, PostgreSQL."""
+    asked = geometry(1, 4096, 4096)
+    with saver_world() as world:
+        segment = world.arena.reserve(asked, "r")
+        going = GoingSaves(jointly=True)
+        waits = SaveRound(RoundKey("r", 1, 1), 1, 2, 0.0)
+        waits.sealed[0] = SealedSlot(segment, 0, SlotTable("r", 1, 1, 0, 2, (), (), {}, {}), memoryview(b""))
+        with going.lock:
+            going.open[waits.key] = waits
+            assert "step 1 waits for other nodes" in going.awaited(segment).why
+        going.renew()
+        with going.lock:
+            found = going.awaited(segment)
+        assert "waits for the catalog" in found.why and "PostgreSQL" in found.hint
 
 
 def test_what_is_being_written_is_never_dropped() -> None:

@@ -148,8 +148,9 @@ def _failing(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="warning",
             code="saves-dropped",
-            text=f"{len(dropped)} of the last {len(ended)} saves were dropped: storage is slower than the saves",
-            hint="save less often, give the checkpointer more slots, or use a faster disk",
+            text=f"{len(dropped)} of the last {len(ended)} saves were dropped: no slot was free",
+            hint="the list of saves says what held them: storage (save less often, or use a faster disk), a rank, a node, "
+            "or the catalog",
             step=dropped[0].step,
             since=_at(dropped[-1].ended),
             remedy="save-interval",

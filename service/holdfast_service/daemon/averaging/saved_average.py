@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.errors import CheckpointError, InvalidRequest, RoundAborted
 from holdfast_formats.staging import arena, average, average_history, replica_claims, slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES
 from holdfast_formats.staging.average import GROUP, VALUE, AverageHandover, AverageState
@@ -34,7 +34,11 @@ def handover(sealed: SealedSlot) -> AverageHandover:
     """What the slot's table says of the average; `InvalidRequest` if the region is not inside the slot."""
     found = sealed.table.average
     if found is None:
-        raise InvalidRequest(f"rank {sealed.table.rank} saves no average, but other ranks do")
+        raise RoundAborted(
+            f"rank {sealed.table.rank} has brought no update of the average to this save, and other ranks have",
+            hint="an update may be lost with the daemon to which it was brought; later saves have the average again. If "
+            "it stays so, give every rank the same ema=",
+        )
     end, tensors = found.slot_offset + found.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
     outside = any(not found.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)
     if found.slot_offset < 0 or found.nbytes < 0 or found.end > len(sealed.data) or outside:

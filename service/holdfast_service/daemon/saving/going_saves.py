@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
-from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S
+from holdfast_formats.errors import STORAGE, Awaited
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
+
+APART_S = 5.0  # the nodes count as apart for so long after they could not be met
+NAMED_MAX = 8
 
 
 class GoingSaves:
@@ -20,6 +24,7 @@ class GoingSaves:
         self.connected = ConnectedRanks()
         self.open: dict[RoundKey, SaveRound] = {}
         self.pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
+        self._apart = float("-inf")  # when the other nodes could last not be met (monotonic)
 
     def complete(self, current: SaveRound) -> None:
         """All ranks have sealed: the save is written from now on. Called with the lock."""
@@ -48,8 +53,34 @@ class GoingSaves:
     def renew(self) -> None:
         """The other nodes cannot be met: what is sealed waits."""
         with self.lock:
+            self._apart = time.monotonic()
             for current in self.parts():
                 current.deadline = time.monotonic() + LEASE_DEADLINE_S
+
+    def awaited(self, segment: ArenaSegment) -> Awaited:
+        """What the oldest save that holds a slot of this segment waits for. Called with the lock."""
+        held = [one for one in (*self.open.values(), *self.pending.values()) if one.holds(segment)]
+        oldest = min(held, key=lambda one: one.key.step, default=None)
+        if oldest is None:
+            return STORAGE
+        step, jointly = oldest.key.step, self._jointly and not self._here(oldest) >= set(range(oldest.world))
+        if jointly and time.monotonic() - self._apart < APART_S:
+            return Awaited(
+                f"step {step} waits for the catalog, in which the nodes meet",
+                "look whether PostgreSQL answers (`holdfast doctor`); what is sealed is saved once it does",
+            )
+        if oldest.key in self.pending and not jointly:
+            return STORAGE
+        if jointly and (oldest.key in self.pending or self.is_part(oldest)):
+            return Awaited(
+                f"step {step} waits for other nodes: for their parts of it, or their shares of its files",
+                "look at the saves of the run and at `holdfast nodes`: a node that is slow, frozen or gone holds up all",
+            )
+        missing = sorted(self._here(oldest) - oldest.sealed.keys())
+        return Awaited(
+            f"step {step} waits for {_ranks(missing)}, not sealed yet",
+            "look why these ranks reach the step later than others; or give the checkpointer more slots",
+        )
 
     def is_elsewhere(self, who: Participant) -> bool:
         """Whether ranks of this rank's launch may be on other nodes."""
@@ -65,3 +96,8 @@ class GoingSaves:
 
     def _here(self, current: SaveRound) -> set[int]:
         return self.connected.ranks(current.key.run, current.key.attempt)
+
+
+def _ranks(which: list[int]) -> str:
+    named = ", ".join(map(str, which[:NAMED_MAX])) + (", …" if len(which) > NAMED_MAX else "")
+    return f"the part of rank {named}" if len(which) == 1 else f"the parts of ranks {named}" if which else "its parts"

@@ -15,7 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RoundAborted, from_problem
+from holdfast_formats.errors import (
+    CatalogUnavailable,
+    CheckpointError,
+    DaemonGone,
+    NoSpace,
+    RoundAborted,
+    StorageFailed,
+    from_problem,
+)
 from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
@@ -31,6 +39,7 @@ from holdfast_service.daemon.saving.save_costs import SaveHistory
 
 log = logging.getLogger(__name__)
 
+_OF_A_MACHINE = frozenset({StorageFailed.code, NoSpace.code, CheckpointError.code, DaemonGone.code})
 AWAY_S = 0.5  # between two tries, while the catalog is away
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
@@ -99,7 +108,7 @@ class JointSaves:
 
     def refuse(self, key: RoundKey, world: int, error: CheckpointError) -> None:
         """This node gives up its part of a round: so do all others."""
-        self._refusals.append((key, world, error))
+        self._refusals.append((key, world, self._named(error)))
         self._wake.set()
 
     @property
@@ -218,7 +227,10 @@ class JointSaves:
             self._give_up(joint, error)
 
     def _give_up(self, joint: JoinedRound, error: CheckpointError) -> None:
-        """End the round for all nodes, if nobody commits it just now: then it is looked at again."""
+        """End the round for all nodes, if nobody commits it just now: then it is looked at again. They are told which node
+        ended it.
+        """
+        error = self._named(error)
         if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
             joint.look_at = time.monotonic() + POLL_S[1]
         elif joint.writing is not None:
@@ -226,6 +238,13 @@ class JointSaves:
         else:
             self._joints.pop(joint.current.key, None)
             self._host.given_up(joint.current, error)
+
+    def _named(self, error: CheckpointError) -> CheckpointError:
+        """The error with this node's name: others would look for the path that it names on their own disks."""
+        if "node" in error.members or error.code not in _OF_A_MACHINE:
+            return error
+        problem = error.problem()
+        return from_problem({**problem, "detail": f"on node {self._node}: {error.detail}", "node": self._node})
 
     def _is_lost(self, joint: JoinedRound) -> bool:
         """Whether the catalog knows nothing of the round any more, so nobody can commit it."""
@@ -315,8 +334,7 @@ class JointSaves:
 
     def _abort(self, joint: JoinedRound, error: BaseException, claimed: bool = False) -> None:
         """This node cannot go on: the round ends for all, unless it has just been committed."""
-        if not isinstance(error, CheckpointError):
-            error = _unexpected(error, self._node)
+        error = self._named(error if isinstance(error, CheckpointError) else _unexpected(error, self._node))
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 

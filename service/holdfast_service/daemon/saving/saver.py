@@ -516,12 +516,12 @@ class Saver:
             except ArenaFull:
                 complete = [r for r in self._write_queue.waiting() if r.holds(segment)]
                 incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
-            older = gives_way(policy, complete, incomplete)
+            older, awaited = gives_way(policy, complete, incomplete), self._going.awaited(segment)
             if older is None:
-                error = GenerationDropped.of(new.key.step, None, policy)
+                error = GenerationDropped.of(new.key.step, None, policy, awaited)
                 self._abort(new, error, {who.rank})
                 raise error
-            self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy))
+            self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy, awaited))
 
     def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = (), heard: bool = False) -> None:
         """End a round that is not being written. `heard`: from another node."""
