@@ -174,9 +174,26 @@ def test_verify_damaged(place: list[str], root: Path) -> None:
     assert result.exit_code == 5
     assert path.name in result.stdout
     assert "config.json" in result.stdout
-    damages = call_json("verify", "tiny@5", *place)["damages"]
+    assert "`holdfast repair" in result.stdout, "what to do next"
+    told = call_json("verify", "tiny@5", *place)
+    damages = told["damages"]
+    assert "repair" in told["hint"]
     assert [damage["file"] for damage in damages] == ["config.json", path.name]
     assert damages[1]["tensor"] is not None
+
+
+def test_verify_says_what_was_repaired(service: Served) -> None:
+    """Damage that the service has repaired is told, and not that all was intact; of this checkpoint alone."""
+    url = ["--url", service.url]
+    detail = {"file": "model.safetensors", "source": "replica nas"}
+    text = "model.safetensors of step 5 was repaired from replica nas"
+    service.services.events.add("checkpoint-repaired", text, "tiny", 5, "warning", **detail)
+    service.services.events.add("checkpoint-repaired", "another one", "tiny", 10, "warning", **detail)
+    service.services.events.add("checkpoint-repaired", "its copy", "tiny", 5, "warning", replica="nas", **detail)
+    result = call("verify", "tiny@5", *url)
+    assert "repaired" in result.stdout and text in result.stdout and "intact" not in result.stdout
+    assert "another" not in result.stdout and "its copy" not in result.stdout
+    assert [event["text"] for event in call_json("verify", "tiny@5", *url)["repaired"]] == [text]
 
 
 @pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST])

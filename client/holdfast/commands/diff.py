@@ -17,7 +17,6 @@ from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference
 
 SHOWN_MAX = 30
-FIRST = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
 
 _A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completion.checkpoints)
 _B = typer.Argument(
@@ -73,9 +72,10 @@ def _print(labels: list[str], found: list[Difference], total: comparing.Summary,
     out = console.out()
     states = ", ".join(f"{count} {state.replace('-', ' ')}" for state, count in sorted(total.tensors.items()))
     apart = "" if total.relative is None else f"; relative change of the changed tensors: {total.relative:.3g}"
-    out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{apart}", "bold"))
+    sick = f"; {total.nonfinite} with NaN or infinite values" if total.nonfinite else ""
+    out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{sick}{apart}", "bold"))
     rows = [one for one in found if one.state != "equal"]
-    rows.sort(key=lambda one: _rank(one, sort))
+    rows.sort(key=lambda one: comparing.largest_first(one, None if sort == "name" else getattr(one, sort)))  # stable
     if not rows:
         return
     numbers = ("RELATIVE", "CHANGE", "NORM A", "NORM B", "DIFFERING")
@@ -89,21 +89,15 @@ def _print(labels: list[str], found: list[Difference], total: comparing.Summary,
         out.print(Text(f"and {len(rows) - most} more: raise --most, or use --json for all", "dim"))
 
 
-def _rank(one: Difference, sort: Sort) -> tuple[bool, float]:
-    """Sort key: tensors that are missing or of another kind first. The sort is stable, so equal keys stay ordered
-    by name.
-    """
-    value = None if sort == "name" else getattr(one, sort)
-    return one.state not in FIRST, -(value or 0.0)
-
-
 def _what(one: Difference) -> Text:
-    nonfinite = one.detail.get("nonfinite", 0)
     if one.state == "reshaped":
         return Text(f"reshaped: {one.detail['shape_a']} → {one.shape}", "yellow")
     if one.state == "retyped":
         return Text(f"retyped: {one.detail['dtype_a']} → {one.dtype}", "yellow")
-    return Text(one.state.replace("-", " ") + (f", {nonfinite} not finite" if nonfinite else ""))
+    sides = (("A", one.detail.get("nonfinite_a")), ("B", one.detail.get("nonfinite_b")))
+    sick = " and ".join(f"{count} in {side}" for side, count in sides if count)
+    state = one.state.replace("-", " ")
+    return Text(f"{state}, not finite: {sick}", "red") if sick else Text(state)
 
 
 def _figure(value: float | None) -> str:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import typer
 from rich.text import Text
 
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader, Damage
-from holdfast.read.sources import DirectorySource, Source
+from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats import naming
 from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.rest.operations import Event
+
+EVENTS_MAX = 500  # looked through for repairs
+REPAIRS_SHOWN = 5
 
 
 def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
     """Read a checkpoint back and check every byte of every file. Exit status 5: damaged; 3: not a checkpoint."""
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         checked, damages = _verify(source, shown=not as_json)
+        repairs = [] if damages else _repairs(source)
     if as_json:
-        print_damages = [damage._asdict() for damage in damages]
-        console.print_json({"from": source.label, "bytes": checked, "intact": not damages, "damages": print_damages})
+        found = [damage._asdict() for damage in damages]
+        told = {"from": source.label, "bytes": checked, "intact": not damages, "damages": found}
+        more = {"hint": _next(source)} if damages else {"repaired": [event.model_dump() for event in repairs]}
+        console.print_json({**told, **more})
+    elif damages:
+        _print_damages(source, damages)
     else:
-        _print(source, checked, damages)
+        _print_sound(source, checked, repairs)
     if damages:
         raise typer.Exit(EXIT_STATUS[Damaged])
 
@@ -43,13 +54,25 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
         return total, reader.verify(lambda count: bar.advance(bar.task_ids[0], count))
 
 
-def _print(source: Source, checked: int, damages: list[Damage]) -> None:
+def _repairs(source: Source) -> list[Event]:
+    """What the service says that it has repaired in this checkpoint, newest first: damage that a check or a reader met."""
+    if not isinstance(source, HttpSource):
+        return []
+    asked = {"run": source.run, "kind": "checkpoint-repaired"}
+    events = islice(source.api.pages("/v1/events", Event, asked), EVENTS_MAX)
+    return [event for event in events if event.step == source.step and "replica" not in event.detail]
+
+
+def _print_sound(source: Source, checked: int, repairs: list[Event]) -> None:
     out = console.out()
-    if not damages:
-        out.print(
-            Text.assemble(("intact  ", "green"), f"{source.label}: {console.human_bytes(checked)} match their digests")
-        )
-        return
+    word = ("repaired  ", "yellow") if repairs else ("intact  ", "green")
+    out.print(Text.assemble(word, f"{source.label}: {console.human_bytes(checked)} match their digests"))
+    for event in repairs[:REPAIRS_SHOWN]:
+        out.print(Text(f"at {event.at[:19]}: {event.text}"))
+
+
+def _print_damages(source: Source, damages: list[Damage]) -> None:
+    out = console.out()
     out.print(Text.assemble(("damaged  ", "bold red"), f"{source.label}: {len(damages)} findings"))
     numbers = ("BYTES FROM", "LENGTH")
     table = console.table("FILE", "TENSOR", *numbers, "WHAT", right=numbers, drop=("LENGTH",), wrap=("WHAT",))
@@ -58,3 +81,15 @@ def _print(source: Source, checked: int, damages: list[Damage]) -> None:
             Text(damage.file), Text(damage.tensor or "-"), str(damage.offset), str(damage.length), Text(damage.what)
         )
     out.print(table)
+    out.print(Text(_next(source)))
+
+
+def _next(source: Source) -> str:
+    """What to do about damage."""
+    if isinstance(source, HttpSource):
+        other = f"without one, restore another step (`holdfast ls {source.run}`)"
+        return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"
+    return (
+        "in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; a copy or an export is "
+        "made again from its checkpoint"
+    )

@@ -21,6 +21,7 @@ from holdfast_formats.rest.observed import Difference, DifferenceState
 
 BLOCK_ELEMENTS = 2**16  # as float64 they fit a core's cache
 
+_OTHER_KIND = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
 Octets = NDArray[np.uint8]
 
 
@@ -86,25 +87,47 @@ def difference(pair: Pair, distance: Distance | None = None) -> Difference:
     if distance is None:
         return made
     made.state = "changed" if distance.differing else "equal"
-    made.detail = {"differing": distance.differing, "nonfinite": distance.nonfinite}
+    made.detail = {
+        "differing": distance.differing,
+        "nonfinite": distance.nonfinite,
+        "nonfinite_a": distance.nonfinite_a,
+        "nonfinite_b": distance.nonfinite_b,
+    }
     if dtypes.bits(entry.dtype) >= 8:
-        made.norm_a, made.norm_b, made.change = distance.norm_a, distance.norm_b, distance.change
-        made.relative = distance.change / distance.norm_a if distance.norm_a else (None if distance.change else 0.0)
-        made.detail["largest"] = distance.largest
+        made.norm_a = None if distance.nonfinite_a else distance.norm_a
+        made.norm_b = None if distance.nonfinite_b else distance.norm_b
+        if not distance.nonfinite:
+            made.change = distance.change
+            made.detail["largest"] = distance.largest
+            if made.norm_a is not None:
+                made.relative = distance.change / made.norm_a if made.norm_a else (None if distance.change else 0.0)
     return made
+
+
+def has_nonfinite(one: Difference) -> bool:
+    """Whether a tensor whose bytes were compared has NaN or infinity on either side."""
+    return bool(one.detail.get("nonfinite_a") or one.detail.get("nonfinite_b"))
+
+
+def largest_first(one: Difference, value: float | None) -> tuple[bool, bool, float]:
+    """The key that sorts tensors with NaN or infinity first, then those that are missing or of another kind, then the others
+    by the value, the largest first.
+    """
+    return not has_nonfinite(one), one.state not in _OTHER_KIND, -(value or 0.0)
 
 
 class Distance:
     """How far two tensors of one dtype and shape are apart, block by block.
 
-    `differing` counts elements (bytes, for types below one byte) whose bits differ. Norms are over elements that are finite
-    in both; `nonfinite` counts the differing ones that are not.
+    `differing` counts elements (bytes, for types below one byte) whose bits differ. The change is that of elements that are
+    finite in both, and `nonfinite` counts the differing ones that are not. Norms are over the elements that are finite in
+    the tensor; `nonfinite_a` and `nonfinite_b` count the others.
     """
 
     def __init__(self, dtype: str) -> None:
         self._bits = dtypes.bits(dtype)
         self._dtype = np.dtype(np.uint8) if self._bits < 8 else dtypes.to_numpy(dtype)
-        self.elements = self.differing = self.nonfinite = 0
+        self.elements = self.differing = self.nonfinite = self.nonfinite_a = self.nonfinite_b = 0
         self.largest = 0.0
         self._a = self._b = self._change = 0.0
 
@@ -122,13 +145,19 @@ class Distance:
         if self._bits < 8:
             return
         left, right = _as_float(a, self._dtype), _as_float(b, self._dtype)
-        finite = np.isfinite(left) & np.isfinite(right)
+        finite_a, finite_b = np.isfinite(left), np.isfinite(right)
+        finite = finite_a & finite_b
+        own_a, own_b = left, right
         if not finite.all():
-            self.nonfinite += int(np.count_nonzero(differs & ~finite.reshape(len(differs), -1).all(axis=1)))
+            whole_a, whole_b = (one.reshape(len(differs), -1).all(axis=1) for one in (finite_a, finite_b))
+            self.nonfinite += int(np.count_nonzero(differs & ~(whole_a & whole_b)))
+            self.nonfinite_a += int(np.count_nonzero(~whole_a))
+            self.nonfinite_b += int(np.count_nonzero(~whole_b))
+            own_a, own_b = left[finite_a], right[finite_b]
             left, right = left[finite], right[finite]
         change = right - left
-        self._a += float(left @ left)
-        self._b += float(right @ right)
+        self._a += float(own_a @ own_a)
+        self._b += float(own_b @ own_b)
         self._change += float(change @ change)
         self.largest = max(self.largest, float(np.abs(change).max(initial=0.0)))
 
@@ -166,25 +195,30 @@ def blocks(a: Iterable[Octets], b: Iterable[Octets]) -> Iterator[tuple[Octets, O
 
 
 class Summary(NamedTuple):
-    """How many tensors are in each state, their elements, and the bytes of those that differ."""
+    """How many tensors are in each state, their elements, and the bytes of those that differ. `nonfinite` counts those whose
+    bytes were compared and have NaN or infinity.
+    """
 
     tensors: dict[str, int]
     elements: int
     bytes_changed: int
     relative: float | None
+    nonfinite: int
 
 
 def summarise(found: Iterable[Difference]) -> Summary:
     """All tensors together; `relative` is the norm of the change over the norm of a, for tensors whose
-    bytes were compared.
+    bytes were compared, and all of whose values are finite.
     """
     states: dict[str, int] = {}
-    elements = changed = 0
+    elements = changed = nonfinite = 0
     change = norm = 0.0
     for one in found:
         states[one.state] = states.get(one.state, 0) + 1
         elements += prod(one.shape)
         changed += one.bytes if one.state != "equal" else 0
-        change += (one.change or 0.0) ** 2
-        norm += (one.norm_a or 0.0) ** 2
-    return Summary(states, elements, changed, sqrt(change / norm) if norm else None)
+        nonfinite += has_nonfinite(one)
+        if not has_nonfinite(one):
+            change += (one.change or 0.0) ** 2
+            norm += (one.norm_a or 0.0) ** 2
+    return Summary(states, elements, changed, sqrt(change / norm) if norm else None, nonfinite)

@@ -89,7 +89,8 @@ class Comparison:
                 progress.report(done, total)
 
             found = list(compare(self._tier, sides, pairs, read))
-        most = sorted((one for one in found if one.state != "equal"), key=lambda one: -(one.relative or 0.0))
+        differing = [one for one in found if one.state != "equal"]
+        most = sorted(differing, key=lambda one: comparing.largest_first(one, one.relative))
         summary = comparing.summarise(found)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 

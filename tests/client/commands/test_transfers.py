@@ -186,6 +186,12 @@ def test_a_daemon_copies_and_people_see_it(root: Path, tmp_path: Path) -> None:
         assert "far (present" in shown.output
         assert call_json("show", "tiny@10", "--url", daemon.url)["replicas"][0]["tier"] == "far"
         wait_until(lambda: (tmp_path / "far" / STEP_5).exists(), 90)
+        damaged = max((root / STEP_5).glob("model*.safetensors"))
+        flip(damaged, damaged.stat().st_size - 1)
+        assert call("verify", "tiny@5", "--url", daemon.url).exit_code in (0, 5)  # the service repairs what a reader meets
+        wait_until(lambda: call("verify", "tiny@5", "--url", daemon.url).exit_code == 0, 90)
+        told = call("verify", "tiny@5", "--url", daemon.url).output
+        assert "was repaired from replica far" in told and "intact" not in told
     before = contents(root / STEP_5)
     (root / STEP_5 / naming.MANIFEST).write_bytes(b"{}")
     with running(root, "--replica", f"far={tmp_path / 'far'}"):

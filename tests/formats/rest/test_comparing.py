@@ -63,6 +63,29 @@ def test_values_that_are_not_finite_are_counted_apart() -> None:
     assert (found.differing, found.nonfinite, found.change, found.largest) == (2, 1, 1.0, 1.0)
 
 
+def test_a_side_with_nan_is_not_told_as_a_distance(tmp_path: Path) -> None:
+    """Its norm, the change and the relative change are null, not zero; the tensor comes first, and is counted."""
+    a = build(tmp_path / "a")
+    names = ["embed.weight", "layers.0.q.weight"]
+    arrays = {name: array.astype(np.float32) for name, array in a.arrays["model"].items() if name in names}
+    sick = {names[0]: np.full_like(arrays[names[0]], np.nan), names[1]: arrays[names[1]] + 1}
+    pairs = [pair for pair in comparing.pairs(a.manifest, other(tmp_path / "b", model=sick).manifest) if pair.name in names]
+    found = []
+    for pair in pairs:
+        distance = Distance("F32")
+        distance.add(octets(arrays[pair.name]), octets(sick[pair.name]))
+        found.append(comparing.difference(pair, distance))
+    nan, changed = found
+    elements = arrays[names[0]].size
+    assert (nan.norm_b, nan.change, nan.relative) == (None, None, None)
+    assert nan.norm_a == pytest.approx(np.linalg.norm(arrays[names[0]].astype(np.float64)))
+    assert (nan.detail["nonfinite_a"], nan.detail["nonfinite_b"], nan.detail["nonfinite"]) == (0, elements, elements)
+    assert "largest" not in nan.detail and changed.relative is not None
+    assert sorted(found, key=lambda one: comparing.largest_first(one, one.relative))[0] is nan
+    total = comparing.summarise(found)
+    assert (total.nonfinite, total.relative) == (1, pytest.approx(changed.relative))
+
+
 def test_complex_and_sub_byte_types_are_compared() -> None:
     """A complex number counts as its two parts; below one byte only the bits are told apart."""
     found = Distance("C64")

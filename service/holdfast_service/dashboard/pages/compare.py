@@ -119,9 +119,10 @@ class Values(NamedTuple):
     def difference(self, pair: Pair) -> Difference:
         made = comparing.difference(pair)
         before, after = (side.get((made.group, made.name)) for side in (self.before, self.after))
-        made.norm_a = before.norm if before else None
-        made.norm_b = after.norm if after else None
-        if made.change is None and after is not None and after.changed_from == self.step:
+        made.norm_a = before.norm if before and not before.nonfinite else None
+        made.norm_b = after.norm if after and not after.nonfinite else None
+        sick = any(side and side.nonfinite for side in (before, after))
+        if made.change is None and not sick and after is not None and after.changed_from == self.step:
             made.change = after.change
             made.relative = after.change / made.norm_a if after.change is not None and made.norm_a else None
         return made
@@ -148,7 +149,12 @@ def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[
         return sorted(found, key=lambda pair: -pair.entry.nbytes)
     if sort not in SORTS or not (values.before or values.after):
         return found
-    return sorted(found, key=lambda pair: -(getattr(values.difference(pair), sort) or 0))
+
+    def key(pair: Pair) -> tuple[bool, float]:
+        sides = (side.get((pair.group, pair.name)) for side in (values.before, values.after))
+        return not any(side and side.nonfinite for side in sides), -(getattr(values.difference(pair), sort) or 0)
+
+    return sorted(found, key=key)
 
 
 async def _measured(
