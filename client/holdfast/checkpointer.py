@@ -290,6 +290,7 @@ class Checkpointer:
         masters: Masters | None = None,
         cast: bool = False,
         exclude: Sequence[str] = (),
+        keep: Sequence[str] = (),
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
 
@@ -301,7 +302,8 @@ class Checkpointer:
         all of them have read it. Where one turns out damaged, all take the one before it, and the log,
         `notices` and `last_restore` say so; a step that is named is restored or it is an error.
 
-        `exclude` takes patterns over `group/name`, as `save()` does; `ignore` is its older name. With `strict`, missing and
+        `exclude` takes patterns over `group/name`, as `save()` does; `ignore` is its older name. `keep` takes patterns over
+        `key/name` of hyper-parameters that stay as they are live, such as `optim/lr`. With `strict`, missing and
         unexpected names raise `StateMismatch`; without it they are in `last_restore`, as is in any case what another program
         kept in the group `extra` of an imported checkpoint. Shapes and dtypes that differ are
         refused, before anything is touched, and so are files that are missing or too short; with `cast`, floats of another
@@ -318,7 +320,8 @@ class Checkpointer:
         told = exclusion.check(exclude, "exclude")
         left_out = (*told, *exclusion.check(ignore, "ignore"))
         check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast)
-        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, told)
+        kept = exclusion.check(keep, "keep")
+        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, told, kept)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored

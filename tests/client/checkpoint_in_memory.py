@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,10 @@ class Checkpoint:
 
     def fill(self, restoration: MatchedLeaves) -> None:
         """Write the stored bytes into every leaf of the restoration."""
-        for leaf in restoration.leaves:
+        self.fill_leaves(restoration.leaves)
+
+    def fill_leaves(self, leaves: Sequence[Leaf]) -> None:
+        for leaf in leaves:
             whole = self.tensors[leaf.group, leaf.name]
             for piece in leaf.pieces:
                 _raw(piece.tensor).copy_(_raw(_cut(whole, piece.box)))
@@ -81,6 +84,7 @@ def save(state: Mapping[str, Any], groups: tuple[str, ...] | None = None) -> Che
 def restore(checkpoint: Checkpoint, state: Mapping[str, Any], **options: Any) -> MatchedLeaves:
     """Prepare, fill and apply, in a world of one."""
     restoration = TrainState(state, 0, 1).prepare(checkpoint.stored(), **options)
-    checkpoint.fill(restoration)
+    restoration.check_ties(checkpoint.fill_leaves)
+    checkpoint.fill_leaves(restoration.leaves)
     restoration.apply()
     return restoration

@@ -60,6 +60,7 @@ class WantedPart(NamedTuple):
     masters: Masters | None = None
     cast: bool = False
     told: Sequence[str] = ()
+    keep: Sequence[str] = ()
 
 
 class RestoringRank(NamedTuple):
@@ -89,9 +90,17 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
-    restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast)
+    restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast, wanted.keep)
     coded.refuse_apart(reader.manifest, {leaf.key for leaf in restoration.leaves})
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
+
+    def fill_apart(leaves: Sequence[Leaf]) -> None:
+        apart = targets_of([_own(leaf, reader.contents, own) for leaf in leaves])
+        wants = [target.want for target in apart]
+        fill(reader, wants, session.held, launch.rank, Overwriting(_nothing), session.held_elsewhere)
+        finish(apart)
+
+    restoration.check_ties(fill_apart)
     targets = targets_of([_own(leaf, reader.contents, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
@@ -99,12 +108,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
     try:
         if wanted.prove_first and restoration.casts:  # whether values fit is not seen before they are read
-            first = targets_of(
-                [_own(one, reader.contents, own) for one in leaves_apart(restoration.leaves, restoration.casts)]
-            )
-            fill(
-                reader, [one.want for one in first], session.held, launch.rank, Overwriting(_nothing), session.held_elsewhere
-            )
+            fill_apart(leaves_apart(restoration.leaves, restoration.casts))
             check_casts(restoration.casts)
         filled = fill(reader, wants, session.held, launch.rank, into, session.held_elsewhere)
         finish(targets)

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state.containers import ContainerKeeper
+from holdfast.state.hyper_parameters import LiveGroups, chosen, given_to
 from holdfast.state.modules import MODEL
 from holdfast.state.optimizers import (
     GROUP,
-    IMPLEMENTATION,
     LOCAL,
     MASTER_GROUP,
     MESH,
@@ -90,10 +90,10 @@ class _Resumption:
         self._masters(parameters, document["masters"], document["kinds"])
         self._values(parameters, document["state"])
         self.state.want_live(self.plan, self.selection, self.done)
-        live = [
-            [self.state.names[id(tensor)][0] for tensor in group["params"]] for group in self.state.groups_of_parameters()
-        ]
-        hyper = hyper_parameters(self.state.key, live, document["groups"], self.plan)
+        groups = list(self.state.groups_of_parameters())
+        names = [[self.state.names[id(tensor)][0] for tensor in group["params"]] for group in groups]
+        live = LiveGroups(self.state.key, names, groups, given_to(self.state.optimizers))
+        hyper = chosen(live, document["groups"], self.plan, self.selection)
         self.plan.actions.append(lambda: self._install(parameters, document["state"], hyper))
         return self.plan
 
@@ -239,29 +239,6 @@ def read_document(text: str, key: str, stored: OfferedLeaves, plan: PartPlan) ->
     return document
 
 
-def hyper_parameters(
-    key: str, live: Sequence[Sequence[str]], groups: Mapping[str, dict[str, Any]], plan: PartPlan
-) -> list[dict[str, Any]]:
-    """For each live group, of these names, the hyper-parameters of the stored group that has its first known parameter."""
-    by_name = {name: group for group in groups.values() for name in group["params"]}
-    chosen = []
-    for position, names in enumerate(live):
-        found = [by_name[name] for name in names if name in by_name]
-        where = f"{key}.param_groups[{position}]"
-        hypers = [
-            {k: v for k, v in entry.items() if k not in IMPLEMENTATION} for entry in {id(f): f for f in found}.values()
-        ]
-        if not hypers and names:
-            plan.notes.append(f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged")
-        if any(not _agree(hyper, hypers[0]) for hyper in hypers):
-            plan.notes.append(
-                f"{where}: its parameters were saved in param_groups with different hyper-parameters; "
-                "those of the first are used"
-            )
-        chosen.append(hypers[0] if hypers else {})
-    return chosen
-
-
 def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device)
 
@@ -276,12 +253,6 @@ def merged(live: Any, value: Any) -> Any:
     if isinstance(live, float | int) and isinstance(value, torch.Tensor) and value.numel() == 1:
         return type(live)(value.item())
     return value
-
-
-def _agree(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    # Tensors among them are not filled yet at this point; numbers and text decide.
-    plain = [{k: repr(v) for k, v in hyper.items() if not isinstance(v, torch.Tensor)} for hyper in (a, b)]
-    return plain[0] == plain[1]
 
 
 class Made(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state.containers import ContainerKeeper
-from holdfast.state.optimizer_resume import hyper_parameters, merged, read_document, stored_dtype
+from holdfast.state.hyper_parameters import LiveGroups, chosen, given_to
+from holdfast.state.optimizer_resume import merged, read_document, stored_dtype
 from holdfast.state.optimizer_shards import ShardedOptimizer, checked, is_storable
 from holdfast.state.optimizers import GROUP, MASTER_GROUP
 from holdfast.tensors.fragments import Fragment, FragmentList, Storable, global_shape, local_tensors
@@ -57,8 +58,11 @@ class _Resumption:
         self._masters(document["masters"])
         self._values(document["state"])
         self.state.want_live(self.plan, self.selection, self.done)
-        live = self.state.groups_of_parameters()
-        hyper = hyper_parameters(self.state.key, [group["params"] for group in live], document["groups"], self.plan)
+        groups = list(self.state.groups_of_parameters())
+        names = [group["params"] for group in groups]
+        given = given_to(self.state.shards.hooks) - {"lr"}  # the framework's own schedule moves it
+        live = LiveGroups(self.state.key, names, groups, given)
+        hyper = chosen(live, document["groups"], self.plan, self.selection)
         self.plan.actions.append(lambda: self._install(hyper))
         return self.plan
 

@@ -48,6 +48,7 @@ from holdfast.state.containers import ContainerKeeper
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
 from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
+from holdfast.state.hyper_parameters import check_keep
 from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
     EMA,
@@ -310,7 +311,7 @@ class TrainState:
             and walk.watch.unchanged()
         )
 
-    def prepare(
+    def prepare(  # noqa: PLR0913 - what a caller may wish, all optional
         self,
         stored: OfferedLeaves,
         groups: Collection[str] | None = None,
@@ -318,13 +319,14 @@ class TrainState:
         strict: bool = True,
         from_model: Masters | None = None,
         cast: bool = False,
+        keep: Sequence[str] = (),
     ) -> MatchedLeaves:
         """Compare the live state with the checkpoint and determine where which bytes go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` with the names of all tensors of a wrong shape or
         dtype. If strict, it also names everything that only one side has. It raises too if weights would be restored without
         their live masters, unless `from_model` says to set these. Groups that the live state lacks are left out, with a
-        note. With `cast`, floats of another dtype are rounded.
+        note. With `cast`, floats of another dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
@@ -336,7 +338,9 @@ class TrainState:
         wanted = check_groups(groups, parts.groups)
         if groups is None and from_model is not None and not stored.specs.get(MASTER):
             wanted -= {MASTER}  # the checkpoint has none: they are all set from the weights
-        selection = Selection(wanted, tuple(ignore), cast, groups is not None)
+        if keep:
+            check_keep(keep, ((optimizer.key, optimizer.groups_of_parameters()) for optimizer in parts.optimizers))
+        selection = Selection(wanted, tuple(ignore), cast, groups is not None, tuple(keep))
         beside = parts.beside_weights()
         if self.declared is None:
             found = match_leaves(parts.plans(stored, selection), stored, selection, strict)

@@ -79,12 +79,14 @@ class Selection(NamedTuple):
     """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`.
 
     `cast`: floats of another dtype are taken too, and rounded. `chosen`: the caller named the groups.
+    `keep` are patterns over `key/hyper-parameter` of optimizers, of what stays as it is live.
     """
 
     groups: frozenset[str]
     ignore: tuple[str, ...] = ()
     cast: bool = False
     chosen: bool = False
+    keep: tuple[str, ...] = ()
 
     def takes(self, group: str, name: str) -> bool:
         return group in self.groups and not any(covers(pattern, group, name) for pattern in self.ignore)
@@ -170,6 +172,7 @@ class PartPlan:
 
     `wanted` are live tensors, or new ones that `actions` install. `documents` are the JSON keys that it needs. `claimed` are
     other names of the checkpoint that it uses or leaves out on purpose. `lacking` is installed too, if it is filled.
+    `conflicts` are stored values that cannot all be taken; `keepable` what `keep=` would settle them by.
     """
 
     wanted: list[Leaf] = field(default_factory=list)
@@ -180,6 +183,8 @@ class PartPlan:
     notes: list[str] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
     lacking: list[LackingCopy] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+    keepable: list[str] = field(default_factory=list)
 
     def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Ask for a tensor's bytes."""

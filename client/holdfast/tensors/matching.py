@@ -12,11 +12,33 @@ from holdfast.left_out import LeftOutNote
 from holdfast.tensors import casting
 from holdfast.tensors.casting import Cast
 from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors.torch_dtypes import torch_dtype
 from holdfast_formats.errors import StateMismatch
 
 _BESIDE = "extra/"  # what is neither model nor optimizer
 _WEIGHTS = "model"
 LISTED_MAX = 20  # names in an error's text; its members have all of them
+
+
+class TiedPair(NamedTuple):
+    """Two stored tensors that would go into the same memory, each in memory of its own to compare them."""
+
+    first: Leaf
+    other: Leaf
+
+    @staticmethod
+    def of(live: Leaf, other: Key, dtype: str) -> TiedPair:
+        """`live` is what is filled from the first, and `dtype` how both are stored."""
+        made = torch_dtype(dtype, live.name)
+        pieces = [tuple(p._replace(tensor=torch.empty_like(p.tensor, dtype=made)) for p in live.pieces) for _ in range(2)]
+        first = live._replace(dtype=dtype, pieces=pieces[0])
+        return TiedPair(first, first._replace(group=other[0], name=other[1], pieces=pieces[1]))
+
+    def is_equal(self) -> bool:
+        return all(
+            torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in pair))
+            for pair in zip(self.first.pieces, self.other.pieces, strict=True)
+        )
 
 
 class MatchedLeaves(NamedTuple):
@@ -36,6 +58,8 @@ class MatchedLeaves(NamedTuple):
     casts: tuple[Cast, ...] = ()
     lacking: tuple[LackingCopy, ...] = ()
     renewed: tuple[str, ...] = ()
+    ties: tuple[TiedPair, ...] = ()
+    strict: bool = True
 
     @property
     def live(self) -> Iterator[Leaf]:
@@ -43,6 +67,26 @@ class MatchedLeaves(NamedTuple):
         apart = {id(cast.stored) for cast in self.casts}
         yield from (leaf for leaf in self.leaves if id(leaf) not in apart)
         yield from (cast.live for cast in self.casts)
+
+    def check_ties(self, fill: Callable[[Sequence[Leaf]], object]) -> None:
+        """Compare stored tensors that are one tensor here, before anything live changes: `fill` fills leaves apart from it.
+
+        Raises `StateMismatch`, by name, where they differ and the restore is strict; else they are noted.
+        """
+        if not self.ties:
+            return
+        fill([leaf for tie in self.ties for leaf in tie])
+        differing = [f"{tie.other.path} is {tie.first.path} here" for tie in self.ties if not tie.is_equal()]
+        if not differing:
+            return
+        if self.strict:
+            raise StateMismatch(
+                f"tensors that differ in the checkpoint are one tensor in the live state: {_short(differing)}",
+                hint="untie them in the live state; or exclude=('GROUP/NAME',) leaves one out; strict=False takes the first",
+                mismatched=differing,
+            )
+        text = f"tensors that differ in the checkpoint are one tensor in the live state: {_short(differing)}"
+        self.notes.append(LeftOutNote(f"{text}: restored from the second name"))
 
     def apply(self) -> None:
         """Install everything but tensor memory: new optimizer state, schedulers, loaders, plain values,
@@ -63,14 +107,19 @@ class _Comparison:
         self.notes: list[str] = list(stored.notes)
         self.claimed: set[Key] = set()
         self.late: list[str] = []
-        self.checks: list[Callable[[], None]] = []
         self.casts: list[Cast] = []
         self.castable = 0  # of the mismatched ones
+        self.conflicts: list[str] = []
+        self.keepable: list[str] = []
+        self.ties: list[TiedPair] = []
         self._places: dict[tuple[object, ...], Leaf] = {}
+        self._taken: dict[Key, Leaf] = {}
 
     def take(self, plan: PartPlan) -> None:
         self.missing += plan.missing
         self.notes += plan.notes
+        self.conflicts += plan.conflicts
+        self.keepable += plan.keepable
         self.claimed |= plan.claimed
         for group, key in plan.documents:
             self.claimed.add((group, key))
@@ -100,22 +149,26 @@ class _Comparison:
             return
         memory = tuple((piece.box, piece.tensor.data_ptr()) for piece in leaf.pieces)
         if (leaf.group, found, memory) not in self.leaves:
-            live = self._apart(leaf._replace(name=found))
+            live = leaf._replace(name=found)
+            place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
+            first = self._places.setdefault(place, live) if place else live
+            if first is not live:  # another stored tensor goes into this memory
+                self._tie(first, (leaf.group, found))
+                return
             if cast:
                 self.casts.append(casting.apart(live, dtype))
             self.leaves[leaf.group, found, memory] = self.casts[-1].stored if cast else live
+            self._taken[leaf.group, found] = live
 
-    def _apart(self, leaf: Leaf) -> Leaf:
-        """The leaf. If another stored tensor goes into the same memory, it gets new memory, and both are compared once
-        filled.
-        """
-        place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
-        first = self._places.setdefault(place, leaf) if place else leaf
-        if first is leaf:
-            return leaf
-        apart = leaf._replace(pieces=tuple(piece._replace(tensor=torch.empty_like(piece.tensor)) for piece in leaf.pieces))
-        self.checks.append(partial(_compare, first, apart, self.late))
-        return apart
+    def _tie(self, live: Leaf, other: Key) -> None:
+        """Note that a second stored tensor would go into memory that is filled from another."""
+        specs = [self.stored.spec(*key) for key in (live.key, other)]
+        if specs[0] != specs[1] or specs[0] is None:
+            self.mismatched.append(
+                f"{'/'.join(other)}: one tensor with {live.path} here, and stored as {specs[1]}, not {specs[0]}"
+            )
+        else:
+            self.ties.append(TiedPair.of(live, other, specs[0][0]))
 
     def _take_aliases(self, group: str, aliases: dict[str, str]) -> None:
         for alias, canonical in aliases.items():
@@ -125,10 +178,9 @@ class _Comparison:
                 self.missing.append(f"{group}/{alias}")
             elif other is not None and source is not None and source != other:
                 self.claimed.add((group, other))
-                self.notes.append(
-                    f"{group}/{alias} and {group}/{canonical} are one tensor in the live state but were saved "
-                    f"as two: restored from {source}"
-                )
+                live = self._taken.get((group, source))
+                if live is not None:
+                    self._tie(live, (group, other))
 
     def unexpected(self) -> list[str]:
         """Stored names of the compared groups that no live entry wants; tensors of other ranks' processes do not count."""
@@ -162,14 +214,14 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
         text = _listed("values of the program that the checkpoint was imported from are not used", theirs)
         comparison.notes.append(LeftOutNote(text))
     if not strict:
-        comparison.notes += _excused(comparison.missing, unexpected)
+        comparison.notes += _excused(comparison, unexpected)
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
         text = f"groups in the checkpoint that are not restored: {', '.join(idle)}"
         comparison.notes.append(text if selection.chosen else LeftOutNote(text))
     casts = tuple(comparison.casts)
     filling = (partial(casting.fill, casts),) if casts else ()
-    actions = (*filling, *comparison.checks, *(action for plan in plans for action in plan.actions))
+    actions = (*filling, *(action for plan in plans for action in plan.actions))
     return MatchedLeaves(
         tuple(comparison.leaves.values()),
         comparison.missing,
@@ -179,6 +231,8 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
         comparison.late,
         casts,
         tuple(lacking for plan in plans for lacking in plan.lacking),
+        ties=tuple(comparison.ties),
+        strict=strict,
     )
 
 
@@ -196,33 +250,24 @@ def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Seque
     return found
 
 
-def _excused(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
     """Notes of what `strict=False` has allowed."""
     texts = (
-        _listed("names of the state are not in the checkpoint: they stay as they were", missing),
+        *(f"{text}: those of the first are used" for text in comparison.conflicts),
+        _listed("names of the state are not in the checkpoint: they stay as they were", comparison.missing),
         _listed("names of the checkpoint are not in the state: they are not used", unexpected),
     )
     return [LeftOutNote(text) for text in texts if text]
 
 
-def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
-    """Note if two stored tensors that are one tensor here differ."""
-    for one, two in zip(first.pieces, other.pieces, strict=True):
-        if not torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in (one, two))):
-            notes.append(
-                f"{other.path} and {first.path} are one tensor in the live state but were saved as two: restored "
-                f"from {first.path}"
-            )
-            return
-
-
 def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> None:
     missing, mismatched = comparison.missing, comparison.mismatched
-    if not mismatched and not (strict and (missing or unexpected)):
+    if not mismatched and not (strict and (missing or unexpected or comparison.conflicts)):
         return
     parts = [_listed("do not fit", mismatched)]
     if strict:
         parts += [_listed("are missing from the checkpoint", missing), _listed("are not in the live state", unexpected)]
+        parts += comparison.conflicts
     raise StateMismatch(
         "the checkpoint does not fit the live state: " + "; ".join(part for part in parts if part),
         hint="build the state as it was saved, choose groups=, exclude names with exclude=, or pass strict=False (it "
@@ -230,7 +275,9 @@ def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> Non
         + (
             f"; cast=True rounds floats of another dtype, which {comparison.castable} of these are"
             * bool(comparison.castable)
-        ),
+        )
+        + f"; keep=({', '.join(map(repr, dict.fromkeys(comparison.keepable)))},) keeps the values of the live groups"
+        * bool(comparison.keepable),
         mismatched=mismatched,
         missing=missing,
         unexpected=unexpected,
@@ -240,5 +287,8 @@ def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> Non
 def _listed(what: str, names: Sequence[str]) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:LISTED_MAX])
-    return f"{len(names)} {what} ({shown}{', …' if len(names) > LISTED_MAX else ''})"
+    return f"{len(names)} {what} ({_short(names)})"
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED_MAX]) + ", …" * (len(names) > LISTED_MAX)

@@ -100,16 +100,25 @@ def test_state_survives_regrouping():
     assert [group["lr"] for group in regrouped.param_groups] == [0.3, 0.3]
 
 
-def test_groups_that_differ_are_noted():
-    """Where parameters of several stored groups meet in one live group, the first one's values are taken, and it is said."""
+def test_groups_that_differ_are_refused_by_what_differs():
+    """Where parameters of several stored groups meet in one live group, nobody can say whose values hold: it is refused,
+    unless the live ones are kept, or it is excused, with a note.
+    """
     module = model()
     first, *rest = module.parameters()
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.2}])
     other = model(1)
     merged = torch.optim.SGD(other.parameters(), lr=0.9)
-    restoration = restore(save({"model": module, "optim": optimizer}), {"model": other, "optim": merged})
+    checkpoint, twin = save({"model": module, "optim": optimizer}), {"model": other, "optim": merged}
+    with pytest.raises(StateMismatch, match=r"optim.param_groups\[0\]: .* differ in lr \(0.1, 0.2\)") as told:
+        restore(checkpoint, twin)
+    assert "keep=('optim/lr',)" in told.value.hint
+    assert merged.param_groups[0]["lr"] == 0.9
+    assert restore(checkpoint, twin, keep=("optim/lr",)).notes == []
+    assert merged.param_groups[0]["lr"] == 0.9
+    restoration = restore(checkpoint, twin, strict=False)
     assert merged.param_groups[0]["lr"] == 0.1
-    assert any("with different hyper-parameters" in note for note in restoration.notes)
+    assert any("differ in lr" in note for note in restoration.notes)
 
 
 def test_how_a_step_is_computed_stays():

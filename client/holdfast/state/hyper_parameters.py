@@ -1,0 +1,126 @@
+"""Hyper-parameters on a restore: which are taken from the checkpoint, which stay, and what that replaces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.left_out import LeftOutNote
+from holdfast.state.optimizers import IMPLEMENTATION
+from holdfast.tensors.leaves import PartPlan, Selection
+from holdfast_formats.errors import InvalidRequest
+
+Hyper = Mapping[str, Any]
+LISTED_MAX = 20
+# A schedule moves these. Where it has noted what it began with, that is what the user gave.
+_MOVED = {
+    "lr": ("initial_lr",),
+    "momentum": ("base_momentum", "max_momentum"),
+    "betas": ("base_momentum", "max_momentum"),
+}
+
+
+class LiveGroups(NamedTuple):
+    """The parameter groups of an optimizer: its key in the state, the parameters of each by name, the hyper-parameters of
+    each, and the names of those that its user gives, for others are what it counts itself.
+    """
+
+    key: str
+    names: Sequence[Sequence[str]]
+    hyper: Sequence[Hyper]
+    given: frozenset[str]
+
+
+def given_to(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[str]:
+    """What the constructors of these optimizers take."""
+    kinds = {kind for one in optimizers for kind in type(one).__mro__ if issubclass(kind, torch.optim.Optimizer)}
+    return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters)
+
+
+def check_keep(patterns: Sequence[str], live: Iterable[tuple[str, Iterable[Hyper]]]) -> None:
+    """`InvalidRequest` for a pattern of `keep=` that matches nothing; `live` are the groups by the optimizer's key."""
+    known = {f"{key}/{name}" for key, groups in live for group in groups for name in group if name not in IMPLEMENTATION}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise InvalidRequest(
+                f"keep= matches no hyper-parameter of the state's optimizers: {pattern}",
+                hint=f"there are {', '.join(sorted(known)) or 'none'}",
+            )
+
+
+def chosen(
+    of: LiveGroups, stored: Mapping[str, dict[str, Any]], plan: PartPlan, selection: Selection
+) -> list[dict[str, Any]]:
+    """For each live group, the hyper-parameters of the stored group that has its parameters, less what is to be kept.
+
+    Where these were saved in groups that differ, the plan has a conflict, by name.
+    """
+    by_name = {name: group for group in stored.values() for name in group["params"]}
+    found, replaced = [], list[str]()
+    for position, (names, live) in enumerate(zip(of.names, of.hyper, strict=True)):
+        where = f"{of.key}.param_groups[{position}]"
+        groups = {id(by_name[name]): by_name[name] for name in names if name in by_name}.values()
+        hypers = [_taken(of.key, group, selection) for group in groups]
+        if not hypers and names:
+            text = f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged"
+            plan.notes.append(LeftOutNote(text))
+        if differing := sorted({name for hyper in hypers for name in _differing(hyper, hypers[0])}):
+            plan.conflicts.append(f"{where}: its parameters were saved in groups that differ in {_shown(hypers, differing)}")
+            plan.keepable += [f"{of.key}/{name}" for name in differing]
+        found.append(hypers[0] if hypers else {})
+        replaced += [f"{text} of {where}" for text in _replaced(live, found[-1], of.given)]
+    if replaced:
+        more = ", …" * (len(replaced) > LISTED_MAX)
+        text = f"hyper-parameters of the checkpoint replace what was given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
+        plan.notes.append(
+            LeftOutNote(f"{text} (keep=('{of.key}/{replaced[0].partition(' ')[0]}',) would keep what is given)")
+        )
+    return found
+
+
+def is_kept(key: str, name: str, selection: Selection) -> bool:
+    return any(fnmatchcase(f"{key}/{name}", pattern) for pattern in selection.keep)
+
+
+def _taken(key: str, group: Hyper, selection: Selection) -> dict[str, Any]:
+    return {name: v for name, v in group.items() if name not in IMPLEMENTATION and not is_kept(key, name, selection)}
+
+
+def _differing(a: Hyper, b: Hyper) -> list[str]:
+    # Tensors among them are not filled yet at this point; numbers and text decide.
+    return [name for name in {**a, **b} if not _same(a.get(name), b.get(name))]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or repr(a) == repr(b)
+
+
+def _shown(hypers: Sequence[Hyper], names: Sequence[str]) -> str:
+    return "; ".join(f"{name} ({', '.join(dict.fromkeys(str(hyper.get(name)) for hyper in hypers))})" for name in names)
+
+
+def _replaced(live: Hyper, stored: Hyper, given: frozenset[str]) -> list[str]:
+    """What the user gave and the checkpoint replaces; values that a schedule has moved since are not compared."""
+    told = []
+    for name in sorted(given & live.keys() & stored.keys()):
+        now, then = live[name], stored[name]
+        began = [kept for kept in _MOVED.get(name, ()) if kept in stored]
+        if name == "lr" and began:
+            now, then = live.get("initial_lr", now), stored["initial_lr"]
+        elif began:
+            continue
+        if isinstance(now, torch.Tensor) and now.numel() == 1:
+            now = now.item()
+        if not isinstance(then, torch.Tensor) and not _equal(now, then):
+            told.append(f"{name} {now} by {then}")
+    return told
+
+
+def _equal(now: Any, then: Any) -> bool:
+    if isinstance(now, list | tuple) and isinstance(then, list | tuple):
+        return len(now) == len(then) and all(map(_equal, now, then))
+    return _same(now, then) or (isinstance(now, int | float) and isinstance(then, int | float) and now == then)
