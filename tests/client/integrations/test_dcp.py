@@ -218,6 +218,18 @@ def test_other_optimizers_come_back_too(saver: Saver) -> None:
     assert repr(found) == repr(both)
 
 
+def test_an_optimizer_without_its_state_is_refused(saver: Saver) -> None:
+    """`state_dict()` of an optimizer that has not stepped asks for no moments: they are named, and not dropped."""
+    model, optimizer = trained(1)
+    saver.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, 1)
+    fresh, unstepped = trained(2, steps=0)
+    asked = {"model": fresh.state_dict(), "optim": unstepped.state_dict()}
+    with pytest.raises(CheckpointException, match=r"asks for none of it: .*exp_avg"):
+        saver.load(asked, 1)
+    saver.load({"model": fresh.state_dict()}, 1)
+    assert torch.equal(next(fresh.parameters()), next(model.parameters()))
+
+
 def test_a_part_of_a_checkpoint_and_another_dtype(saver: Saver) -> None:
     """Only the model is loaded, and DCP's conversion of dtypes holds."""
     model, optimizer = trained(1)

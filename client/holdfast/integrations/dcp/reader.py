@@ -6,7 +6,7 @@ import dataclasses
 import io
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from holdfast.integrations.dcp import runs, steps
 from holdfast.integrations.dcp.stored import KEPT, StoredLeaf, StoredState
 from holdfast.launch import answer_of_rank_0
+from holdfast.left_out import LeftOutWarning
 from holdfast.link import address
 from holdfast.read.directory_library import DirectoryLibrary
 from holdfast.read.library import Library, ServiceLibrary, open_library
@@ -27,9 +28,11 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
 from holdfast.rest.api import Api
 from holdfast.restore.targets import RestoreTarget, finish, targets_of
+from holdfast.save_warning import warn
 from holdfast.stage.save_request import check_step
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.leaves import describe
+from holdfast.tensors.matching import LISTED_MAX
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats import naming
 from holdfast_formats.errors import (
@@ -122,6 +125,7 @@ class HoldfastStorageReader(StorageReader):
         if self._reader is None or self._stored is None:
             raise InvalidRequest("read_data() without read_metadata()", hint="use the reader through dcp.load()")
         reader, stored = self._reader, self._stored
+        self._tell_unused(stored.unused({item.storage_index.fqn for item in plan.items}))
         found = [(item, stored.find(item.storage_index.fqn)) for item in plan.items]
         filled = [_filled(item, value, planner, stored) for item, value in found if item.type == LoadItemType.TENSOR]
         try:
@@ -156,6 +160,21 @@ class HoldfastStorageReader(StorageReader):
             if held is not None:
                 held.close()
         self._reader = self._stored = self._library_read = None
+
+    def _tell_unused(self, unused: Mapping[str, Sequence[str]]) -> None:
+        """`StateMismatch` for an optimizer of which hyper-parameters alone would be loaded. Where there are other ranks, it
+        is a warning: this one may have no part of its tensors.
+        """
+        for key, names in unused.items():
+            text = f"{self.checkpoint_id} has the state of {key}, and the state dict asks for none of it: "
+            text += ", ".join(names[:LISTED_MAX]) + ", …" * (len(names) > LISTED_MAX)
+            hint = (
+                "make the state dict with torch.distributed.checkpoint.state_dict.get_state_dict(): optimizer.state_dict() "
+            )
+            hint += "of an optimizer that has not stepped has none; or leave the optimizer out of the state dict"
+            if _world() == 1:
+                raise StateMismatch(text, hint=hint, unexpected=names)
+            warn(f"{text}; {hint}", LeftOutWarning)
 
     def _load(self, targets: list[RestoreTarget]) -> None:
         assert self._reader is not None
@@ -241,6 +260,11 @@ def _filled(item: ReadItem, stored: Any, planner: LoadPlanner, state: StoredStat
 def _targets(stored: StoredLeaf, memory: torch.Tensor, shape: Iterable[int], offset: Iterable[int]) -> list[RestoreTarget]:
     leaf, _ = describe(stored.group, stored.name, Fragment(memory, tuple(shape), offset=tuple(offset)))
     return targets_of([leaf])
+
+
+def _world() -> int:
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if together else 1
 
 
 def _rank() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,17 @@ class StoredState:
         if any(_is_optimizer(tree.get(key)) for tree in self._trees) and names.is_implementation(fqn):
             return KEPT
         raise KeyError(fqn)
+
+    def unused(self, asked: Collection[str]) -> dict[str, list[str]]:
+        """By key, the tensors of optimizers of which something is asked for, but none of these tensors."""
+        found: dict[str, list[str]] = {}
+        keys = {key for tree in self._trees for key, held in tree.items() if _is_optimizer(held)}
+        for key in sorted(key for key in keys if any(fqn.startswith(f"{key}.") for fqn in asked)):
+            kept = [fqn for fqn, (path, value) in self.leaves.items() if path[0] == key and is_stored_tensor(value)]
+            tensors = {self.find(fqn) for fqn in asked if fqn.startswith(f"{key}.") and is_stored_tensor(self.find(fqn))}
+            if kept and not tensors:
+                found[key] = kept
+        return found
 
     def described(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
         found = self.find(fqn)
