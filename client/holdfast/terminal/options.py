@@ -8,9 +8,26 @@ from typing import Annotated
 import typer
 
 from holdfast.terminal import completion
+from holdfast_formats.errors import InvalidRequest
 
 SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
-Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.")]
+
+
+def _local(path: Path | None) -> Path | None:
+    if path is not None:
+        from holdfast_formats.whereabouts import check_local  # pydantic, which completion does not wait for
+
+        try:
+            check_local(path)
+        except InvalidRequest as error:
+            raise typer.BadParameter(f"{error.detail}: {error.hint}") from None
+    return path
+
+
+Root = Annotated[
+    Path | None,
+    typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),
+]
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the service at this URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Checkpoint = Annotated[

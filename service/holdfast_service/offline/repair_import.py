@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.foreign import sixteen_bits
-from holdfast_formats.whereabouts import check_root_place
+from holdfast_formats.whereabouts import check_local, check_root_place
 from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
@@ -52,6 +52,7 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     if not at or not (step.isascii() and step.isdigit()):
         raise InvalidRequest(f"{given.checkpoint!r} does not name a checkpoint", hint="give RUN@STEP")
     which = Which(naming.check_run(run), naming.check_step(int(step)))
+    check_local(given.root)
     root = Path(given.root).resolve()
     if given.act == "repair" and not root.is_dir():
         raise InvalidRequest(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")

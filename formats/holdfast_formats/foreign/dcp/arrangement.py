@@ -129,7 +129,7 @@ class StateDictArrangement:
         below = {str(leaf.path[0]) for leaf in tensors if len(leaf.path) > 1}
         top = [leaf.fqn for leaf in tensors if len(leaf.path) == 1]
         others = [key for key in below if not key.startswith(_OPTIMIZER) and key not in _WHOLE]
-        beside = bool(others) and not any("." in fqn for fqn in top)
+        beside = bool(others) and not any("." in fqn for fqn in top) and not _stepped(leaves, set(top))
         return [] if below & set(_MODELS) or beside else top
 
     def _models(self, flat: list[str], parts: dict[str, list[_Leaf]]) -> None:
@@ -267,6 +267,16 @@ class StateDictArrangement:
             if type(found) is int and found >= 0:
                 return found
         return None
+
+
+def _stepped(leaves: list[_Leaf], names: set[str]) -> bool:
+    """Whether an optimizer's state is of one of these tensors, which are weights then."""
+    for _, head, *rest in (leaf.path for leaf in leaves if len(leaf.path) > 1 and str(leaf.path[0]).startswith(_OPTIMIZER)):
+        joined = not rest and str(head).startswith(optimizers.JOINED)
+        owner = optimizers.owner(str(head), names) if joined else rest[0] if rest and head == optimizers.STATE else None
+        if owner in names:
+            return True
+    return False
 
 
 _AS_IS = "--as-is takes all tensors under their own keys; or save the model under the key 'model'"

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.foreign.dcp.metadata import Path
 
-_STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
+STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
 JOINED_GROUPS = f"{_GROUPS}."
-JOINED = (f"{_STATE}.", JOINED_GROUPS)  # how flattened keys begin
+JOINED = (f"{STATE}.", JOINED_GROUPS)  # how flattened keys begin
 
 
 class SavedOptimizer(NamedTuple):
@@ -37,14 +37,14 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
     joined: dict[str, dict[str, str]] = {}
     for path, fqn in entries:
         head, *rest = path
-        if head == _STATE and len(rest) == 2:
+        if head == STATE and len(rest) == 2:
             state.setdefault(str(rest[0]), {})[str(rest[1])] = fqn
         elif head == _GROUPS and len(rest) == 2 and isinstance(rest[0], int):
             nested.setdefault(rest[0], {})[str(rest[1])] = fqn
         elif not rest and isinstance(head, str) and head.startswith(JOINED):
             part, _, inner = head.partition(".")
             name, kind = _split(inner, weights)
-            (state if part == _STATE else joined).setdefault(name, {})[kind] = fqn
+            (state if part == STATE else joined).setdefault(name, {})[kind] = fqn
         else:
             return f"{fqn} is no entry of an optimizer's state dict"
     if any("/" in kind or not kind for kinds in state.values() for kind in kinds):

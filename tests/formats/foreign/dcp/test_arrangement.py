@@ -294,3 +294,18 @@ def test_an_optimizer_among_the_weights(tmp_path: Path) -> None:
     assert_same(
         tmp_path / "b", _listing(tmp_path / "b"), "model", dict.fromkeys(("state.x", "x", "state.mean"), torch.ones(1))
     )
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_weights_without_dots_beside_an_optimizer_of_them(tmp_path: Path, flattened: bool) -> None:
+    """As torchtitan saves: what the optimizer has state of are weights, whatever stands beside them."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    _save(tmp_path, {**weights, "optimizer": state, "train_state": {"step": torch.tensor(3)}})
+    listing = _listing(tmp_path)
+    _check_optimizer(tmp_path, listing, model, optimizer, "optimizer")
+    assert TensorKey("extra", "train_state/step") in listing.tensors
