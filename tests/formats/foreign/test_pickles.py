@@ -301,3 +301,17 @@ def test_a_tensor_is_bounded_by_its_storage(tmp_path: Path, legacy: bool) -> Non
         torch.save({"x": tensor}, tmp_path / "f", _use_new_zipfile_serialization=not legacy)
         with pytest.raises(StateMismatch, match="whose elements share bytes"):
             pickles.read_torch(OneFile((tmp_path / "f").read_bytes()), "f")
+
+
+def test_members_of_a_zip_are_found_with_few_reads(tmp_path: Path) -> None:
+    """Of each member its header and, of a small one, its content: files with tens of thousands of members are usual."""
+    reads: list[str] = []
+
+    class Counted(OneFile):
+        def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+            reads.append(path)
+            return super().read(path, offset, length)
+
+    torch.save({f"w{number}": torch.full((1,), float(number)) for number in range(100)}, tmp_path / "f")
+    pickles.read_torch(Counted((tmp_path / "f").read_bytes()), "f")
+    assert len(reads) < 2 * 100 + 20
