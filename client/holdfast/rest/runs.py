@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from holdfast.rest.api import Api, Model
 from holdfast_formats.errors import StorageFailed
-from holdfast_formats.rest import bodies
-from holdfast_formats.rest.runs import RunAbout, RunChange, Trash, TrashedRun
+from holdfast_formats.rest.runs import RenamedRun, RunAbout, RunChange, Trash, TrashedRun
 
 
 def about(api: Api, run: str) -> RunAbout:
@@ -33,9 +32,9 @@ def undelete(api: Api, run: str, entry: str | None = None) -> TrashedRun:
     return _parsed(api.request("POST", f"{_run(run)}/undelete", params=_entry(entry)), TrashedRun)
 
 
-def rename(api: Api, run: str, to: str) -> bodies.Run:
+def rename(api: Api, run: str, to: str) -> RenamedRun:
     """Give a run another name; returns it as it was."""
-    return _parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}), bodies.Run)
+    return _parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}), RenamedRun)
 
 
 def trash(api: Api) -> Trash:

@@ -7,10 +7,19 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from holdfast_formats.body import Body
+from holdfast_formats.rest.bodies import Run
 from holdfast_formats.rest.observed import RunLife
 
 OWNER_LENGTH_MAX = 128
 NOTES_LENGTH_MAX = 16_384
+
+
+class RenamedRun(Run):
+    """A run as it was before it got another name."""
+
+    damaged: dict[int, str] = Field(
+        default={}, description="its damaged checkpoints by step, and what is wrong with them; they went along as they are"
+    )
 
 
 class RunLaunch(Body):

@@ -14,7 +14,7 @@ from holdfast_formats.errors import Damaged, NoSuchResource
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.runs import TrashedRun
+from holdfast_formats.rest.runs import RenamedRun, TrashedRun
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.refusals import Refusals
 from holdfast_service.control.access.audit import DAYS, Audit
@@ -75,7 +75,7 @@ class Services:
     trash: RunTrash | None = None  # of a service with a daemon
     delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join
     undelete_run: Callable[..., TrashedRun] | None = None
-    rename_run: Callable[..., bodies.Run] | None = None
+    rename_run: Callable[..., RenamedRun] | None = None
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     book: Book | None = None  # what the catalog is still to be told, of a service that saves

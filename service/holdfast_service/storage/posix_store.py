@@ -54,6 +54,8 @@ class PosixStore:
         target = naming.checkpoint_path(place.run, place.step)
         try:
             if not place.round_id:
+                if over:  # before something is given up for it
+                    _check_there(self._tier, place, contents)
                 self._complete(place, contents)
             elif over and self._has_replaced(place, target, contents.commit):
                 return self._confirmed(place, target)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned
+from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned, StorageFailed
 from holdfast_formats.rest.observed import Acknowledgement
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.database.visible import limited_to
@@ -193,6 +193,38 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
     with pytest.raises(InvalidRequest, match="several daemons"):
         renaming.rename(RUN, NEW)
     assert root.stands() and root.listed() and not root.tier.list(NEW)
+
+
+@pytest.mark.parametrize("file", [naming.COMMIT, naming.MANIFEST, naming.STATE, "model-00001-of-00001.safetensors"])
+def test_a_damaged_checkpoint_goes_along_and_is_named(root: Root, at: Path, file: str) -> None:
+    """What is lacking, or cannot be read, is lacking under the new name; the others are verified as they were."""
+    catalog, there = root.decisions.rotation._catalog, at / "root" / naming.checkpoint_path(RUN, 1)
+    root.decisions.findings.sound(RUN, 2)
+    if not (there / file).exists():
+        file = next(path.name for path in sorted(there.iterdir()) if path.name.endswith(".safetensors"))
+    left = {path.name for path in there.iterdir()} - {file}
+    os.unlink(there / file)
+    renamed = root.decisions.renaming.rename(RUN, NEW)
+    assert list(renamed.damaged) == [1] and file in renamed.damaged[1]
+    assert {path.name for path in (at / "root" / naming.checkpoint_path(NEW, 1)).iterdir()} == left
+    assert not catalog.checkpoint(NEW, 1).verified and catalog.checkpoint(NEW, 1).damage is not None
+    assert catalog.checkpoint(NEW, 2).verified and root.decisions.rotation.proofs.stands(NEW, 2)
+    assert not root.tier.list(RUN)
+    root.decisions.watch.look()
+    assert catalog.checkpoint(NEW, 2).verified
+
+
+def test_a_run_that_is_not_all_there_under_its_new_name_keeps_the_old_one(root: Root, at: Path) -> None:
+    """Somebody has removed a file of it before a start finishes what a kill has interrupted."""
+    finish = RunRenaming._finish
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunRenaming, "_finish", lambda *_: None)
+        root.decisions.renaming.rename(RUN, NEW)
+    assert root.stands() and finish is RunRenaming._finish
+    os.unlink(at / "root" / naming.checkpoint_path(NEW, 2) / naming.STATE)
+    with pytest.raises(StorageFailed, match="kept"):
+        root.decisions.renaming.recover()
+    assert root.stands() and root.listed()
 
 
 def test_storage_without_second_names_is_refused(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,3 +311,23 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
         world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
         world.copy()
         assert world.states(5) == {"far": "present"} and contents(far(tmp_path)) == contents(world.path(5))
+
+
+@pytest.mark.parametrize("how", ["gone", "lacks a file"])
+def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: Path, how: str) -> None:
+    """Its checkpoint was removed while newer ones stood. Then these were lost, before its storage could be reached."""
+    world.copy()
+    for step in (10, 15):  # they were never copied, say
+        shutil.rmtree(far(tmp_path, step))
+    with world.catalog.database.write() as session:
+        session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
+    world.decisions.rotation.remove(RUN, 5)
+    for step in (10, 15):
+        if how == "gone":
+            shutil.rmtree(world.path(step))
+        else:
+            (world.path(step) / naming.STATE).unlink()
+    world.replicators["far"]._remove(world.replicators["far"]._open())
+    assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
+    (told,) = world.events("removal-waits")
+    assert told == {"tier": "far"}

@@ -52,6 +52,8 @@ def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) ->
         console.print_json({"renamed": found.model_dump(), "to": name})
     else:
         console.out().print(f"renamed {run} to {name}", markup=False)
+        for step, why in sorted(found.damaged.items()):
+            console.out().print(f"{name}@{step} is damaged, as it was before: {why}; `holdfast repair {name}@{step}`")
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:

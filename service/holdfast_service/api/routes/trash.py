@@ -7,8 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.rest import bodies
-from holdfast_formats.rest.runs import Trash, TrashedRun
+from holdfast_formats.rest.runs import RenamedRun, Trash, TrashedRun
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import ADMINS_RUN, READS
 from holdfast_service.api.door.rehearsals import DryRun
@@ -39,9 +38,9 @@ def rename_run(
     run: str,
     dry_run: DryRun,
     to: Annotated[str, Query(max_length=128, description="the new name")],
-) -> bodies.Run:
+) -> RenamedRun:
     """409 while the run is in use (see `DELETE`), or if there is a run of the new name. Its checkpoints get new manifests,
-    and the run of the old name goes to the trash.
+    and the run of the old name goes to the trash. Damaged checkpoints go along, and are named.
     """
     viewer.require_run(to)
     if services.rename_run is None:

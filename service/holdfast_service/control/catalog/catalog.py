@@ -407,6 +407,11 @@ class Catalog:
         """The time of a run that got another name goes on."""
         self._times.renamed(run, name)
 
+    def prove(self, run: str, step: int, proven: str) -> None:
+        """The files of a verified checkpoint are those that were read back, and these by now."""
+        with self._write() as session:
+            session.execute(update(CheckpointRow).where(*_at(run, step), CheckpointRow.verified).values(proven=proven))
+
     def doubt(self, run: str, step: int, proven: str) -> bool:
         """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
         it was verified anew meanwhile.

@@ -39,6 +39,8 @@ class ReplicaBook:
     def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
         self._tier, self._catalog, self._database = tier, catalog, catalog.database
         self._events = events
+        self._looks = Looks(tier)
+        self._kept: set[tuple[str, str, int]] = set()  # copies of which it was told that they stay
 
     def opened(self, name: str, tier: Tier) -> None:
         """A tier can be reached: sweep what earlier copies left, and make the catalog say what stands there."""
@@ -109,8 +111,16 @@ class ReplicaBook:
         if data is not None and not _holds(tier, path, data):
             tier.replace(path, data)
 
-    def remove(self, name: str, tier: Tier, run: str, step: int) -> None:
-        """Remove a copy whose checkpoint was removed, in the order of I4."""
+    def remove(self, name: str, tier: Tier, run: str, step: int) -> bool:
+        """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, since nothing that was there
+        when that was removed stands any more.
+        """
+        if not self._is_dispensable(name, tier, CheckpointId(run, step)):
+            if (name, run, step) not in self._kept:
+                self._kept.add((name, run, step))
+                text = f"step {step} stays in replica {name}: no sound checkpoint of {run} with its groups stands any more"
+                self._events.add("removal-waits", text, run, step, "error", tier=name)
+            return False
         try:
             left = removal.remove_checkpoint(PosixStore(tier), run, step)
             if left is not None:
@@ -120,6 +130,30 @@ class ReplicaBook:
         with self._database.write() as session:
             session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
             _forget_deleted(session, run)
+        return True
+
+    def _is_dispensable(self, name: str, tier: Tier, which: CheckpointId) -> bool:
+        """Whether a sound checkpoint with all groups of this copy stands, in the root or here; or its run was deleted."""
+        run, step = which
+        row = CheckpointRow
+        with self._database.read() as session:
+            copy = session.get(ReplicaRow, (run, step, name))
+            heir = run if copy is None or copy.heir is None else copy.heir
+            known = session.get(RunRow, heir)
+            if known is None or (known.attempt == 0 and heir == run):
+                return True
+            listed = select(row.step, row.groups).where(row.run == heir, row.verified).order_by(row.step.desc())
+            sound = [(at, set(groups)) for at, groups in session.execute(listed)]
+            there = (ReplicaRow.tier == name, ReplicaRow.run == heir, ReplicaRow.state == "present")
+            copies = session.scalars(select(ReplicaRow.step).where(*there).order_by(ReplicaRow.step.desc())).all()
+        try:
+            groups = set(roots.load_manifest(tier, run, step).groups)
+        except (Damaged, NoSuchCheckpoint):
+            return True  # it can be restored by nobody
+        if any(groups <= held and self._looks.proof(heir, at) for at, held in sound):
+            return True
+        looks = Looks(tier)
+        return any(looks.proof(heir, at) and groups <= set(roots.load_manifest(tier, heir, at).groups) for at in copies)
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""

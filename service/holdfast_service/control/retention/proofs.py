@@ -74,6 +74,11 @@ class Proofs:
             seen = {c.step: self.as_it_stands(run, c, known.get(c.step, UNKNOWN).proven) for c in counts}
             found = [now for c in found if (now := seen.get(c.step, c)) is not None]
 
+    def stands(self, run: str, step: int) -> bool:
+        """Whether a checkpoint is verified, and stands as it was read back."""
+        known = self._catalog.proofs(run).get(step, UNKNOWN).proven
+        return known is not None and (stamp := self._looks.proof(run, step)) != "" and known in (stamp, ANY_FILES)
+
     def look(self, run: str, step: int) -> None:
         """Look at a checkpoint that counts as verified, and record what is wrong with it."""
         known = self._catalog.proofs(run).get(step, UNKNOWN)

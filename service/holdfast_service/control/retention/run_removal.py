@@ -51,19 +51,21 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
     if read:
         raise InUse(f"checkpoints of {run} are being read: {_some(read)}", hint="try again when the readers have finished")
     if not marked:
-        refuse_lone_copies(catalog, run)
+        refuse_lone_copies(catalog, rotation, run)
     going_on(catalog, run)
 
 
-def refuse_lone_copies(catalog: Catalog, run: str) -> None:
+def refuse_lone_copies(catalog: Catalog, rotation: Rotation, run: str) -> None:
     """`Pinned` where a copy in a replica is all that is known to be sound of a checkpoint: with its run the copies go, and
-    the trash would keep only what is damaged, or nothing.
+    the trash would keep only what is damaged, or nothing. What counts as sound is looked at on the storage.
     """
     stands = (CheckpointRow.run == run, CheckpointRow.verified, CheckpointRow.damage.is_(None))
     sound = select(CheckpointRow.step).where(*stands)
     copied = select(ReplicaRow.step).where(ReplicaRow.run == run, ReplicaRow.state == "present")
     with catalog.database.read() as session:
         alone = set(session.scalars(copied.where(ReplicaRow.step.not_in(sound))))
+        both = set(session.scalars(copied.where(ReplicaRow.step.in_(sound))))
+    alone |= {step for step in both if not rotation.proofs.stands(run, step)}
     if alone:
         raise Pinned(
             f"only copies in replicas are known to be sound of {len(alone)} checkpoints of {run}: {_some(alone)}",

@@ -17,8 +17,18 @@ from sqlalchemy import delete, update
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
-from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, InUse, InvalidRequest, NoSpace
-from holdfast_formats.rest import bodies
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    Damaged,
+    InUse,
+    InvalidRequest,
+    NoSpace,
+    NoSuchCheckpoint,
+    StorageFailed,
+)
+from holdfast_formats.rest.runs import RenamedRun
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
 from holdfast_service.control.catalog.events import Events
@@ -56,8 +66,9 @@ class RunRenaming:
         self.is_alone = True  # no other daemon serves this root
         self.renamed: Callable[[str], None] = lambda run: None  # the run of this name is another one from now on, or none
 
-    def rename(self, run: str, name: str, dry_run: bool = False) -> bodies.Run:
-        """Rename a run; with `dry_run` only say whether that would work. Returns what it was.
+    def rename(self, run: str, name: str, dry_run: bool = False) -> RenamedRun:
+        """Rename a run; with `dry_run` only say whether that would work. Returns what it was. Damaged checkpoints go along
+        as they are: they may be repaired under the new name.
 
         Raises `NoSuchRun`, `InUse` or `Pinned` with what holds it, `AlreadyCommitted` if there is a run of the new name, and
         `InvalidRequest` where it cannot be done: several daemons serve the root, or the storage has no second names.
@@ -71,6 +82,8 @@ class RunRenaming:
             )
         run_removal.refuse_foreign(self._tier, run)
         built: object = None
+        damaged = self._damaged(run)
+        renamed = RenamedRun(**known.model_dump(), damaged={step: error.detail for step, error in damaged.items()})
         if not dry_run:
             with self._rotation.deciding(run):  # what refuses it refuses it before anything is made
                 self._refuse(run, name)
@@ -78,7 +91,7 @@ class RunRenaming:
         with self._rotation.deciding(run):
             self._refuse(run, name)
             if dry_run:
-                return known
+                return renamed
             if built != self._contents(run):
                 raise InUse(f"{run} was changed while it was renamed", hint="try again")
             self._catalog.database.check_writable()  # while nothing can be seen of it
@@ -92,11 +105,25 @@ class RunRenaming:
                 raise type(error)(error.detail, hint=hint) from error
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
-        return known
+        for step, damage in damaged.items():
+            self._rotation.proofs.discoveries.damaged(name, step, damage)
+        return renamed
+
+    def _damaged(self, run: str) -> dict[int, Damaged]:
+        """What is not all there of its checkpoints, by step."""
+        found: dict[int, Damaged] = {}
+        for step in PosixStore(self._tier).steps(run):
+            try:
+                self._rotation.looks.look(run, step)
+            except Damaged as error:
+                found[step] = error
+            except NoSuchCheckpoint:
+                continue  # an empty directory, or removed at this moment
+        return found
 
     def _refuse(self, run: str, name: str) -> None:
         run_removal.refuse(self._catalog, self._rotation, run, marked=True)
-        run_removal.refuse_lone_copies(self._catalog, run)
+        run_removal.refuse_lone_copies(self._catalog, self._rotation, run)
         if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
             raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
 
@@ -145,23 +172,36 @@ class RunRenaming:
         return built
 
     def _checkpoint(self, run: str, name: str, step: int) -> None:
+        """What can be had of it. Without a manifest that can be read, its files go along as they are."""
         source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"
-        made = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
-        manifest.validate(made)
-        for file in made.files:
-            if not self._tier.link(f"{source}/{file.name}", f"{target}/{file.name}"):
+        try:
+            made = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
+        except NoSuchCheckpoint:
+            return
+        except Damaged:
+            made = None
+        names = self._tier.list(source) if made is None else [file.name for file in made.files]
+        for file in names:
+            if self._tier.size(f"{source}/{file}") is None:
+                continue  # it is missing, which is said
+            if not self._tier.link(f"{source}/{file}", f"{target}/{file}"):
                 raise InvalidRequest(
                     f"{run} cannot be renamed: its storage gives files no second names (hard links)",
                     hint="import its checkpoints under the other name, then delete it",
                 )
-        encoded = manifest.encode(made)
-        self._tier.put(f"{target}/{naming.MANIFEST}", encoded)
-        self._tier.put(f"{target}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
-        self._tier.sync_directory(target)
+        if made is not None:
+            manifest.validate(made)
+            encoded = manifest.encode(made)
+            self._tier.put(f"{target}/{naming.MANIFEST}", encoded)
+            self._tier.put(f"{target}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+        if self._tier.list(target):
+            self._tier.sync_directory(target)
 
     def _finish(self, run: str, name: str) -> None:
         """The catalog says the new name; then attempts do, durably; then the old run goes to the trash."""
+        self._refuse_incomplete(run, name)
         self._move_rows(run, name)
+        self._prove_again(run, name)
         self._attempts.rename(run, name)
         self.renamed(run)
         self.renamed(name)
@@ -171,6 +211,23 @@ class RunRenaming:
             for problem in roots.list_run(PosixStore(self._tier), self._catalog, name):
                 log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
             self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
+
+    def _refuse_incomplete(self, run: str, name: str) -> None:
+        """`StorageFailed` if the run of the new name lacks something that the old one has, which then stays."""
+        looks = self._rotation.looks
+        lacking = [s for s in PosixStore(self._tier).steps(run) if looks.proof(run, s) and not looks.proof(name, s)]
+        if lacking:
+            raise StorageFailed(
+                f"{run} is kept: of {name}, which it is renamed to, the steps {lacking[:10]} are not all there",
+                hint=f"delete {name} with `holdfast rm {name}`, and rename {run} again",
+            )
+
+    def _prove_again(self, run: str, name: str) -> None:
+        """What was read back of the old run is the same in the new one: only COMMIT and manifest are other files."""
+        looks = self._rotation.looks
+        for step, known in self._catalog.proofs(name).items():
+            if known.proven is not None and known.proven == looks.proof(run, step):
+                self._catalog.prove(name, step, looks.proof(name, step))
 
     def _move_rows(self, run: str, name: str) -> None:
         """What is known of the run, and was found of its checkpoints, is known under its new name. Copies in replicas get

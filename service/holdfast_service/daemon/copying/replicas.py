@@ -181,11 +181,12 @@ class Replicator:
         return True
 
     def _remove(self, tier: Tier) -> bool:
-        gone = self._book.removals(self.name)
-        for run, step in gone:
-            self._book.remove(self.name, tier, run, step)
-            log.info("removed %s@%s from replica %s, because it was removed from the root", run, step, self.name)
-        return bool(gone)
+        removed = False
+        for run, step in self._book.removals(self.name):
+            if self._book.remove(self.name, tier, run, step):
+                removed = True
+                log.info("removed %s@%s from replica %s, because it was removed from the root", run, step, self.name)
+        return removed
 
     def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
         """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
