@@ -22,7 +22,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine versions integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -66,6 +66,9 @@ browser: $(READY) ## the dashboard in a real Chromium, while a training run save
 
 engine: $(READY) ## run what deploy/ has: images and Compose files with a real engine (root, docker.io, docker-compose, debootstrap), Slurm's script
 	$(BIN)/python -m pytest -m engine tests/test_engine.py tests/cluster/test_slurm.py
+
+versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and with the oldest packages that pyproject.toml allows
+	$(BIN)/python -m pytest -m versions tests/versions
 
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)

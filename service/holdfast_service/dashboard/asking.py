@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -29,8 +30,12 @@ class SignInNeeded(Exception):
     """The API requires a valid token; the viewer is sent to /login."""
 
 
-class Shown(NamedTuple, Generic[Value]):
-    """A part of a page: its value, or why there is none. `absent`: this service does not have it at all."""
+@dataclass(frozen=True)
+class Shown(Generic[Value]):
+    """A part of a page: its value, or why there is none. `absent`: this service does not have it at all.
+
+    No NamedTuple: before Python 3.11 these cannot be generic.
+    """
 
     value: Value | None
     error: CheckpointError | None = None
