@@ -222,7 +222,7 @@ def test_only_the_masters(daemon: RunningDaemon, bring: Bring, zero: Path) -> No
     parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values())
     with Checkpointer("masters", {"master": parameters, "optim": optimizer}, at=daemon.socket) as checkpointer:
-        assert checkpointer.restore() == 3
+        assert checkpointer.restore(keep=("optim/weight_decay",)) == 3
     for key, value in parameters.items():
         assert torch.equal(value, wanted[f"{key}/master"])
         assert torch.equal(optimizer.state[value]["exp_avg"], wanted[f"{key}/exp_avg"])

@@ -133,7 +133,7 @@ def test_any_layout_restores_from_any_other(whole: llama.Arrays, source: str, ta
     layout, ranks, local = LAYOUTS[target]
     for rank in range(ranks):
         state = training(moved(local(whole, rank)), stepped)
-        restoration = restore(checkpoint, state, layout, rank)
+        restoration = restore(checkpoint, state, layout, rank, keep=("optim/lr",))
         assert not restoration.missing and not restoration.unexpected
         check(state, local(whole, rank))
 
@@ -145,11 +145,11 @@ def test_documents_name_what_is_stored(whole: llama.Arrays) -> None:
     assert "q_proj" in text and "qkv_proj" not in text
     state = training(moved(llama.cut(whole, 2, 0)), stepped=False)
     state["optim"].param_groups[0]["lr"] = 9.0
-    restore(checkpoint, state, "tp=2")
+    restore(checkpoint, state, "tp=2", strict=False)
     assert state["optim"].param_groups[0]["lr"] == 0.5
     state = training(moved(llama.fused(llama.cut(whole, 2, 0))), stepped=False)
     state["optim"].param_groups[0]["lr"] = 9.0
-    restore(checkpoint, state, "tp=2")
+    restore(checkpoint, state, "tp=2", strict=False)
     assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.1]
 
 

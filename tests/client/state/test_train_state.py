@@ -283,13 +283,13 @@ def test_many_names_are_shortened_in_the_message():
 
 
 def test_tied_tensors_restored_apart_and_together():
-    """A tie on one side only: each untied copy is filled from the one; two stored tensors for one memory are noted."""
+    """A tie on one side only: each untied copy is filled from the one; two tensors for one memory are noted if excused."""
     tied, apart = Model(), Model(tie=False)
     restoration = restore(save({"model": tied}), {"model": apart})
     assert not restoration.missing and torch.equal(apart.head.weight, apart.embed.weight)
     assert torch.equal(apart.embed.weight, tied.embed.weight)
     different = Model(tie=False)
-    restoration = restore(save({"model": different}), {"model": tied})
+    restoration = restore(save({"model": different}), {"model": tied}, strict=False)
     assert torch.equal(tied.embed.weight, different.embed.weight) and "head.weight" in restoration.notes[0]
     again = restore(save({"model": tied}), {"model": Model()})
     assert not again.notes and not again.missing
