@@ -148,8 +148,8 @@ DOORS = (
     Mutation(
         "who is at the holder's socket",
         "service/holdfast_service/daemon/arena/holder.py",
-        "                    if not is_ours(connection):\n",
-        "                    if False:\n",
+        "            if not is_ours(connection):\n",
+        "            if False:\n",
         (_CALLERS,),
     ),
     Mutation(

@@ -580,8 +580,8 @@ MUTATIONS = (
     Mutation(
         "saves of other nodes at a start",
         "service/holdfast_service/control/catalog/catalog.py",
-        "if self.database.is_shared:",
-        "if False:",
+        "== self.node,) if self.database.is_shared else ()",
+        "== self.node,) if False else ()",
         ("tests/regressions/test_daemons_that_share_a_root.py",),
     ),
     Mutation(
