@@ -451,6 +451,8 @@ class Checkpointer:
     def _see_through(self, task: SaveTask, ticket: SaveTicket, wait: Wait) -> None:
         began = time.monotonic()
         task.complete(self._session.until)
+        if wait == "durable":
+            self._session.waits(ticket.step)
         ticket.await_promise(wait)
         task.held(time.monotonic() - began, last=True)
 
@@ -539,6 +541,7 @@ class Checkpointer:
         """Wait for the end of every save; where the daemon does not answer at all, they have failed as far as we know."""
         try:
             self._errands.settle()
+            self._session.waits()
             for ticket in self._tickets.open():
                 settle(ticket)
         except DeadlineExceeded as silent:

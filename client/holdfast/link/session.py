@@ -104,6 +104,11 @@ class Session:
         """Wait for what the daemon brings about, as `Pulse.until`."""
         return ended.wait(timeout) if self._link is None else self._link.pulse.until(ended, timeout)
 
+    def waits(self, step: int | None = None) -> None:
+        """Tell the daemon that this rank begins no other save before this one has ended; without a step, none any more."""
+        if self._link is not None:
+            self._link.tell(wire.Waits(id=self._link.next_id(), step=step))
+
     def connected(self, start: bool) -> wire.Welcome:
         """The daemon's welcome. Connects, or reconnects, if necessary; `start` allows starting a daemon."""
         if self._link is not None and self._welcome is not None and self._link.alive:

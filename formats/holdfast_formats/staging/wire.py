@@ -253,6 +253,15 @@ class AttachAverage(Request):
     type: Literal["attach-average"] = "attach-average"
 
 
+class Waits(Request):
+    """This rank begins no other save before the one of this step has ended; without a step, none any more: it closes. There
+    is no reply. Where every rank that a save lacks waits like that, the save is never complete, and ends.
+    """
+
+    type: Literal["waits"] = "waits"
+    step: int | None = Field(default=None, ge=0)
+
+
 class RingAverage(Request):
     """This rank has sealed an update of its average, or will not. There is no reply."""
 
@@ -311,6 +320,7 @@ ToDaemon = Annotated[
     | AttachAverage
     | RingAverage
     | Measured
+    | Waits
     | Ping
     | Farewell,
     Field(discriminator="type"),

@@ -96,6 +96,7 @@ class Conversation:
             wire.AttachAverage: self._attach_average,
             wire.RingAverage: lambda request: plane.averages.ring(self._known().owner),
             wire.Measured: self._measured,
+            wire.Waits: lambda request: plane.saver.waits(self._known(), request.step),
             wire.Ping: lambda request: wire.Done(reply_to=request.id),
             wire.Farewell: self._farewell,
         }

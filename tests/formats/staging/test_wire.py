@@ -32,6 +32,7 @@ TO_DAEMON: list[Message] = [
     wire.RingAverage(id=18),
     wire.Withdraw(id=19, step=500),
     wire.Ping(id=20),
+    wire.Waits(id=21, step=500),
     wire.Farewell(id=8),
     wire.Measured(id=13, step=2, stall_s=0.25),
     wire.Ended(id=11, turn=0, step=500, problem={"code": "corrupt-extent"}, wait_s=60.0),

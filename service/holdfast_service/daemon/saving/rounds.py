@@ -27,6 +27,9 @@ class Participant:
     process = ""  # which process speaks, as it names itself; "" for one that does not
     remote = False
     parted = False  # it has said goodbye
+    newest: int | None = None  # the step that it began to save last
+    closing = False  # it begins no save any more
+    awaits: int | None = None  # it begins no other save before the one of this step has ended
     heard = True  # by this daemon; an earlier one knew all others
 
     def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:

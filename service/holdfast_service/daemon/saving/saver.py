@@ -30,6 +30,7 @@ from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving import stuck_rounds
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.giving_way import GivingWay
 from holdfast_service.daemon.saving.going_saves import GoingSaves
@@ -255,6 +256,7 @@ class Saver:
         """
         step, policy, intent = wanted.step, wanted.policy, wanted.intent
         key = RoundKey(who.run, step, who.attempt)
+        who.awaits, who.newest = None, step
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
@@ -284,6 +286,7 @@ class Saver:
                 current.participants[who.rank] = who
                 current.leases[who.rank] = SlotLease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
                 self._end_if_never_complete(current)
+                self._end_stuck(who.run, who.attempt)
         except CheckpointError as error:
             if slot >= 0:
                 segment.release(slot)
@@ -367,6 +370,12 @@ class Saver:
             error, groups = (None, self._decisions.groups(who.run, step)) if committed else (refused.get(step, lost), ())
             who.notify(outcome_of(key, error, groups))
 
+    def waits(self, who: Participant, step: int | None) -> None:
+        """A rank begins no other save before the one of this step has ended; without a step, none any more."""
+        with self._lock:
+            who.awaits, who.closing = step, who.closing or step is None
+            self._end_stuck(who.run, who.attempt)
+
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the save ends for every rank, also for those that come later."""
         key = RoundKey(who.run, step, who.attempt)
@@ -421,7 +430,9 @@ class Saver:
         self.history.flush()
         with self._lock:
             for current in list(self._open.values()):
-                if self._end_if_never_complete(current):
+                if self._open.get(current.key) is not current:
+                    continue  # it ended with another one
+                if self._end_if_never_complete(current) or self._end_stuck(current.key.run, current.key.attempt):
                     continue
                 late = sorted(rank for rank, lease in current.leases.items() if lease.deadline < now)
                 if late or current.deadline < now:
@@ -503,6 +514,15 @@ class Saver:
             which = f"rank {min(gone)} has" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} have"
             self._abort(current, RoundAborted(f"{which} ended without saving step {current.key.step}", hint=_EVERY_RANK))
         return bool(gone)
+
+    def _end_stuck(self, run: str, attempt: int) -> bool:
+        """End the rounds for which ranks wait that wait for each other. Called with the lock."""
+        rounds = [r for k, r in self._open.items() if (k.run, k.attempt) == (run, attempt)]
+        ranks = [who for who in self._connected.of(run) if who.attempt == attempt]
+        stuck = stuck_rounds.find(rounds, ranks)
+        for current in stuck:
+            self._abort(current, stuck_rounds.error_of(current, ranks))
+        return bool(stuck)
 
     def _without_a_part(self, current: SaveRound) -> set[int]:
         """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
