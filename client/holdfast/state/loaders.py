@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state.extras import GROUP, Stateful
 from holdfast.state.streams import HeldGenerator
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
@@ -37,7 +38,7 @@ class LoaderGenerator(NamedTuple):
         """Want the generator's state. A checkpoint that has none, but the loader, was saved without; this is noted."""
         if stored.value(GROUP, self.stream.key) is not None or not selection.takes(GROUP, self.key):
             return self.stream.plan(stored, selection)
-        note = f"the checkpoint has no state of the generator of {GROUP}/{self.key}: it keeps its own"
+        note = LeftOutNote(f"the checkpoint has no state of the generator of {GROUP}/{self.key}: it keeps its own")
         return PartPlan(notes=[note] if stored.value(GROUP, self.key) is not None else [])
 
 
@@ -73,13 +74,13 @@ def own_generator(key: str, loader: Any, state: Mapping[str, Any], rank: int) ->
     return LoaderGenerator(key, Stateful(name, HeldGenerator(name, generator), rank))
 
 
-def note_of(key: str, loader: Any) -> str | None:
+def note_of(key: str, loader: Any) -> LeftOutNote | None:
     """What a loader with a state does not save: the order in which a sampler of torch draws an epoch."""
     samplers = (_attribute(loader, path) for path in _SAMPLERS)
     sampler = next((one for one in samplers if isinstance(one, _STATELESS)), None)
     if sampler is None or callable(_attribute(sampler, "state_dict")):
         return None
-    return (
+    return LeftOutNote(
         f"{GROUP}/{key} shuffles by a {type(sampler).__name__} of torch, which has no state: after a restore the "
         "rest of an epoch that had begun has other rows. Save between epochs, or give torchdata's StatefulDataLoader "
         "shuffle=True instead of this sampler"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state.train_state import TrainState
 from tests.client.checkpoint_in_memory import restore, save
 
@@ -112,9 +113,10 @@ def test_it_goes_with_its_loader() -> None:
 
 
 def test_a_checkpoint_from_before_has_none() -> None:
-    """The loader goes on with its own, and a note says so."""
+    """The loader goes on with its own, and a warning says so."""
     done = restore(save({"loader": Loader(None)}), made(1, ""))
     assert done.notes == ["the checkpoint has no state of the generator of extra/loader: it keeps its own"]
+    assert isinstance(done.notes[0], LeftOutNote)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def test_a_sampler_without_a_state_is_named(sampler: Any) -> None:
     for outer in (Loader(None, sampler), Loader(None)):
         outer.batch_sampler = type("Batches", (), {"sampler": sampler})()  # type: ignore[attr-defined]
         (note,) = TrainState({"loader": outer}, 0, 1).snapshot().notes
+        assert isinstance(note, LeftOutNote)
         assert note.startswith(f"extra/loader shuffles by a {type(sampler).__name__}") and "shuffle=True" in note
     stateful = type("Stateful", (type(sampler),), {"state_dict": dict})
     sampler.__class__ = stateful
