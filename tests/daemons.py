@@ -121,9 +121,11 @@ class RunningDaemon:
 
 
 @contextmanager
-def running(root: Path, *flags: str, listen: str = "none", closed: bool = False) -> Iterator[RunningDaemon]:
+def running(
+    root: Path, *flags: str, listen: str = "none", closed: bool = False, before: tuple[str, ...] = ()
+) -> Iterator[RunningDaemon]:
     """A daemon for the length of a block; the block's end stops it in an orderly way and checks that it did."""
-    daemon = RunningDaemon(root, *flags, listen=listen, closed=closed)
+    daemon = RunningDaemon(root, *flags, listen=listen, closed=closed, before=before)
     try:
         yield daemon
     finally:

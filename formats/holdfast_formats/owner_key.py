@@ -40,11 +40,16 @@ class OwnerKey(Body):
 
     @property
     def _own(self) -> str:
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return reachable(self.host)
 
 
 def file_name(port: int) -> str:
     return f"http-{port}.key"
+
+
+def reachable(host: str) -> str:
+    """Where to connect, on its machine, to what listens at `host`: every address is none to connect to."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def bracketed(host: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
-from holdfast_formats.owner_key import bracketed
+from holdfast_formats.owner_key import bracketed, reachable
 from holdfast_formats.whereabouts import DaemonFile, encode
 from holdfast_service import __version__
 from holdfast_service.config import LISTEN, Config, is_shared, parse
@@ -98,7 +98,8 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         file = naming.DAEMON_FILE if control.cluster is None else naming.daemon_file(config.node)
         control.tier.replace(file, encode(about))
         stack.callback(control.tier.remove_file, file)
-        log.info("serving %s at %s%s", root, node.daemon.path, f" and {url}" if url else "")
+        where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"
+        log.info("serving %s at %s%s", root, node.daemon.path, where)
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
         yield node.daemon, services, listener
@@ -122,8 +123,9 @@ def _bind(address: tuple[str, int]) -> socket.socket:
 
 
 def _url(listener: socket.socket) -> str:
+    """The address to connect to on this machine."""
     host, port = listener.getsockname()[:2]
-    return f"http://{bracketed(host)}:{port}"
+    return f"http://{bracketed(reachable(host))}:{port}"
 
 
 def _heed_signals(stop: threading.Event) -> None:

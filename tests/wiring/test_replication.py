@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
+from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
 from holdfast_service.config import check_apart, parse
 from holdfast_service.wiring.replication import Reached
+from tests.daemons import running, wait_until
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'  # as ProtectSystem=strict does it
+OWN_MOUNTS = ("unshare", "--map-root-user", "--mount")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,24 @@ def test_an_empty_mount_point_is_not_the_disk(tmp_path: Path) -> None:
     again = Reached(far)
     again()
     again.close()
+
+
+@pytest.mark.parametrize("inside", ["", "copies"], ids=["directory", "parent"])
+def test_a_replica_that_is_read_only_is_told_of_at_the_start(tmp_path: Path, inside: str) -> None:
+    """Before anything was saved: an error that is an alert and an event, with the line that the unit lacks."""
+    if subprocess.run([*OWN_MOUNTS, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mounts of one's own here")
+    far = tmp_path / "far"
+    far.mkdir()
+    before = (*OWN_MOUNTS, "sh", "-c", READ_ONLY, str(far))
+    with running(tmp_path / "root", "--replica", f"far={far / inside}", listen="127.0.0.1:0", before=before) as daemon:
+        with Api(daemon.url) as api:
+            wait_until(lambda: api.nodes()[0].replicas["far"] is not None)
+        (alert,) = httpx.get(f"{daemon.url}/v1/alerts").json()["items"]
+        events = httpx.get(f"{daemon.url}/v1/events?kind=replica-failed").json()["items"]
+        assert (alert["code"], alert["level"], alert["subject"]) == ("replica-lost", "error", "far")
+        assert "Read-only file system" in alert["text"] and "ReadWritePaths=" in alert["text"]
+        assert [one["level"] for one in events] == ["error"] and "ReadWritePaths=" in daemon.log.read_text()
 
 
 def test_replicas_stand_apart(tmp_path: Path) -> None:

@@ -58,17 +58,24 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
     if directory is not None:
         candidates += [(named, roots.mark(directory))] if (named := roots.running_socket(directory)) is not None else []
         notes += [said] if (said := roots.other_daemon(directory)) is not None else []
+    closed: DaemonGone | None = None
     for path, meant in candidates:
         try:
             return _greeted(_link(where, path, tellers), greet, meant)._replace(notes=tuple(notes))
-        except DaemonGone:
-            continue
+        except DaemonGone as gone:
+            closed = gone if meant is not None and isinstance(gone.__cause__, PermissionError) else closed
         except WrongRoot as error:
             wrong.append(path)
             notes.append(f"{directory} names {path} as its daemon's socket: {error.detail}")
     if not start or directory is None:
+        if closed is not None:
+            raise closed
         raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
-    made = _link(where, embedded.start(directory, wrong), tellers)
+    try:
+        served = embedded.start(directory, wrong)
+    except DaemonGone as error:
+        raise closed or error from error.__cause__
+    made = _link(where, served, tellers)
     return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
 
 

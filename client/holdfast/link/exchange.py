@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import struct
 import time
 from contextlib import suppress
@@ -16,6 +18,7 @@ from holdfast_formats.staging.socket_paths import addressable
 CONNECT_TIMEOUT_S = 5.0
 RECEIVE_BYTES = 65_536
 HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
+CLOSED_HINT = "run as that user, or start the daemon with --socket-group and a group that both users are in"
 SILENT_HINT = "it may be stopped, swapped out or overloaded: look at its log, and restart it if `holdfast top` shows nothing"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -32,8 +35,23 @@ def connect(path: Path) -> socket.socket:
         connection.settimeout(None)
     except OSError as error:
         connection.close()
-        raise DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT) from error
+        raise _unreached(path, error) from error
     return connection
+
+
+def _unreached(path: Path, error: OSError) -> DaemonGone:
+    """Why the socket was not reached; where this user may not, what is closed to it and to which user that belongs."""
+    if isinstance(error, PermissionError):
+        above = (place for place in reversed(path.parents) if not os.access(place, os.X_OK, effective_ids=True))
+        closed = next(above, path)
+        with suppress(OSError):
+            found, kind = os.stat(closed), "socket" if closed == path else "directory"
+            return DaemonGone(
+                f"user {os.geteuid()} may not use the daemon at {path}: the {kind} {closed} belongs to user {found.st_uid} "
+                f"and group {found.st_gid}, with mode {stat.S_IMODE(found.st_mode):04o}",
+                hint=CLOSED_HINT,
+            )
+    return DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT)
 
 
 def name_of(connection: socket.socket, path: Path) -> str:
@@ -64,7 +82,7 @@ def ping(path: Path, timeout_s: float) -> None:
     except (TimeoutError, BlockingIOError) as error:  # the second for a queue that is full of who asked before
         raise DeadlineExceeded(f"the daemon at {path} gave no sign of life within {timeout_s:.1f} s") from error
     except OSError as error:
-        raise DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT) from error
+        raise _unreached(path, error) from error
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -59,6 +59,7 @@ class Choice(NamedTuple):
     url: str | None
     turn: int | None = None
     notes: tuple[str, ...] = ()
+    served: str = ""  # what the daemon, of this machine, names as its root
 
 
 class Judgement(NamedTuple):
@@ -180,7 +181,7 @@ class Session:
         )
         chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
         turn, self._turn = self._turn, self._turn + 1
-        return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes)
+        return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes, welcome.root)
 
     def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
         """Report how the restore of a choice ended; returns the verdict once all ranks of the launch have reported.
@@ -226,8 +227,8 @@ class Session:
                 raise
             choice = Choice(step, self._place.directory, None)
         else:
-            choice = Choice(step, self._readable(welcome), welcome.url)
-        with open_checkpoint(choice.root, choice.url, self._who.run, step) as reader:
+            choice = Choice(step, self._readable(welcome), welcome.url, served=welcome.root)
+        with open_checkpoint(choice.root, choice.url, self._who.run, step, choice.served) as reader:
             if reader.manifest.file(name) is None:
                 raise StateMismatch(f"{reader.source.label} has no file {name!r}", hint="was it an asset of this save?")
             return reader.read_file(name)

@@ -9,11 +9,13 @@ from pathlib import Path
 from holdfast.read.reader import CheckpointReader, read_placement
 from holdfast.read.sources import DirectorySource, HttpSource
 from holdfast_formats import lineage, naming
-from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import DaemonGone, Damaged, Denied, NoSuchCheckpoint
 
 
-def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> CheckpointReader:
-    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon."""
+def open_checkpoint(root: Path | None, url: str | None, run: str, step: int, served: str = "") -> CheckpointReader:
+    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon. `served` is the
+    directory that the daemon, of this machine, names as its root.
+    """
     directory = root / naming.checkpoint_path(run, step) if root is not None else None
     if directory is not None and (directory.is_dir() or url is None):
         if not directory.is_dir():
@@ -23,13 +25,28 @@ def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> 
         return CheckpointReader.open(DirectorySource(directory))
     if url is None:
         raise NoSuchCheckpoint(
-            f"cannot read {run}@{step}: the daemon's directory is not visible on this machine, and the daemon "
-            "does not listen for HTTP",
-            hint="mount the daemon's root at the same path here, or start it with --listen",
+            f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and the daemon does "
+            "not listen for HTTP",
+            hint=_mount(served),
         )
     from holdfast.rest.api import Api  # a listing of a directory starts without httpx
 
-    return CheckpointReader.open(HttpSource(Api(url), run, step))
+    try:
+        return CheckpointReader.open(HttpSource(Api(url), run, step))
+    except (DaemonGone, Denied) as error:
+        if not served:
+            raise
+        raise type(error)(
+            f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and over HTTP: {error.detail}",
+            hint=_mount(served),
+        ) from error
+
+
+def _mount(served: str) -> str:
+    return (
+        f"mount {served} at the same path here, readable for this user (read-only is enough); or give an "
+        "address that can be reached from here: at=URL"
+    )
 
 
 def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:

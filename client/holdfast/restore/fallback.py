@@ -103,7 +103,8 @@ def _load(
         made: RestoreReport | None = None
         error: Damaged | None = None
         try:
-            with gc_pause.paused(), open_checkpoint(choice.root, choice.url, rank.run, choice.step) as reader:
+            place = (choice.root, choice.url, rank.run, choice.step, choice.served)
+            with gc_pause.paused(), open_checkpoint(*place) as reader:
                 if asked.part.strict:
                     thinned.refuse(reader.manifest, choice, asked.groups)
                 made = load(reader, rank, asked.part)

@@ -53,7 +53,7 @@ EVENTS: dict[str, str] = {
     "checkpoint-thinned": "optimizer, masters and state of ranks were taken out of a checkpoint; its weights stay",
     "thinning-failed": "a checkpoint could not be thinned or compacted: no room, or its storage failed; it is tried again",
     "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
-    "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; copying is retried",
+    "replica-failed": "a tier cannot be reached, or a copy there cannot be made or is damaged; it is tried again",
     "restore-chosen": "a launch was assigned the step to restore",
     "policy-changed": "the retention policy of a run was set",
     "mark-changed": "a pin or a label was set or removed",

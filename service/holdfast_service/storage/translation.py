@@ -11,6 +11,11 @@ from typing import Any
 from holdfast_formats.errors import NoSpace, NoSuchResource, StorageFailed
 from holdfast_formats.staging.room import FILE_SIZE_HINT, FILES_HINT
 
+READ_ONLY_HINT = (
+    "it is read-only for the daemon: mount it writable; under systemd, ProtectSystem= makes it so: add "
+    "ReadWritePaths=DIRECTORY to the unit"
+)
+
 
 @contextmanager
 def translated(operation: str, path: str) -> Iterator[None]:
@@ -32,6 +37,8 @@ def translated(operation: str, path: str) -> Iterator[None]:
             hint = FILES_HINT.format("the daemon")
         elif code == errno.EFBIG:
             hint = f"{FILE_SIZE_HINT.format('the daemon')}; or have smaller files: Checkpointer(file_bytes_max=…)"
-        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        elif code in (errno.EACCES, errno.EPERM):
             hint = "give the daemon's user permission to write there"
+        elif code == errno.EROFS:
+            hint = READ_ONLY_HINT
         raise StorageFailed(what, hint=hint, **members) from error

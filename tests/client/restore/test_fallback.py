@@ -11,9 +11,10 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.read.directory_library import DirectoryLibrary
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptExtent, CorruptManifest, NotCommitted
+from holdfast_formats.errors import CorruptExtent, CorruptManifest, DaemonGone, NoSuchCheckpoint, NotCommitted
 from tests.checkpoints import flip
 from tests.daemons import RunningDaemon, running
 
@@ -115,6 +116,32 @@ def test_over_http(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> No
     damage(daemon.root, 300)
     trainer = Trainer(at=daemon.url)
     assert trainer.restored() == 200 and len(trainer.said()) == 1
+
+
+@pytest.mark.parametrize("listen", ["none", "0.0.0.0:0"])
+def test_a_root_that_is_not_mounted_here(root: Path, monkeypatch: pytest.MonkeyPatch, listen: str) -> None:
+    """As in another container: read over HTTP where the daemon can be reached, and its address is one to connect to; else
+    refused with the path that is to be mounted.
+    """
+    monkeypatch.setattr("holdfast.link.roots.is_at", lambda directory, meant: False)
+    with running(root, "--insecure-no-tokens", listen=listen) as daemon:
+        trainer = Trainer(at=daemon.socket)
+        if listen == "none":
+            with pytest.raises(NoSuchCheckpoint, match=f"the daemon's root {root} is not visible here") as refused:
+                trainer.restored()
+            assert f"mount {root} at the same path" in str(refused.value.hint)
+        else:
+            assert daemon.url.startswith("http://127.0.0.1:") and trainer.restored() == 300
+            assert "0.0.0.0" in daemon.log.read_text(), "what it listens at is still said"
+
+
+def test_neither_the_root_nor_its_daemon_is_reached_from_here(tmp_path: Path) -> None:
+    """As in another container: the error names the directory that is to be mounted, and not only the address."""
+    with pytest.raises(
+        DaemonGone, match=f"the daemon's root {tmp_path} is not visible here, and over HTTP: no answer"
+    ) as gone:
+        open_checkpoint(None, "http://127.0.0.1:1", "r", 1, str(tmp_path))
+    assert f"mount {tmp_path} at the same path" in str(gone.value.hint)
 
 
 def test_a_step_by_name_is_that_step_or_an_error(daemon: RunningDaemon) -> None:

@@ -167,6 +167,11 @@ class ReplicaBook:
             text = f"step {which[1]} was copied to replica {name} and verified"
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
 
+    def unreached(self, name: str, error: CheckpointError) -> None:
+        """The tier cannot be written to; it is told of once, as long as the problem is the same."""
+        text = f"replica {name} cannot be reached: {error.detail}"
+        self._events.add("replica-failed", text, level="error", tier=name, problem=error.problem())
+
     def failed(self, name: str, which: CheckpointId, error: CheckpointError, damaged: bool) -> None:
         """A copy could not be made, or was found damaged; the first time, or with another problem, it is told of."""
         state = {"state": "damaged", "checked": self._now()} if damaged else {"state": "copying"}

@@ -77,8 +77,10 @@ class Replicator:
 
     @property
     def said(self) -> str | None:
-        """Why it cannot be copied to, in words; None while it can."""
-        return None if self.problem is None else self.problem.detail
+        """Why it cannot be copied to and what to do, in words; None while it can."""
+        if self.problem is None:
+            return None
+        return f"{self.problem.detail}; {self.problem.hint}" if self.problem.hint else self.problem.detail
 
     def start(self) -> None:
         self._thread.start()
@@ -312,7 +314,9 @@ class Replicator:
     def _failed(self, error: Exception, wait_s: float) -> None:
         if isinstance(error, CheckpointError):
             if self.problem is None or self.problem.code != error.code:
-                log.error("replica %s: %s; trying again in %.0f s, then less often", self.name, error.detail, wait_s)
+                text = f"replica {self.name} cannot be reached: {error.detail}"
+                log.error("%s; trying again in %.0f s, then less often; %s", text, wait_s, error.hint)
+                self._book.unreached(self.name, error)
             self.problem = error
         else:
             log.exception("replica %s failed", self.name)
