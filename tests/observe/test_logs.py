@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast_formats.errors import NoSpace
+from holdfast_formats.errors import InvalidRequest, NoSpace
 from holdfast_service.observe.logs import JsonLines, TextLines, about
 from tests.daemons import running
 
@@ -35,6 +35,14 @@ def a_record(message: object, *arguments: object, level: int = logging.WARNING, 
         None,
         extra=given,  # type: ignore[arg-type]
     )
+
+
+def raised(error: Exception, message: str, *arguments: object) -> logging.LogRecord:
+    """An error that is logged where it was caught, with its traceback."""
+    try:
+        raise error
+    except type(error):
+        return logging.getLogger("x").makeRecord("x", logging.ERROR, __file__, 1, message, arguments, sys.exc_info())
 
 
 def as_json(record: logging.LogRecord) -> dict:
@@ -76,12 +84,21 @@ def test_undeclared_fields_are_not_written() -> None:
 
 def test_exceptions_have_their_traceback_and_code() -> None:
     """The traceback is one member, so that a record stays one line."""
-    try:
-        raise NoSpace("full")
-    except NoSpace:
-        record = logging.getLogger("x").makeRecord("x", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
-    line = as_json(record)
-    assert line["code"] == "no-space" and "Traceback" in line["exception"] and "thread" in line
+    line = as_json(raised(InvalidRequest("not so"), "failed"))
+    assert line["code"] == "invalid-request" and "Traceback" in line["exception"] and "thread" in line
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "said"),
+    [("%s@%s failed", ("llama", 5), "llama@5 failed"), ("100 % of it failed", (), "100 % of it failed")],
+)
+def test_a_full_disk_is_one_line_without_a_traceback(message: str, arguments: tuple[object, ...], said: str) -> None:
+    """It is no mistake of the program: the record has what failed, why, and what to do; wherever it is logged."""
+    record = raised(NoSpace("no room at /root", hint="free space"), message, *arguments)
+    text, line = TextLines().format(record), as_json(record)
+    assert text.endswith(f"{said}: no room at /root; free space [code=no-space]") and "\n" not in text
+    assert line["message"] == f"{said}: no room at /root; free space" and "exception" not in line
+    assert line["code"] == "no-space" and line.get("step") == (5 if arguments else None)
 
 
 def test_text_says_what_the_message_does_not() -> None:
@@ -108,11 +125,7 @@ def test_what_others_say_is_no_line_and_steers_no_terminal(formatter: logging.Fo
 
 def test_api_md_lists_the_fields() -> None:
     """docs/api.md has every field that a line can have, in the order of the line, and no other."""
-    try:
-        raise NoSpace("full")
-    except NoSpace:
-        record = a_record("%s@%s attempt %s failed", "llama", 5, 2, level=logging.ERROR)
-        record.exc_info = sys.exc_info()
+    record = raised(InvalidRequest("not so"), "%s@%s attempt %s failed", "llama", 5, 2)
     assert FIELDS == list(as_json(record)) == ["time", "level", "logger", "message", "node", *FIELDS[5:]]
 
 

@@ -218,7 +218,7 @@ def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire
             raise
     if policy == "newest-wins" and courier.take_back(wanted.step, policy):
         return segment.lease(wanted.step, attempt, 0.0)
-    error = GenerationDropped.of(wanted.step, None, policy)
+    error = GenerationDropped.of(wanted.step, None, policy, courier.awaited())
     if not courier.ask(number, restate(wanted, SlotRequest)):
         raise error
     try:  # the end of saves that the daemon dropped or committed will be reported soon

@@ -162,6 +162,11 @@ class OwnSaves:
     def find(self, step: int) -> OwnSave | None:
         return self._saves.get(step)  # in one step of Python: the training asks, which signals interrupt
 
+    def oldest(self) -> OwnSave | None:
+        """The one that began first of those whose end is not known."""
+        with self._lock:
+            return next((save for save in self._saves.values() if not save.told), None)
+
     def forget(self, save: OwnSave) -> bool:
         """Remove a save; return whether it was known until now."""
         with self._lock:

@@ -20,6 +20,7 @@ from holdfast.threads import background_requests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
+    Awaited,
     CheckpointError,
     DaemonGone,
     DeadlineExceeded,
@@ -81,6 +82,7 @@ class Uploader:
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
         self._heard = time.monotonic()
         self._silent = False  # it has not answered, nor said anything since
+        self._unmet: str | None = None  # why the last request did not reach it
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
@@ -127,13 +129,32 @@ class Uploader:
 
     def take_back(self, step: int, policy: messages.Policy) -> bool:
         """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False if there is none."""
-
-        save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy).problem())
+        awaited = self.awaited()
+        save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy, awaited).problem())
         if save is None:
             return False
         self._on_outcome(self._outcome(save))
         self._give_up_soon(save, from_problem(save.problem or {}))
         return True
+
+    def awaited(self) -> Awaited:
+        """What the oldest save that holds a slot of this rank waits for."""
+        url = self._api.url
+        if self._silent or self._unmet is not None:
+            why = f"the daemon at {url} does not answer{f' ({self._unmet})' if self._unmet else ''}"
+            return Awaited(why, "look whether it runs, and at its log; what is staged is uploaded once it answers")
+        oldest = self.saves.oldest()
+        if oldest is None or not oldest.delivered:
+            of = "earlier steps" if oldest is None else f"step {oldest.step}"
+            return Awaited(
+                f"the upload of {of} to {url} is slower than the saves",
+                "save less often, give the checkpointer more slots, or use a faster network",
+            )
+        return Awaited(
+            f"step {oldest.step} is uploaded, and the daemon at {url} has not committed it: it waits for its storage, for "
+            "other ranks, or for the catalog",
+            "look at the saves of the run in `holdfast top`, and at the daemon's log",
+        )
 
     def deliver(self, save: OwnSave) -> bool:
         """Upload the sealed slot in the background. False if the save has ended already; then its slot is free."""
@@ -230,13 +251,15 @@ class Uploader:
             self._has_answered()
         elif was_reached(error):  # it may be frozen, and will answer: what is staged waits for it
             self._silent, self._heard = True, time.monotonic()
+        elif isinstance(error, DaemonGone):
+            self._unmet = error.detail
         silent_s = time.monotonic() - self._heard
         if not isinstance(error, _PASSING) or self._closing.is_set() or silent_s > LOST_AFTER_S:
             raise error
         patience.wait(self._closing)
 
     def _has_answered(self) -> None:
-        self._heard, self._silent = time.monotonic(), False
+        self._heard, self._silent, self._unmet = time.monotonic(), False, None
 
     def _rejoin(self, seen: int) -> None:
         """The daemon does not know this rank: it is another one. Say hello again, and upload everything whose end is not

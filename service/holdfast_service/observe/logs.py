@@ -6,6 +6,7 @@ lists are written, so that no secret leaks through a field.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -15,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast_formats import moments
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CheckpointError, Unavailable
 from holdfast_formats.visible import visible_json, visible_lines
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -56,6 +57,21 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return found
 
 
+def _in_words(record: logging.LogRecord) -> logging.LogRecord:
+    """The record, with what happened and what to do in place of the traceback of what is no mistake of the program: a full
+    disk, a catalog that is away.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, Unavailable) or not isinstance(record.args, tuple):
+        return record
+    said = f"{error.detail}; {error.hint}" if error.hint else error.detail
+    told = copy.copy(record)
+    told.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
+    told.args, told.exc_info, told.exc_text = (*record.args, said), None, None
+    vars(told).setdefault("code", error.code)
+    return told
+
+
 class JsonLines(logging.Formatter):
     """A record as one line of JSON with the fields that docs/api.md lists."""
 
@@ -64,6 +80,7 @@ class JsonLines(logging.Formatter):
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
+        record = _in_words(record)
         line: dict[str, Any] = {
             "time": moments.write(datetime.fromtimestamp(record.created, timezone.utc)),
             "level": record.levelname.lower(),
@@ -89,7 +106,7 @@ class TextLines(logging.Formatter):
         super().__init__(LOG_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible_lines(super().format(record)).replace("\n", "\n    ")
+        return visible_lines(super().format(_in_words(record))).replace("\n", "\n    ")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)

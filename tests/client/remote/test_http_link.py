@@ -17,7 +17,15 @@ from holdfast.link.connect import _socket_of
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    ArenaFull,
+    DaemonGone,
+    GenerationDropped,
+    InvalidRequest,
+    RoundAborted,
+    StaleAttempt,
+)
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.messages import Policy
@@ -307,3 +315,18 @@ def test_another_daemons_socket_at_the_same_path_is_not_taken(tmp_path: Path) ->
     for socket_id, found in ((naming.socket_id(at.st_ino, at.st_ctime_ns), path), ("1-2", None)):
         with served(tmp_path / "root", node=lambda socket_id=socket_id: node(socket_id)) as service:
             assert _socket_of(service.url) == found
+
+
+def test_a_dropped_save_names_what_its_rank_waits_for(far: RunningDaemon, proxy: Proxy, run: str) -> None:
+    """The rank decides alone, with its own slots: it is the upload, or a daemon that cannot be reached, not the storage."""
+    with Checkpointer(run, random_state(MIB), at=proxy.url, slots=2) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        proxy.flows.clear()
+        tickets = [checkpointer.save(step, wait="staged") for step in (2, 3)]
+        checkpointer.save(4)
+        wait_until(lambda: tickets[1].done)
+        slow = tickets[1].error
+        assert isinstance(slow, GenerationDropped) and proxy.url in slow.detail
+        assert "the upload of step 2" in slow.detail or "does not answer" in slow.detail
+        assert "faster storage" not in str(slow.hint)
+        proxy.flows.set()
