@@ -39,7 +39,7 @@ def listed(decisions: Decisions) -> dict[int, bool]:
 
 
 def test_a_directory_that_was_removed_is_listed_no_more(decisions: Decisions) -> None:
-    """The thread finds it by itself; an error says so until a newer checkpoint is verified, or it is there again."""
+    """The thread finds it by itself; an error says so until a newer checkpoint is verified."""
     decisions.watch.start()
     decisions._tier.remove_tree(naming.checkpoint_path(RUN, 3))
     wait_until(lambda: set(listed(decisions)) == {1, 2})
@@ -51,6 +51,24 @@ def test_a_directory_that_was_removed_is_listed_no_more(decisions: Decisions) ->
     decisions._catalog.record_checkpoint(a_row(RUN, 4))
     decisions.findings.sound(RUN, 4)
     assert "checkpoint-missing" not in {one.code for one in summaries.one(RUN).attention}
+
+
+def test_a_directory_that_is_put_back_is_missing_no_more(decisions: Decisions) -> None:
+    """The alert is over when the checkpoint that was missing has been read back, as its hint says."""
+
+    def alerts() -> set[str]:
+        return {one.code for one in Summaries(decisions._tier, decisions._catalog).one(RUN).attention}
+
+    decisions._tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    decisions.watch.look()
+    decisions.findings.sound(RUN, 2)
+    assert "checkpoint-missing" in alerts()
+    put_checkpoint(decisions._tier, a_manifest(RUN, 3))
+    for _ in range(2):
+        decisions.watch.look()
+    assert 3 in listed(decisions) and "checkpoint-missing" in alerts()
+    decisions.findings.sound(RUN, 3)
+    assert "checkpoint-missing" not in alerts()
 
 
 def test_what_is_put_there_is_listed_and_checked(decisions: Decisions) -> None:

@@ -215,12 +215,12 @@ def _warned() -> Executable:
     row, newer = EventRow, aliased(EventRow)
     newest = select(func.max(row.id)).where(row.kind.in_(WARNINGS), row.run.in_(RUNS)).group_by(row.run, row.kind)
     verified = (newer.run == row.run, newer.id > row.id, newer.kind == "checkpoint-verified")
-    over = select(newer.id).where(*verified, newer.step > func.coalesce(row.step, -1)).exists()
+    over = select(newer.id).where(*verified, newer.step >= func.coalesce(row.step, -1)).exists()
     return select(row.run, row.kind, row.text, row.step, row.at).where(row.id.in_(newest), ~over).order_by(row.id)
 
 
 def warned(session: Session, runs: Collection[str]) -> dict[str, list[Warned]]:
-    """What was found of each run's checkpoints, until a newer one is verified."""
+    """What was found of each run's checkpoints, until the same one or a newer one is verified after it."""
     found: dict[str, list[Warned]] = defaultdict(list)
     for run, *values in session.execute(_warned(), {RUNS.key: list(runs)}):
         found[run].append(Warned(*values))
