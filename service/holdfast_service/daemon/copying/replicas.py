@@ -110,7 +110,7 @@ class Replicator:
         if not self.is_mine():
             self._tier = None  # what stands there may be another disk's, or change
             return False
-        tier = self._open()
+        tier = self._reached()
         if tier is not self._tier:
             self._book.opened(self.name, tier)
             self._tier = tier
@@ -123,6 +123,14 @@ class Replicator:
             self._copy(self._tier, due[0])
             return True
         return done or self._check_oldest()
+
+    def _reached(self) -> Tier:
+        try:
+            return self._open()
+        except CheckpointError as error:
+            if self.problem is None or self.problem.code != error.code:
+                self._book.unreached(self.name, error)
+            raise
 
     def check(self, run: str, step: int) -> CheckpointError | None:
         """Read a copy back, and have it mended if it is damaged; what is wrong with it afterwards, if anything is."""
@@ -316,7 +324,6 @@ class Replicator:
             if self.problem is None or self.problem.code != error.code:
                 text = f"replica {self.name} cannot be reached: {error.detail}"
                 log.error("%s; trying again in %.0f s, then less often; %s", text, wait_s, error.hint)
-                self._book.unreached(self.name, error)
             self.problem = error
         else:
             log.exception("replica %s failed", self.name)
