@@ -145,7 +145,8 @@ class Checkpointer:
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
         self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
-        self._errands = Errands(lambda: self._session.pulse)
+        session = self._session
+        self._errands = Errands(lambda: session.pulse)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None

@@ -283,6 +283,7 @@ def test_the_public_names() -> None:
         "Checkpointer",
         "Ema",
         "Fragment",
+        "LeftOutWarning",
         "Named",
         "OptimizerShards",
         "ParallelLayout",

@@ -10,7 +10,7 @@ def test_the_checkpoint_with_most_of_it_is_named() -> None:
     offers = {5: ["model", "optim"], 10: ["model", "optim", "extra"], 15: ["model"], 20: ["extra", "master"]}
     refusal = choosing.lacking("llama", offers, ["model", "optim", "ema"])
     assert "no checkpoint of llama" in refusal.detail and "step 10 has the most, but lacks ema" in refusal.detail
-    assert refusal.hint is not None and "ignore=['ema/*']" in refusal.hint and "('model', 'optim')" in refusal.hint
+    assert refusal.hint is not None and "exclude=['ema/*']" in refusal.hint and "('model', 'optim')" in refusal.hint
     assert refusal.problem().items() >= {"missing": ["ema"], "offered": ["model", "optim"]}.items()
 
 

@@ -90,7 +90,7 @@ def _holder(data: bytes) -> None:
     fd = os.memfd_create("fuzz")
     try:
         os.pwrite(fd, data, 0)
-        holder.holds_sealed(fd)
+        holder.sealed_saves(fd)
     finally:
         os.close(fd)
 

@@ -9,13 +9,14 @@ import httpx
 import pytest
 
 from holdfast.rest.tokens import RootTokens
+from holdfast_formats import naming
 from holdfast_formats.rest.operations import TokenRequest
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier
-from tests.checkpoints import build_root
+from tests.checkpoints import build, build_root
 from tests.control.published import mark_verified
 from tests.daemons import running
 from tests.databases import sqlite_url
@@ -48,14 +49,16 @@ def test_a_stranger_s_wish_is_not_in_force(decisions: Decisions) -> None:
     assert decisions.denied("tiny", 1, owner=False) == ()
 
 
-def test_a_new_wish_does_not_reach_back(decisions: Decisions) -> None:
+def test_a_new_wish_does_not_reach_back(decisions: Decisions, tmp_path: Path) -> None:
     """The owner's counts for what is committed from that launch on, at every later launch; a policy reaches everything."""
     attempt = decisions.hello("tiny", "launch", 1, 1)
     assert there(decisions) == [5, 10, 15]
     catalog = decisions.rotation._catalog
     for step in (20, 25):
         made = catalog.checkpoint("tiny", 15).model_copy(update={"step": step, "attempt": attempt})
+        build(tmp_path / naming.checkpoint_path("tiny", step), step=step)
         catalog.record_checkpoint(made)
+        mark_verified(catalog, "tiny", step)
     assert there(decisions) == [5, 10, 15, 25]
     decisions.hello("tiny", "later", 1, 1)
     assert there(decisions) == [5, 10, 15, 25]

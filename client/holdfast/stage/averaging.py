@@ -284,7 +284,8 @@ class Averaging:
         self.fence()
         with suppress(DeadlineExceeded):
             self._of.session.until(self._last, FREE_WAIT_S)
-        self._automatic, self._save = bool, None  # who was asked, and the state that it knows, are not kept alive
+        # What was asked, and the state that it knows, are not kept alive.
+        self._automatic, self._save, self._of = bool, None, self._of._replace(ask=lambda act: act())
         if self._memory is not None:
             os.close(self._memory.fd)
             self._memory = None

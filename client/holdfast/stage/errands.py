@@ -19,6 +19,10 @@ BRIEF_S = 0.02  # for an answer of a daemon that did not answer last time, and h
 _Result = TypeVar("_Result")
 
 
+def _nothing(_: Any = None) -> None:
+    pass
+
+
 class Errand:
     """One request. Whoever waits for it may leave; then `give_back` gets what it brings."""
 
@@ -52,11 +56,18 @@ class Errand:
             self.result = self._act()
         except BaseException as error:  # raised where it is waited for
             self.error = error
+        self._act = _nothing  # what it was needed for is not kept until the next errand
         try:
             if self._first.setdefault("first", "answered") == "left" and self.error is None:
                 self._give_back(self.result)
         finally:
             self.ended.set()
+
+    def take(self) -> Any:
+        """Its result, once; nothing of what it was needed for is kept."""
+        result, self.result = self.result, None
+        self._give_back = self._when_left = _nothing
+        return result
 
 
 class Errands:
@@ -116,7 +127,7 @@ class Errands:
         self._wait(errand, patient, work_s)
         if errand.error is not None:
             raise errand.error
-        return errand.result
+        return errand.take()
 
     def _wait(self, errand: Errand, patient: bool, work_s: float = 0.0) -> None:
         pulse = self._pulse()

@@ -7,6 +7,7 @@ from holdfast_formats.rest.observed import Attention
 # The codes of all alerts, by how much data is in danger: what is stored, what is being saved, room for it, copies; then
 # what costs time alone.
 ALERT_CODES = (
+    "checkpoint-missing",
     "checkpoint-damaged",
     "saves-failing",
     "no-commit",
@@ -16,6 +17,7 @@ ALERT_CODES = (
     "replica-damaged",
     "replica-lost",
     "not-verified",
+    "removal-waits",
     "replica-failing",
     "replica-behind",
     "node-lost",

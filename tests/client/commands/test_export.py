@@ -139,7 +139,7 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["missing", "out", "--as", "hf"], 2, "is not a directory"),
+        (["missing", "out", "--as", "hf"], 2, "there is no directory missing"),
         (["hf", "out", "--as", "gguf"], 2, "no way to export"),
         (["hf", "hf/out", "--as", "hf"], 2, "inside of the checkpoint"),
         (["hf", ".out", "--as", "hf"], 2, "hidden name"),

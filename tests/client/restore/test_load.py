@@ -59,7 +59,7 @@ def test_a_group_that_no_checkpoint_has_is_named(how: str, request: pytest.Fixtu
     checkpointer = launched("grown", live, request.getfixturevalue(how))
     with checkpointer, pytest.raises(StateMismatch, match="step 10 has the most") as told:
         checkpointer.restore()
-    assert told.value.members["missing"] == ["ema"] and "ignore=['ema/*']" in told.value.hint
+    assert told.value.members["missing"] == ["ema"] and "exclude=['ema/*']" in told.value.hint
     assert live["epoch"] == 2
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Boolean, Column, Integer, LargeBinary
+from sqlalchemy import Boolean, Column, Float, Integer, LargeBinary
 from sqlalchemy import Table as SqlTable
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -178,6 +178,8 @@ def _fits(column: Column[Any], value: Any) -> bool:
         return value in (0, 1)
     if isinstance(column.type, Integer):
         return isinstance(value, int) and -_NUMBERS_MAX < value < _NUMBERS_MAX
+    if isinstance(column.type, Float):
+        return isinstance(value, int | float)
     if isinstance(column.type, LargeBinary):
         return isinstance(value, bytes)
     if isinstance(column.type, JsonText):
