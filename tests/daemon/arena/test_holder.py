@@ -293,7 +293,7 @@ def supervise(path: Path, code: str, *arguments: object) -> subprocess.Popen[str
 def test_a_daemon_below_the_holder_is_started_again_when_it_is_killed(path: Path) -> None:
     """It is the first process of a container: the memory outlives the daemon, whose own exit status it ends with."""
     code = (
-        "import os, signal, time; print(os.getpid(), flush=True); signal.signal(15, lambda *_: os._exit(7)); time.sleep(600)"
+        "import os, signal, time; signal.signal(15, lambda *_: os._exit(7)); print(os.getpid(), flush=True); time.sleep(600)"
     )
     above = supervise(path, code)
     assert above.stdout is not None and above.stderr is not None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from holdfast.state.optimizer_resume import hyper_parameters, read_document
-from holdfast.tensors.leaves import OfferedLeaves, PartPlan
+from holdfast.state.hyper_parameters import LiveGroups, chosen
+from holdfast.state.optimizer_resume import read_document
+from holdfast.tensors.leaves import OfferedLeaves, PartPlan, Selection
 from holdfast_formats.foreign import optimizer_state
 
 
@@ -15,7 +16,8 @@ def test_hyper_parameters_are_those_of_the_document() -> None:
     plan = PartPlan()
     read = read_document(json.dumps(made), "optimizer", OfferedLeaves({}, {}, {}), plan)
     assert read is not None
-    found = hyper_parameters("optimizer", [["a", "b"], ["c"]], read["groups"], plan)
+    live = LiveGroups("optimizer", [["a", "b"], ["c"]], [{}, {}], frozenset())
+    found = chosen(live, read["groups"], plan, Selection(frozenset({"optim"})))
     assert [group.get("lr") for group in found] == [0.5, None]
     assert not plan.missing
     assert not plan.notes
