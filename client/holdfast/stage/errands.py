@@ -24,7 +24,7 @@ def _nothing(_: Any = None) -> None:
 
 
 class Errand:
-    """One request. Whoever waits for it may leave; then `give_back` gets what it brings."""
+    """One request. A caller that waits for it may leave; then `give_back` gets its result."""
 
     def __init__(self, act: Callable[[], Any], give_back: Callable[[Any], object], when_left: Callable[[], object]) -> None:
         self._act, self._give_back, self._when_left = act, give_back, when_left
@@ -47,7 +47,7 @@ class Errand:
         return True
 
     def leave_for_good(self) -> None:
-        """Nobody takes its result, even if it is there by now."""
+        """Hand its result to `give_back`, even if it is there by now."""
         if not self.leave() and self.error is None:
             background_requests.start(lambda: self._give_back(self.result))
 
@@ -79,7 +79,7 @@ class Errands:
         """`pulse` returns the daemon's, or None while there never was a connection: then everything is waited for."""
         self._pulse = pulse
         self._last: Errand | None = None
-        self._unanswered = False  # the last one was lost while nobody waited for it
+        self._unanswered = False  # the last one was lost after its caller had left
 
     @property
     def busy(self) -> bool:
@@ -141,7 +141,7 @@ class Errands:
         except DeadlineExceeded:
             if errand.leave() or not errand.ended.wait(ASK_AFTER_S):
                 raise
-        except BaseException:  # of a signal handler: what comes is for nobody
+        except BaseException:  # raised by a signal handler: no caller takes the result
             errand.leave_for_good()
             raise
 
