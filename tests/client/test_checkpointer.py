@@ -210,7 +210,7 @@ def test_a_flipped_bit_is_not_handed_over(daemon: RunningDaemon, run: str, prove
     with checkpointer, pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
         checkpointer.restore(prove_first=prove_first)
     assert not live["b"].any()  # its one extent is damaged
-    assert bool(live["a"].all()) is not prove_first
+    assert not (prove_first and live["a"].any())  # without the proof "a" may be filled or not: several threads read
 
 
 @pytest.mark.parametrize("harm", ["truncate", "remove"])

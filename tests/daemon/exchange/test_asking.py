@@ -97,6 +97,18 @@ def test_whoever_took_the_address_of_a_dead_node_learns_nothing_and_is_not_belie
         assert thief.heard and NEW.encode() not in thief.heard and OLD.encode() not in thief.heard
 
 
+def test_a_closed_connection_keeps_no_socket() -> None:
+    """Nor does an answer of which nothing more is read, after which the server closes the connection."""
+    unread = answer(b"forged!", "Connection: close")
+    with closing(Thief(NONCE, unread)) as thief, closing(NodeConnection(thief.url, [NEW], 5, 5)) as connection:
+        with pytest.raises(Unproven) as refused:
+            connection.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+        response = refused.traceback[-1].frame.f_locals["response"]
+        assert not response.closed
+        connection.close()
+        assert response.closed
+
+
 def test_what_was_heard_is_of_no_use_at_the_node_itself() -> None:
     """Neither at another address of the cluster, nor later at the same one."""
     with serving(NEW) as exchange, closing(Thief(NONCE, b"")) as thief:

@@ -54,6 +54,9 @@ class NodeConnection:
         self._connect_s, self._silence_s = connect_s, silence_s
         self._http: http.client.HTTPConnection | None = None
         self._nonce, self._asked = "", 0
+        self._response: http.client.HTTPResponse | None = (
+            None  # has a file of the socket, which outlives a closed connection
+        )
         self._lock = threading.Lock()  # guards the two below
         self._socket: socket.socket | None = None
         self._over = False
@@ -99,7 +102,7 @@ class NodeConnection:
             "Content-Type": "application/json",
         }
         self._http.request("POST", path, body, headers)
-        response = self._http.getresponse()
+        response = self._response = self._http.getresponse()
         if response.status == HTTPStatus.UNAUTHORIZED:
             return None
         length = -1 if response.length is None else response.length
@@ -110,7 +113,7 @@ class NodeConnection:
 
     def _challenge(self, connection: http.client.HTTPConnection) -> str:
         connection.request("POST", proofs.CHALLENGE_PATH)
-        answer = connection.getresponse()
+        answer = self._response = connection.getresponse()
         nonce = answer.read(2 * proofs.NONCE_BYTES).decode(errors="replace")
         if answer.status != HTTPStatus.OK or answer.length or not proofs.is_nonce(nonce):
             raise Unproven("what answers there is no node of this cluster")
@@ -118,10 +121,12 @@ class NodeConnection:
 
     def close(self) -> None:
         """It is connected again by the next question."""
+        if self._response is not None:
+            self._response.close()
         if self._http is not None:
             self._http.close()
         with self._lock:
-            self._http = self._socket = None
+            self._http = self._socket = self._response = None
 
     def hang_up(self) -> None:
         """For good. Whoever reads from it finds its end: a peer that sends a byte now and then has no other end."""
