@@ -41,6 +41,7 @@ TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the 
 _IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MULTILINE)
 _STARTED = re.compile(r'"(holdfast_service|holdfast\.demo)"')  # programs that tests start
 _LISTED = re.compile(r'_entry\(\s*"([\w.]+)"')  # commands, which are imported by their names
+ENVIRONMENT = {f"os.{name}" for name in ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")}
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -134,6 +135,16 @@ def long_functions(modules: list[Source]) -> list[str]:
         for one in modules
         for function in one.functions()
         if _lines(function) > FUNCTION_LINES_MAX
+    ]
+
+
+def environment_readers(modules: list[Source]) -> list[str]:
+    """Where the environment is read, or changed, by another module than a `config`: settings would be found nowhere."""
+    return [
+        f"{one.path}:{node.lineno}: {ast.unparse(node)}, and only config.py reads the environment"
+        for one in modules
+        for node in ast.walk(one.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ENVIRONMENT and Path(one.path).name != "config.py"
     ]
 
 
@@ -233,7 +244,7 @@ def main() -> int:
     files = [one.lines for one in modules]
     print(f"{len(lengths)} functions: median {statistics.median(lengths):.0f} lines, p95 {_p95(lengths)}, {max(lengths)}")
     print(f"{len(files)} files: median {statistics.median(files):.0f} lines, p95 {_p95(files)}, {max(files)}")
-    checks = (full_folders, homonyms, tuple_parameters, hidden_keywords, long_functions)
+    checks = (full_folders, homonyms, tuple_parameters, hidden_keywords, long_functions, environment_readers)
     elsewhere = msgspec.toml.decode(ELSEWHERE.read_bytes(), type=dict[str, list[str]])
     problems = [problem for check in checks for problem in check(modules)]
     problems += homeless(modules, elsewhere) + wrong_homes(modules, elsewhere)

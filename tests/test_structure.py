@@ -42,6 +42,14 @@ def test_a_class_name_for_two_things_is_named(first: str, second: str, found: li
     assert structure.homonyms([source("a.py", first), source("b.py", second)]) == found
 
 
+@pytest.mark.parametrize("name", ["environ", "getenv"])
+def test_who_reads_the_environment_is_named(name: str) -> None:
+    """Except for the module of settings, in each package."""
+    text = f"import os\nwho = os.{name}['WHO']"
+    (found,) = structure.environment_readers([source("a/b.py", text), source("a/config.py", text)])
+    assert found.startswith(f"a/b.py:2: os.{name},")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,6 +235,36 @@ def test_an_archived_run_is_put_away_until_it_is_launched(daemon: RunningDaemon)
         assert life(daemon, "old") == "training"
     wait_until(lambda: life(daemon, "old") == "finished")
     assert about(daemon, "old").archived is None
+
+
+def test_a_run_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
+    """`mv ROOT/run elsewhere`: not by ranks that come back to the next daemon, nor by who acknowledges its death; so it can
+    be moved back as it was. A new launch begins another one.
+    """
+    root, away = tmp_path / "data", tmp_path / "away"
+    with running(root, listen="127.0.0.1:0") as daemon, trainer(daemon, "killed") as rank:
+        heard(rank, "committed 1")
+        checkpointer = Checkpointer("r", STATE, at=daemon.socket, keep_last=3, info={"owner": "ana"})
+        checkpointer.save(1).result(60)
+        rank.kill()
+        wait_until(lambda: of(daemon, "killed").state_since is not None)
+        away.mkdir()
+        for run in ("r", "killed"):
+            (root / run).rename(away / run)
+        daemon.kill()
+    with running(root, listen="127.0.0.1:0") as daemon:
+        wait_until(lambda: life(daemon, "r") == "training")
+        checkpointer.close()
+        refused = CliRunner().invoke(app, ["acknowledge", "killed", "--url", daemon.url])
+        assert refused.exit_code == 3 and "moved or removed, and not by Holdfast" in refused.output, refused.output
+    assert not {"r", "killed"} & set(os.listdir(root))
+    (away / "r").rename(root / "r")
+    with running(root, listen="127.0.0.1:0") as daemon:
+        assert about(daemon, "r").owner == "ana" and of(daemon, "r").checkpoints == 1
+        holdfast("rm", "killed", "--yes", "--url", daemon.url)
+        with Checkpointer("killed", STATE, at=daemon.socket, info={"owner": "bo"}) as checkpointer:
+            checkpointer.restore()
+            wait_until((root / "killed" / "launches.json").exists)
 
 
 def test_a_deleted_run_comes_back_as_it_was(daemon: RunningDaemon) -> None:

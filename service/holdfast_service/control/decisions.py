@@ -100,6 +100,7 @@ class Decisions:
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
         self._files.is_run = self.attempts.has
+        self._files.has_saved = lambda run: catalog.has_saved(run, self.attempts.newest(run))
         self.abouts = RunAbouts(tier, catalog, self._files, self.events)
         self.readers = Readers()
         self.rotation = Rotation(self.store, catalog, self._files, self.readers)

@@ -187,6 +187,12 @@ class Catalog:
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same).limit(1)) is not None
 
+    def has_saved(self, run: str, attempt: int) -> bool:
+        """Whether a save of this attempt was committed, whatever became of it."""
+        same = (RoundRow.run == run, RoundRow.attempt == attempt)
+        with self._read() as session:
+            return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "committed").limit(1)) is not None
+
     def is_sealed(self, run: str, step: int, attempt: int) -> bool:
         """Whether a round goes on of which all ranks had sealed."""
         same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)

@@ -95,7 +95,7 @@ class RunAbouts:
             return
         try:
             with self._files.exclusively(run):
-                self._files.refuse_deleted(run)
+                self._files.refuse_gone(run)
                 self._records.note(run, made)
             self._list(run)
         except CatalogUnavailable:

@@ -119,8 +119,9 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
 class RunFiles:
     """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
 
-    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any. `is_run` says whether a run
-    without a directory is one, such as a launch that has saved nothing.
+    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any. Of a run without a directory,
+    `is_run` says whether it is one, such as a launch that has saved nothing, and `has_saved` whether its newest launch has
+    saved something: then it had a directory.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -128,6 +129,7 @@ class RunFiles:
         self.usual = RetentionPolicy()  # of runs without a policy of their own, besides how many are kept
         self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
         self.is_run: Callable[[str], bool] = lambda run: True
+        self.has_saved: Callable[[str], bool] = lambda run: False
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
         self._leaving: set[str] = set()  # runs that are being deleted
 
@@ -153,23 +155,30 @@ class RunFiles:
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing. `NoSuchRun` if the
-        run was deleted, also after the caller has looked: a file would make another run of that name.
+        run was deleted or moved away, also after the caller has looked: a file would make another run of that name.
         """
         before = self.read(run)
         if act(before) == before:
             return before
         with self.exclusively(run):
-            self.refuse_deleted(run)
+            self.refuse_gone(run)
             before = self.read(run)
             after = act(before)
             if after != before:
                 write_run_file(self._tier, run, after)
             return after
 
-    def refuse_deleted(self, run: str) -> None:
+    def refuse_gone(self, run: str) -> None:
         """`NoSuchRun` if there is no such run any more. Ask it `exclusively`, before a file of it is written."""
-        if not self._tier.list(run) and (run in self._leaving or not self.is_run(run)):
+        if self._tier.list(run):
+            return
+        if run in self._leaving or not self.is_run(run):
             raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
+        if self.has_saved(run):
+            raise NoSuchRun(
+                f"the directory of the run {run!r} is gone: it was moved or removed, and not by Holdfast",
+                hint=f"put it back; or `holdfast rm {run}` takes the run off the lists",
+            )
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
         """Set the run's policy if `tag` is the validator of the one in force; else `PreconditionFailed`."""

@@ -92,7 +92,10 @@ class Child:
             if os.path.isdir(how.directory):
                 os.chdir(how.directory)
             command = [*how.command, *more]
-            os.execvpe(command[0], command, os.environ if how.environment is None else how.environment)
+            if how.environment is None:
+                os.execvp(command[0], command)
+            else:
+                os.execvpe(command[0], command, how.environment)
         finally:
             os._exit(127)
 
