@@ -16,7 +16,7 @@ class Transport(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
-    def daemon(self) -> str: ...  # who answers, for errors
+    def daemon(self) -> str: ...  # the daemon's address, for errors
     def ping(self, timeout_s: float) -> None:
         """Ask for a sign of life, beside all requests. `DeadlineExceeded` if none comes in time, `DaemonGone` without a
         daemon.

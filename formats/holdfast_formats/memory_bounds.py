@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 PROC = Path("/proc")
-SPARE_PERCENT = 5  # of a limit: never taken, so that those who live beside the slots are not killed for want of it
+SPARE_PERCENT = 5  # of a limit: never taken, so that other memory of the process fits beside the slots
 BOUNDS_MAX = 16  # that a rank tells its daemon
 _BYTES_MAX = 2**62  # control groups of version 1 say "no limit" with a number beyond this
 _Bytes = Annotated[int, Field(ge=-_BYTES_MAX, le=_BYTES_MAX)]

@@ -79,7 +79,7 @@ def ping(path: Path, timeout_s: float) -> None:
                 if not data:
                     raise DaemonGone(f"the daemon at {path} closed the connection", hint=HINT)
                 connection.settimeout(max(limit - time.monotonic(), 0.001))
-    except (TimeoutError, BlockingIOError) as error:  # the second for a queue that is full of who asked before
+    except (TimeoutError, BlockingIOError) as error:  # the second: the daemon's queue of connections is full
         raise DeadlineExceeded(f"the daemon at {path} gave no sign of life within {timeout_s:.1f} s") from error
     except OSError as error:
         raise _unreached(path, error) from error

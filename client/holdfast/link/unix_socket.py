@@ -56,7 +56,7 @@ class SocketLink:
         self._on_outcome, self._on_lost, self._dial = on_outcome, on_lost, dial
         self._ids = itertools.count()
         self._condition = threading.Condition()
-        self._sending = threading.Lock()  # a daemon that reads nothing holds up who sends, and none of what is received
+        self._sending = threading.Lock()  # a daemon that reads nothing blocks senders, not receivers
         self._replies: dict[int, wire.Reply] = {}
         self._fds: list[int] = []
         self.receiving = threading.Lock()

@@ -146,7 +146,7 @@ class RemoteLink:
         asked = arena.geometry(message.slots, message.data_bytes, message.table_bytes)
         if self._segment is not None:
             self._segment.give_back()
-        geometry, notice = within(asked, memory_bounds.of_process())  # anew: the memory is this process's own
+        geometry, notice = within(asked, memory_bounds.of_process())  # planned again: the memory is this process's own
         segment = OwnSegment(geometry)
         try:
             courier.reserve(restate(message, Room, slots=geometry.slots), segment)

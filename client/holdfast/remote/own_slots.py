@@ -47,7 +47,7 @@ class OwnSegment:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.fd = -1  # closed by the one who takes it
+        self.fd = -1  # closed by its new owner
         try:
             self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, geometry.segment_bytes)
@@ -163,7 +163,7 @@ class OwnSaves:
         return self._saves.get(step)  # in one step of Python: the training asks, which signals interrupt
 
     def oldest(self) -> OwnSave | None:
-        """The one that began first of those whose end is not known."""
+        """The oldest save that has not ended yet."""
         with self._lock:
             return next((save for save in self._saves.values() if not save.told), None)
 

@@ -258,7 +258,7 @@ class Averaging:
             if self._memory is not None:
                 self._seed(AverageState(*_words(self._ema.rule), n=0, step=self._step), reader)
             return (
-                LeftOutNote(f"{reader.source.label} has no average of the daemon's: it begins anew with the next update"),
+                LeftOutNote(f"{reader.source.label} has no average of the daemon's: it starts again at the next update"),
             )
         state = average.decode_state(text)
         self._seed(state, reader)

@@ -91,7 +91,7 @@ class Errands:
         give_back: Callable[[_Result], object] = bool,
         when_left: Callable[[], object] = bool,
     ) -> Errand:
-        """Begin an errand, whose `result` is waited for elsewhere; none may be under way."""
+        """Start an errand; `result` waits for it. None may be under way."""
         assert not self.busy, "one errand at a time"
         errand = self._last = Errand(act, give_back, when_left)
         background_requests.start(errand.run, "holdfast-errand")

@@ -16,7 +16,7 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 
-WHILE_CONNECTED_S = 86_400.0  # whoever saves waits for no answer as long as that; it counts whenever it comes
+WHILE_CONNECTED_S = 86_400.0  # no save waits that long; an answer counts whenever it comes
 
 
 class Slot:

@@ -54,7 +54,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _shown(told: dict[str, Any]) -> Finding:
-    """One holder: whose memory, how much, since when, and whether a daemon is there for it."""
+    """One holder: root, bytes, age, and whether its daemon runs."""
     saves = [str(save) for save in told["saves"]]
     named = ", ".join(saves[:SAVES_NAMED_MAX]) + (" and more" if len(saves) > SAVES_NAMED_MAX else "")
     what = (

@@ -18,7 +18,7 @@ from holdfast.transport import Reply, Transport
 from holdfast_formats.staging import wire
 
 _Result = TypeVar("_Result")
-# Answered with descriptors, which nobody takes where the wait was given up: the link itself bounds these.
+# Answered with descriptors, which nothing would close after a wait that was given up: the link itself bounds these.
 _BRINGS_DESCRIPTORS = (wire.Reserve, wire.ReserveAverage, wire.Held, wire.HeldElsewhere)
 
 

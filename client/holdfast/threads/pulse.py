@@ -1,6 +1,6 @@
 """Waits for a daemon that may not answer: stopped by SIGSTOP, on a paused machine, swapped out.
 
-A request says nothing about that: an honest answer may take long, and whoever waits for a commit asks nothing. So the daemon
+A request says nothing about that: an honest answer may take long, and a rank in such a wait asks nothing. So the daemon
 is asked for a sign of life, on a connection of its own, which any daemon that runs at all answers at once.
 """
 

@@ -129,7 +129,7 @@ class RootWatch:
             return False
 
     def _confirm(self, run: str, step: int) -> None:
-        """Look once more while nobody replaces, thins or removes it, and record what is found then."""
+        """Look again while the checkpoint cannot be replaced, thinned or removed, and record what is found then."""
         with self._rotation.deciding(run):
             if not self._rotation.is_replacing(run, step):
                 self._rotation.proofs.look(run, step)

@@ -32,7 +32,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _JOINED_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block its reader
 FILE_MODE = 0o666  # minus the umask
-ROOT_MODE = 0o700  # of a root that is made here; what others are to read is opened by whoever wants that
+ROOT_MODE = 0o700  # of a root that is made here; an admin opens it to others
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _NO_SUCH_LINK = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 

@@ -59,6 +59,17 @@ def serving(*secrets: str) -> Iterator[ExchangeServer]:
         yield exchange
 
 
+@contextmanager
+def challenged() -> Iterator[tuple[ExchangeServer, http.client.HTTPConnection, str]]:
+    """A node, a connection to it, and the nonce that it has made up for the connection."""
+    with (
+        serving(NEW) as exchange,
+        closing(http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=5)) as here,
+    ):
+        here.request("POST", proofs.CHALLENGE_PATH)
+        yield exchange, here, here.getresponse().read().decode()
+
+
 def fetched(exchange: ExchangeServer, *secrets: str) -> bytes:
     into = {0: memoryview(bytearray(7))}
     with closing(Peer("a", exchange.url, secrets)) as peer:
@@ -130,12 +141,7 @@ def test_what_was_heard_is_of_no_use_at_the_node_itself() -> None:
 
 def test_a_request_that_was_heard_is_not_answered_twice() -> None:
     """On the very connection on which it was made."""
-    with (
-        serving(NEW) as exchange,
-        closing(http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=5)) as here,
-    ):
-        here.request("POST", proofs.CHALLENGE_PATH)
-        nonce = here.getresponse().read().decode()
+    with challenged() as (exchange, here, nonce):
         body = b'{"ranges":[[0,0,7]]}'
         asked = proofs.NodeQuestion(exchange.url, nonce, 1, "/rounds/7/bytes", proofs.body_digest(body)).proven(NEW)
         headers = {"Authorization": asked.authorization, proofs.BODY_HEADER: proofs.body_digest(body)}
@@ -148,12 +154,7 @@ def test_a_request_that_was_heard_is_not_answered_twice() -> None:
 
 def test_a_body_that_is_not_the_proven_one_is_refused() -> None:
     """Somebody between the two changes it on its way."""
-    with (
-        serving(NEW) as exchange,
-        closing(http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=5)) as here,
-    ):
-        here.request("POST", proofs.CHALLENGE_PATH)
-        nonce = here.getresponse().read().decode()
+    with challenged() as (exchange, here, nonce):
         stated = proofs.body_digest(b'{"ranges":[[0,0,1]]}')
         asked = proofs.NodeQuestion(exchange.url, nonce, 1, "/rounds/7/bytes", stated).proven(NEW)
         headers = {"Authorization": asked.authorization, proofs.BODY_HEADER: stated}

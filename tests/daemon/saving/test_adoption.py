@@ -346,11 +346,8 @@ def lost(node: Node) -> list[tuple[int | None, str]]:
     return [(one.step, one.level) for one in told]
 
 
-@pytest.mark.parametrize("record", [False, True], ids=["killed", "let-go"])
-def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: bool) -> None:
-    """The daemon and what kept its memory were killed, as a container's processes are together, and the ranks as well: an
-    event of level error and the list of rounds say so, once ranks have had time to bring it, and no sooner.
-    """
+def staged_and_not_kept(node: Node) -> tuple[ArenaSegment, Saver]:
+    """The memory of a rank that has staged step 5, and the saver of the next daemon, to which nothing was handed over."""
     (segment,) = node.ranks(1)
     fill(segment, 0, 5)
     round_id = node.decisions.begin(RUN, 5, 1, 1)
@@ -361,6 +358,15 @@ def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: 
     node.decisions.close()
     node.decisions = Decisions(node.tier, node.catalog, None)
     saver = node.start()
+    return segment, saver
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["killed", "let-go"])
+def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: bool) -> None:
+    """The daemon and what kept its memory were killed, as a container's processes are together, and the ranks as well: an
+    event of level error and the list of rounds say so, once ranks have had time to bring it, and no sooner.
+    """
+    saver = staged_and_not_kept(node)[1]
     if record:
         save = {"run": RUN, "step": 5, "rank": 0, "world": 1}
         node.decisions.staged_before.let_go({"why": "its root is gone", "saves": [save, {"run": "../x"}, {}]})
@@ -377,16 +383,7 @@ def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: 
 
 def test_a_staged_save_whose_rank_brings_it_is_not_lost(node: Node) -> None:
     """Nothing kept the memory but the rank itself: the save that was staged goes on, under the number that it had."""
-    (segment,) = node.ranks(1)
-    fill(segment, 0, 5)
-    round_id = node.decisions.begin(RUN, 5, 1, 1)
-    node.decisions.sealed(round_id, 1)
-    assert node.decisions.recorded(60)
-    for name in list(node.keeper.kept):
-        node.keeper.drop(name)
-    node.decisions.close()
-    node.decisions = Decisions(node.tier, node.catalog, None)
-    saver = node.start()
+    segment, saver = staged_and_not_kept(node)
     node.back(segment, [5])
     saver.settle(RUN, 30)
     node.adoption.expire(time.monotonic() + RETURN_S + 1)

@@ -69,7 +69,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         self._begin(state["run"], state["options"])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """Save the dictionary, and return when it is committed: who asks for the path next, finds it there.
+        """Save the dictionary, and return when it is committed, so that the path exists for all later calls.
 
         The step is `checkpoint["global_step"]`, "step", "iteration" or "iter_num"; else the number that the name of the path
         calls step or iter; else the epoch, of the dictionary or the name; else the only number in the name. The same path

@@ -1,5 +1,5 @@
 """What a browser may do with an answer: nothing, unless the answer brings a policy of its own, as the pages do. And what a
-cache may: nothing but style and scripts is kept, because all else depends on who asks.
+cache may: nothing but style and scripts is kept, because all else depends on the caller.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast_service.api.door.scopes import OPEN_FILES
 
-CALLER = "Authorization, Cookie"  # what tells who asks
+CALLER = "Authorization, Cookie"  # the headers that name the caller
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 

@@ -138,7 +138,7 @@ class Doors:
             noted.principal = principal = await self._prober(headers, _peer(scope))
             if principal in (PROBE, ANYBODY):
                 self._check_host(headers)
-            if method not in scopes.SAFE:  # nobody is signed in by a page of another site, or past TLS
+            if method not in scopes.SAFE:  # a page of another site, or one without TLS, signs no one in
                 self._check_origin(headers, told=False)
             return principal
         bearer = heads.bearer(headers.get("authorization", ""))

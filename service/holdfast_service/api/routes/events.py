@@ -76,7 +76,7 @@ class EventStreams:
         """Frames after `position`, the new position of the stream, and whether there may be more already."""
         found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
         frames: list[str] = []
-        if position > found.newest:  # the catalog was made anew, and counts from the beginning again
+        if position > found.newest:  # the catalog was rebuilt, and counts from the beginning again
             frames.append(_gap(Gap(asked=position, oldest=found.oldest)))
             position = max(found.oldest - 1, 0)
             return "".join(frames), position, found.newest > position

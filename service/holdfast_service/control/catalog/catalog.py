@@ -420,7 +420,7 @@ class Catalog:
 
     def doubt(self, run: str, step: int, proven: str) -> bool:
         """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
-        it was verified anew meanwhile.
+        it was verified again meanwhile.
         """
         same = (*_at(run, step), CheckpointRow.verified, CheckpointRow.proven == proven)
         with self._write(hasty=True) as session:

@@ -1,4 +1,4 @@
-"""Which entries of a full log go: those of whoever has the most, so that a flood pushes out nothing but itself."""
+"""Which entries of a full log are evicted: those of the writer with the most, so that a flood evicts only itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Looks at checkpoints on the storage, as everything does that is about to remove something because of them.
 
-What the catalog says of a checkpoint is what was true when somebody looked last. Before anything is removed because a
+What the catalog says of a checkpoint is what was true when storage was read last. Before anything is removed because a
 checkpoint is there, COMMIT, manifest and every file are looked at. No byte of a tensor is read.
 """
 
@@ -35,7 +35,7 @@ class Looks:
 
     def look(self, run: str, step: int) -> str:
         """What storage says of the files of a checkpoint that is all there: a text that changes when one of them is written,
-        replaced or made anew.
+        replaced or written again.
 
         Raises `NoSuchCheckpoint` if it is gone, and `Damaged` if COMMIT or manifest is not right, or a file is not there or
         is not as long as it should be.

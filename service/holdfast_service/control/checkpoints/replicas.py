@@ -149,7 +149,7 @@ class ReplicaBook:
         try:
             groups = set(roots.load_manifest(tier, run, step).groups)
         except (Damaged, NoSuchCheckpoint):
-            return True  # it can be restored by nobody
+            return True  # it cannot be restored
         if any(groups <= held and self._looks.proof(heir, at) for at, held in sound):
             return True
         looks = Looks(tier)

@@ -181,7 +181,7 @@ class Cluster:
         return self.membership.me.name
 
     def secrets(self) -> tuple[str, ...]:
-        """What the nodes of this cluster know, and nobody else, the newest first; the first node makes it up."""
+        """The secrets that only nodes of this cluster know, newest first; the first node creates one."""
         wanted = select(SecretRow.name, SecretRow.value).where(SecretRow.name.in_((_SECRET, _SECRET_BEFORE)))
         with self.database.apart(hopeful=True) as session:
             found = {name: value for name, value in session.execute(wanted)}

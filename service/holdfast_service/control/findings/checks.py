@@ -67,7 +67,7 @@ class Findings:
         """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
 
         Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
-        by now, nobody has read that. A `fence` says whether what was read still counts. `proof` is what storage said of its
+        by now, that was not read. A `fence` says whether what was read still counts. `proof` is what storage said of its
         files before they were read, as far as nothing was repaired.
         """
         proof = self._looks.proof(run, step) if proof is None else proof

@@ -58,7 +58,7 @@ def marked(alerts: Iterator[Alert], known: Mapping[AlertKey, Acknowledgement]) -
 
 
 def place(alert: Alert) -> str:
-    """In order these bring those first that nobody has acknowledged, of these errors, and of these the most dangerous."""
+    """Sort keys: alerts that are not acknowledged first, of these errors, and of these the most dangerous."""
     level, code = danger(alert)
     first = f"{int(alert.acknowledged is not None)}{level}{code:03d}"
     return "/".join((first, alert.run or "", alert.code, alert.subject or ""))

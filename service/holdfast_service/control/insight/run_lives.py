@@ -16,7 +16,7 @@ from holdfast_service.control.insight.facts import Facts
 IDLE_INTERVALS = 3.0  # no save has begun for so many of the usual intervals, and at least
 IDLE_MIN_S = 60.0
 IDLE_UNKNOWN_S = 3600.0  # where it is not known how often it saves
-STARTING_S = 3600.0  # who has trained for longer without one commit has lost work when it dies
+STARTING_S = 3600.0  # a run that trains for longer without a commit loses work when it dies
 _NOT_SEALED = frozenset({"open", "aborted"})
 _OF_STORAGE = frozenset({"no-space", "quota-exceeded", "storage-failed"})
 

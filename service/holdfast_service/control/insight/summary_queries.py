@@ -183,7 +183,7 @@ class Summaries:
         ]
 
     def states(self, runs: Sequence[bodies.Run]) -> list[bodies.Run]:
-        """The same runs, with what they are doing and who answers for them; saves are looked at only of those of which they
+        """The same runs, with what they are doing and their contact; saves are looked at only of those of which they
         say it: that train, or may have failed to start.
         """
         lives, settings = self._lives(), run_settings.known(self._catalog, [run.name for run in runs])

@@ -95,7 +95,7 @@ class Proofs:
         except Damaged as error:
             self.discoveries.damaged(run, c.step, error)
             return c._replace(verified=False)
-        if proven is None:  # somebody has found something since it was listed as verified
+        if proven is None:  # damage was found since it was listed as verified
             return c._replace(verified=False)
         if stamp != proven != ANY_FILES:
             self.discoveries.changed(run, c.step, proven)

@@ -104,7 +104,7 @@ class Arena:
         Waits if the owner's old segment is in the way. Raises `LimitExceeded`, with the numbers,
         if neither memory nor disk has room for one slot. With an owner, the descriptor outlives this daemon.
         `holder` is whose share the memory counts for; by default the owner's run. `on_disk`: whether it may be a file,
-        which everybody who gets its descriptor can truncate, and so end whoever has mapped it.
+        which any process with its descriptor can truncate, which kills a process that has mapped it.
         """
         holder = holder or ShareHolder(label if owner is None else owner.run)
         with self._lock:

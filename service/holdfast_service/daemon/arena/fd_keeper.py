@@ -236,7 +236,7 @@ class FdStore:
 
 
 def _closed(pipe: int, wait_s: float) -> bool:
-    """Whether nobody has the other end of a pipe any more."""
+    """Whether the other end of a pipe is closed."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(wait_s * 1000))
@@ -283,7 +283,7 @@ def _connected(path: Path) -> socket.socket:
 
 @contextmanager
 def opened(path: Path) -> Iterator[socket.socket]:
-    """The socket of a holder to be: it is ours until the holder takes over, so nobody waits for its start."""
+    """The socket of a holder to be: it is ours until the holder takes over, so its start is not waited for."""
     prepare_directory(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         mask = os.umask(0o177)

@@ -137,7 +137,7 @@ class Holder:
         self._stopping = False
 
     def serve(self) -> int:
-        """Answer until nothing has been held, and nobody been there, for a while; above a daemon, until that has ended."""
+        """Answer until nothing was held and no one connected for a while; above a daemon, until that has ended."""
         needed = time.monotonic()
         if self._supervised is not None:
             self._child.start(self._supervised)

@@ -78,7 +78,7 @@ class ArenaSegment:
         """
         spilled = is_spilled(fd)
         if spilled and not on_disk:
-            raise InvalidRequest("a file of another user, who could truncate it")
+            raise InvalidRequest("a file of another user, which that user could truncate")
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
@@ -324,8 +324,8 @@ _MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the
 def is_spilled(fd: int) -> bool:
     """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
 
-    Files have no seals: they are mapped only where nobody but the daemon's own user and root has had the descriptor
-    (`Arena.reserve`, `Arena.attach`). Sealed memory in large pages is refused: a page that is missing ends who touches it.
+    Files have no seals: they are mapped only where only the daemon's own user and root have had the descriptor
+    (`Arena.reserve`, `Arena.attach`). Sealed memory in large pages is refused: touching a missing page kills the process.
     """
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS == _MEMFD_SEALS

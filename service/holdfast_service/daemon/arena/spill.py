@@ -18,7 +18,7 @@ from holdfast_service.daemon.arena.shares import StagingQuota
 from holdfast_service.storage import scratch
 
 NO_FILE = (
-    "; it is not staged on disk, because whoever has the file can truncate it under the daemon: only ranks of the daemon's "
+    "; it is not staged on disk, because a process that has the file can truncate it: only ranks of the daemon's "
     "own user, and ranks that save over HTTP (at=URL, with a token), are staged there"
 )
 

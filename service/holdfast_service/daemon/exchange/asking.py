@@ -20,7 +20,7 @@ READ_BYTES = 2**20
 
 
 class Unproven(http.client.HTTPException):
-    """Who answers has not proven that it is a node of this cluster, or does not know us for one."""
+    """The server has not proven that it is a node of this cluster, or does not accept this node as one."""
 
 
 class ProvenAnswer(NamedTuple):
@@ -85,11 +85,11 @@ class NodeConnection:
             if answer is not None:
                 self._secrets = [secret, *(one for one in self._secrets if one != secret)]
                 return answer
-            self.close()  # whoever refuses has closed it, too
+            self.close()  # the server closes it after a refusal, too
         raise Unproven("it does not know any secret that this node knows")
 
     def _once(self, secret: str, path: str, body: bytes) -> ProvenAnswer | None:
-        """None if who is asked does not know this secret."""
+        """None if the server does not know this secret."""
         assert self._http is not None
         if not self._nonce:
             self._nonce = self._challenge(self._http)
@@ -129,7 +129,7 @@ class NodeConnection:
             self._http = self._socket = self._response = None
 
     def hang_up(self) -> None:
-        """For good. Whoever reads from it finds its end: a peer that sends a byte now and then has no other end."""
+        """End the connection for good. Reads meet its end, also where a peer sends a byte now and then."""
         with self._lock:
             self._over = True
             if self._socket is not None:

@@ -1,7 +1,7 @@
 """How two nodes prove to each other that they know a secret of the cluster, and never show it.
 
-Whoever is asked makes up a nonce for each connection. The proof of a request covers it, the address that is meant, the
-number of the request on this connection, path and body, and a nonce of who asks. So a proof is good for one request, at one
+The server makes up a nonce for each connection. The proof of a request covers it, the address that is meant, the
+number of the request on this connection, path and body, and the client's nonce. So a proof is good for one request, at one
 address, on one connection: no clock is needed, and nothing is remembered. What is answered is proven by a key that follows
 from the request's proof: status and length first, then each chunk, by its place and its digest.
 """
@@ -36,7 +36,7 @@ class NodeQuestion(NamedTuple):
     body: str  # its SHA-256
 
     def proof(self, secret: str, own_nonce: str) -> str:
-        """That who asks, and has made up this other nonce, knows the secret."""
+        """Proof that the client with this other nonce knows the secret."""
         return _mac(secret.encode(), "ask", own_nonce, *map(str, self))
 
     def proven(self, secret: str) -> ProvenRequest:

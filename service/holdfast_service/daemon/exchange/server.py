@@ -1,4 +1,4 @@
-"""Serves the bytes of slots to other nodes, at an address of its own, to who proves that it knows a secret of the cluster.
+"""Serves the bytes of slots to other nodes, at an address of its own, to clients that prove to know its secret.
 
 A round's slots are offered while it is being written: a slot that is free may be filled anew. Those of an in-memory
 checkpoint are free. They are not locked for another node, which might hang: what was digested is sent if the slot was still
@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 
 
 class ExchangeServer:
-    """Listens from the start. Who asks has to know one of the `secrets`: without one nobody is answered. Thread-safe."""
+    """Listens from the start. A client has to know one of the `secrets`: without one, none is answered. Thread-safe."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         self.secrets: tuple[str, ...] = ()  # the newest one first
@@ -139,7 +139,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def knows(self, request: Any) -> None:
-        """Who is at the other end has proven that it is a node, or is gone."""
+        """The client has proven that it is a node, or is gone."""
         with self._lock:
             self._strangers.pop(request, None)
 
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             asked.write(self.wfile, prove)
 
     def _challenge(self) -> None:
-        """Begin anew on this connection."""
+        """Start with a new challenge on this connection."""
         if self.headers.get("Content-Length", "0") != "0":
             self._refuse(HTTPStatus.BAD_REQUEST, "")
             return
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _proven(self) -> AnswerProof | None:
-        """What proves our answer to this request; None for who has not proven that it is a node of the cluster."""
+        """What proves our answer to this request; None for a client that has not proven that it is a node of the cluster."""
         if not self._nonce:
             return None
         server = cast(_Server, self.server)

@@ -98,7 +98,7 @@ def _config(source: MergeSource, sources: MergeSources) -> bytes:
         return made
     if lora_config.NAME not in source.listing.assets:
         raise NoSuchResource(
-            f"{source.name} has no {lora_config.NAME}, without which nobody knows how its adapter is added",
+            f"{source.name} has no {lora_config.NAME}, which says how its adapter is added",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
     return sources.watched.read(f"{source.number}/{lora_config.NAME}", 0, lora_config.BYTES_MAX)

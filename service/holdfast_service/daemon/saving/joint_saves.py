@@ -227,7 +227,7 @@ class JointSaves:
             self._give_up(joint, error)
 
     def _give_up(self, joint: JoinedRound, error: CheckpointError) -> None:
-        """End the round for all nodes, if nobody commits it just now: then it is looked at again. They are told which node
+        """End the round for all nodes, unless a node is committing it: then it is looked at again. They are told which node
         ended it.
         """
         error = self._named(error)

@@ -98,7 +98,7 @@ async def show_overview(
     request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
 ) -> Response:
     """Lines of a page of runs, those first that need a person; above them what they need. Runs that failed to start are
-    shown to who looks for them.
+    shown on request.
     """
     failed = str(bool(wanted.q) or wanted.sort == "state").lower()
     asking = api.page(
@@ -136,7 +136,7 @@ async def show_overview(
 
 
 def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
-    """Those that nobody has acknowledged by code, the most dangerous first; a code is as severe as its worst."""
+    """Alerts that are not acknowledged, by code, the most dangerous first; a code is as severe as its worst."""
     groups: dict[str, AlertGroup] = {}
     for one in alerts:
         if one.acknowledged is not None:

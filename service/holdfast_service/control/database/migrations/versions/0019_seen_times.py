@@ -15,7 +15,7 @@ down_revision = "0018"
 branch_labels = None
 depends_on = None
 
-GAP_MAX_S = 3600.0  # between two commits whose clocks nobody has watched
+GAP_MAX_S = 3600.0  # between two commits: no daemon has watched these clocks
 _TIMES = "SELECT run, step, created FROM checkpoints ORDER BY run, step"
 _NOTE = "UPDATE checkpoints SET seen_s = :seen_s WHERE run = :run AND step = :step"
 
@@ -36,7 +36,7 @@ def downgrade() -> None:
 
 
 def _seen(rows: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Nobody has seen the time pass between these commits, so their clocks are believed an hour at a time."""
+    """No daemon has seen the time pass between these commits, so at most an hour of their clocks counts."""
     of, at, seen = None, 0.0, 0.0
     for run, step, created in rows:
         now = seconds_of(created)
