@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,5 +71,7 @@ class Copies:
         named = str(error.members["file"])
         pair = (naming.COMMIT, naming.MANIFEST)  # one vouches for the other: either may be the damaged one
         for name in pair if named in pair else (named,):
-            (self._paths[step] / name).write_bytes(self._copies[step][name])
+            made = self._paths[step].with_name(f"mended-{name}")
+            made.write_bytes(self._copies[step][name])
+            os.replace(made, self._paths[step] / name)
         return "replica copy"

@@ -40,10 +40,10 @@ class RootWatch:
         absences: Absences,
     ) -> None:
         self._store, self._catalog, self._rotation = store, catalog, rotation
-        self._findings, self._events, self._absences = findings, events, absences
+        self._events, self._absences = events, absences
         rotation.proofs.discoveries = self
         self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that looks
-        self.suspect: Callable[[str, int, Damaged], object] = lambda run, step, error: None  # has it mended, if possible
+        self.suspect: Callable[[str, int, Damaged], object] = findings.damaged  # or has it mended first, if possible
         self.check_soon: Callable[[Collection[CheckpointId]], object] = lambda places: None  # these are to be read back
         # Whether it was thinned or compacted by a node that was lost before it could tell the catalog, which is told then.
         self.thinned: Callable[[str, int], bool] = lambda run, step: False
@@ -67,9 +67,9 @@ class RootWatch:
         self._soon.add(run)
         self._wake.set()
 
-    def damaged(self, run: str, step: int, error: Damaged) -> None:
-        """A checkpoint that counted as sound is not all there."""
-        self._findings.damaged(run, step, error)
+    def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
+        """A checkpoint that counted as sound is not all there: it counts no more, and is damaged if nothing can mend it."""
+        self._catalog.doubt(run, step, proven)
         self.suspect(run, step, error)
 
     def changed(self, run: str, step: int, proven: str) -> None:

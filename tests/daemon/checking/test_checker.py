@@ -170,6 +170,25 @@ def test_a_reader_that_complains_is_believed_after_a_look(root: Checked) -> None
     assert root.known(3).state == "damaged"
 
 
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST, "config.json"])
+def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: Checked, name: str, has_copy: bool) -> None:
+    """A look at the root or before a removal meets a file that is gone: it counts no more, and what has a copy is mended."""
+    root.checker.check(RUN, 3)
+    root.checker.repairs = Copies(root) if has_copy else None
+    goes_on = threading.Event()
+    checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
+    root.decisions.watch.suspect = checks.suspect
+    (root.path(3) / name).unlink()
+    root.decisions.watch.look()
+    assert root.known(3).state == "committed"
+    goes_on.set()
+    wait_until(lambda: checks.left == 0)
+    checks.close()
+    assert root.known(3).state == ("verified" if has_copy else "damaged")
+    assert root.events("checkpoint-damaged") == ([] if has_copy else [3])
+
+
 def test_complaints_are_looked_into_in_the_background(root: Checked) -> None:
     """The same complaint waits once; the thread ends with what is left done."""
     name, _ = damaged_tensor(root, 3)

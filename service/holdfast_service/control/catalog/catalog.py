@@ -422,7 +422,9 @@ class Catalog:
         """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
         it was verified again meanwhile.
         """
-        same = (*_at(run, step), CheckpointRow.verified, CheckpointRow.proven == proven)
+        same = [*_at(run, step), CheckpointRow.verified]
+        if proven != ANY_FILES:
+            same.append(CheckpointRow.proven == proven)
         with self._write(hasty=True) as session:
             doubted = update(CheckpointRow).where(*same).values(verified=False, checked=None, proven=None)
             return bool(session.execute(doubted.returning(CheckpointRow.step)).all())

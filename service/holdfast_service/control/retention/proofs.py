@@ -26,7 +26,7 @@ class Discoveries(Protocol):
     """Hears what a look has found of a checkpoint that counted as verified."""
 
     def missing(self, run: str, step: int) -> None: ...
-    def damaged(self, run: str, step: int, error: Damaged) -> None: ...
+    def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None: ...
     def changed(self, run: str, step: int, proven: str) -> None: ...
 
 
@@ -36,7 +36,7 @@ class Silent:
     def missing(self, run: str, step: int) -> None:
         log.error("%s@%s is gone from the storage", run, step)
 
-    def damaged(self, run: str, step: int, error: Damaged) -> None:
+    def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
         log.error("%s@%s is damaged: %s", run, step, error.detail)
 
     def changed(self, run: str, step: int, proven: str) -> None:
@@ -93,7 +93,7 @@ class Proofs:
             self.discoveries.missing(run, c.step)
             return None
         except Damaged as error:
-            self.discoveries.damaged(run, c.step, error)
+            self.discoveries.damaged(run, c.step, error, proven or "")
             return c._replace(verified=False)
         if proven is None:  # damage was found since it was listed as verified
             return c._replace(verified=False)

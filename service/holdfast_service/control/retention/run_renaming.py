@@ -30,7 +30,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest.runs import RenamedRun
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog, lock_run
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.schema import RunRow
@@ -106,7 +106,7 @@ class RunRenaming:
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
         for step, damage in damaged.items():
-            self._rotation.proofs.discoveries.damaged(name, step, damage)
+            self._rotation.proofs.discoveries.damaged(name, step, damage, ANY_FILES)
         return renamed
 
     def _damaged(self, run: str) -> dict[int, Damaged]:

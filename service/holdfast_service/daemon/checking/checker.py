@@ -385,8 +385,14 @@ class Checks:
 
     def _task(self, run: str, step: int, what: Committed | Damaged) -> Callable[[], object]:
         if isinstance(what, Damaged):
-            return lambda: self._checker.suspect(run, step, what)
+            return lambda: self._look_into(run, step, what)
         return lambda: self._first_check(what)
+
+    def _look_into(self, run: str, step: int, error: Damaged) -> None:
+        """Read what is said to be damaged. Where that is sound, and all else counts as read back no more, read it all."""
+        sound = self._checker.suspect(run, step, error) is None
+        if sound and not self.awaits(run, step) and self._checker.found(run, step) == "unknown":
+            self._checker.check(run, step, self._heed)
 
     def _first_check(self, made: Committed) -> None:
         """Of what several nodes have written by all nodes together; else, or where they have left it, by this one."""
