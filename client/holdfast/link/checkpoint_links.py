@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 
 from holdfast.link.session import Session
+from holdfast.threads import own_threads
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint
@@ -112,9 +113,8 @@ class CheckpointLinks:
             except CheckpointError as error:
                 self._session.say(f"links in {directory} keep no checkpoint: {error.detail}")
 
-        thread = threading.Thread(target=tell, name="holdfast-links", daemon=True)
-        self._telling = [one for one in self._telling if one.is_alive()] + [thread]
-        thread.start()
+        self._telling = [one for one in self._telling if one.is_alive()]
+        self._telling.append(own_threads.begin(tell, "holdfast-links"))
 
     def _tell(self, directory: Path) -> None:
         self._session.watch_links(str(directory))

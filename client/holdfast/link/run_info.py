@@ -19,6 +19,7 @@ from typing import Any
 
 from holdfast.link import git_commit
 from holdfast.link.secrets import masked, masked_command
+from holdfast.threads import own_threads
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
@@ -37,8 +38,7 @@ class RunInfo:
         self._found = _found()
         self._asking: threading.Thread | None = None
         if "git" not in given:
-            self._asking = threading.Thread(target=self._ask_git, name="holdfast-info", daemon=True)
-            self._asking.start()
+            self._asking = own_threads.begin(self._ask_git, "holdfast-info")
 
     def told(self, wait_s: float = WAIT_S) -> dict[str, Any]:
         """All of it, as JSON values; of git what is known within `wait_s`. At most 64 KiB of JSON: what was given goes

@@ -21,6 +21,7 @@ from typing import Any
 
 from holdfast.link import exchange, unattended
 from holdfast.link.exchange import HINT, RECEIVE_BYTES, SILENT_HINT, Expected, connect, expected, hang_up, name_of
+from holdfast.threads import own_threads
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
@@ -176,13 +177,9 @@ class SocketLink:
     def close(self, ended: bool = False) -> None:
         """Disconnect; `ended` tells the daemon that no in-memory checkpoint is needed for a restart."""
         self._closing.set()
-        self._hurry.set()
-        with self._condition:
-            self._condition.notify_all()
         if ended and self._hello is not None:
             self._send_or_lose(self._socket, wire.encode_frame(wire.Farewell(id=self.next_id())))
-        with suppress(OSError):  # the daemon may have hung up first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._end_waits()
         for thread in (self._mender, self._thread):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(timeout=5)
@@ -194,6 +191,15 @@ class SocketLink:
             self._fds.clear()
             self._segment = self._average = -1
 
+    def _end_waits(self) -> None:
+        """Nothing is waited for any more: threads that are in here go on, and end."""
+        self._closing.set()
+        self._hurry.set()
+        with self._condition:
+            self._condition.notify_all()
+        with suppress(OSError):  # the daemon may have hung up first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _begin(self, connection: socket.socket) -> None:
         """Replace the broken connection by a new one."""
         with self._condition:
@@ -204,8 +210,7 @@ class SocketLink:
                 raise DaemonGone(f"the connection to {self.path} is closed")
             self._socket, self._fds, self._broken = connection, [], None
             self._replies.clear()
-        self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
-        self._thread.start()
+        self._thread = own_threads.begin(lambda: self._receive_loop(connection), "holdfast-link", self._end_waits)
 
     def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
         """Wait a while for a daemon; returns a reply at once if the next one will find the request in the segment."""
@@ -317,8 +322,8 @@ class SocketLink:
                 return  # the mender looks after it
             self._broken_at = time.monotonic()
             if self._dial is not None and self._hello is not None and understood:
-                self._mender = threading.Thread(target=self._mend, args=(self._dial,), name="holdfast-mend", daemon=True)
-                self._mender.start()
+                dial = self._dial
+                self._mender = own_threads.begin(lambda: self._mend(dial), "holdfast-mend", self._end_waits)
                 return
             self._lost = error
         self._on_lost(error)

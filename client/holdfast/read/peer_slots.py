@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 from holdfast.read.held_slots import HeldSlot, take
+from holdfast.threads import own_threads
 from holdfast.transport import Transport
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
@@ -58,8 +59,7 @@ class PeerSlots:
         for known in self._wanted.values():
             known.sort()
         if self._batches:
-            self._thread = threading.Thread(target=self._run, name="holdfast-peers", daemon=True)
-            self._thread.start()
+            self._thread = own_threads.begin(self._run, "holdfast-peers", self._end_waits)
 
     def has(self, one: SlotRange) -> bool:
         """Whether a range was fetched; waits for it. False for one that was not wanted, or is lost."""
@@ -80,13 +80,16 @@ class PeerSlots:
             return len(self._lost) > needed and all(one.rank not in self._lost[number] for number in batches)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._end_waits()
         if self._thread is not None:
             self._thread.join()
         for slot in self.slots:
             slot.close()
+
+    def _end_waits(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _run(self) -> None:
         for batch in self._batches:

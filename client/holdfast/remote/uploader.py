@@ -11,12 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from holdfast.remote.chunks import ChunkSender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
 from holdfast.rest.api import Api, was_reached
-from holdfast.threads import background_requests
+from holdfast.threads import background_requests, own_threads
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
@@ -85,11 +86,9 @@ class Uploader:
         self._unmet: str | None = None  # why the last request did not reach it
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
+            own_threads.begin(partial(self._guard, loop), name, self._end_loops)
             for name, loop in (("holdfast-uploader", self._upload_loop), ("holdfast-listener", self._listen_loop))
         ]
-        for thread in self._threads:
-            thread.start()
 
     def reserve(self, room: messages.Room, segment: OwnSegment) -> None:
         """Have the daemon reserve as much memory as this rank has itself."""
@@ -183,9 +182,8 @@ class Uploader:
 
     def close(self) -> None:
         """Disconnect from the daemon; what it has not received by now is given up."""
-        self._closing.set()
+        self._end_loops()
         self.saves.lose()
-        self._sealed.put(None)
         if self.lost is None and not self._silent:
             try:
                 self._api.leave(self._rank_id, CLOSE_TIMEOUT_S)
@@ -193,6 +191,10 @@ class Uploader:
                 log.info("could not tell %s that this rank disconnects: %s", self._api.url, error.detail)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
+
+    def _end_loops(self) -> None:
+        self._closing.set()
+        self._sealed.put(None)
 
     def _tell(self, save: OwnSave, problem: dict[str, Any] | None) -> None:
         """Report once what became of a save, and free its slot unless it is still being filled."""

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
-from holdfast.threads import background_requests
+from holdfast.threads import background_requests, own_threads
 from holdfast.threads.latch import Latch
 from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, TornSnapshot
@@ -215,8 +215,9 @@ class BackgroundCopy:
         return min(torch.get_num_threads(), HELPERS_MAX + 1, length_hint(self._left))
 
     def _drain(self) -> None:
-        for batch in self._left:
-            self._do(batch)
+        with own_threads.computing():
+            for batch in self._left:
+                self._do(batch)
 
     def _do(self, batch: Turn) -> None:
         error: CheckpointError | None = None

@@ -16,6 +16,7 @@ from holdfast.stage.background_copy import Move, Track, lay_tracks
 from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
+from holdfast.threads import own_threads
 
 PARCEL_BYTES_MAX = 4096  # copying a tensor of up to this size at the call costs less than watching it
 _GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
@@ -73,8 +74,9 @@ class CopyPlans:
 
     def lay_ahead(self, slots: Slots, layout: SlotLayout) -> None:
         """Make the plans for all slots now, so that the first saves find them ready."""
-        for index in range(slots.geometry.slots):
-            self._into(slots, index, slots.data(index), layout)
+        with own_threads.computing():
+            for index in range(slots.geometry.slots):
+                self._into(slots, index, slots.data(index), layout)
 
     def _into(self, slots: object, index: int, data: memoryview, layout: SlotLayout) -> CopyPlan:
         if slots is not self._slots:

@@ -26,6 +26,7 @@ from holdfast.stage.background_copy import Move, torn, version
 from holdfast.stage.slots import Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES
 from holdfast.tensors.leaves import Leaf
+from holdfast.threads import own_threads
 from holdfast_formats.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -257,7 +258,8 @@ def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> Check
     """Wait for all of them, even if one has failed, because the slot may not be written any more; return the first error."""
     for copy in copies:
         try:
-            copy.finish()
+            with own_threads.computing():
+                copy.finish()
         except CheckpointError as torn_copy:
             error = error or torn_copy
         except Exception as unforeseen:
@@ -313,7 +315,7 @@ def _unlock(home: torch.device, address: int) -> None:
 def _cudart(home: torch.device, name: str, *arguments: int) -> str:
     """Call the CUDA runtime on a device; return its error message, empty if there is none."""
     try:
-        with torch.cuda.device(home):
+        with own_threads.computing(), torch.cuda.device(home):
             status = int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as failure:  # no driver, or a build without CUDA
         return str(failure)

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.stage import cuda_copy
 from holdfast.stage.slots import Slots
+from holdfast.threads import own_threads
 from holdfast_formats.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,7 @@ class Preallocation:
     def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
         self._reserve, self._devices = reserve, devices
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holdfast-prepare", daemon=True)
-        self._thread.start()
+        self._thread = own_threads.begin(self._run, "holdfast-prepare", self._stop.set)
 
     def stop(self) -> None:
         """End early. The memory stays reserved."""

@@ -1,4 +1,6 @@
-"""Completes saves that are on their way to the daemon before the process ends, even if no checkpointer was closed."""
+"""Completes saves that are on their way to the daemon before the process ends, even if no checkpointer was closed, and ends
+the client's threads.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import weakref
 from typing import Protocol
 
 from holdfast.save_warning import warn
+from holdfast.threads import own_threads
 
 EXIT_WAIT_S = 60.0  # for one save without progress: a daemon that does not answer must not keep the process from ending
 
@@ -75,8 +78,11 @@ def _end() -> None:
         f"the process exits without close(): the save of {save} was still in progress and {end}"
         for save, end in ends.items()
     ]
-    for text in open_saves + failed_saves:
-        warn(text)
+    try:
+        for text in open_saves + failed_saves:
+            warn(text)
+    finally:  # a warning may be an error
+        own_threads.end()
 
 
 def _next_unfinished() -> Unfinished | None:

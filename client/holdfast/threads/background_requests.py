@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from holdfast.threads import own_threads
 from holdfast.threads.latch import Latch
 from holdfast.threads.pulse import Pulse
 from holdfast.transport import Reply, Transport
@@ -88,7 +89,7 @@ def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wai
 def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
     """Call it in the background; directly, if no thread can be started any more, as when the interpreter ends."""
     try:
-        threading.Thread(target=act, name=name, daemon=True).start()
+        own_threads.begin(act, name)
     except RuntimeError:
         act()
 

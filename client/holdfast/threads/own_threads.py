@@ -1,0 +1,72 @@
+"""The client's threads: each one is told to end and waited for before the interpreter ends.
+
+They are daemon threads, so that none keeps a process alive. Python ends those that are left in the middle of what they do;
+where that is torch's C++ code, this aborts the whole process. It would count as failed though it did all of its work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+END_WAIT_S = 1.0  # for threads that were told to end: one may wait for an answer that never comes
+COMPUTE_WAIT_S = 60.0  # for a thread that computes, and so ends by itself
+POLL_S = 0.02
+
+_running: dict[threading.Thread, Callable[[], object]] = {}
+_computing: dict[object, None] = {}
+
+
+def begin(act: Callable[[], object], name: str, stop: Callable[[], object] = bool) -> threading.Thread:
+    """Call `act` in a thread. `stop` is called when the process ends: `act` returns soon after that.
+
+    Raises `RuntimeError` where the interpreter starts no threads any more.
+    """
+
+    def run() -> None:
+        try:
+            act()
+        finally:
+            _running.pop(threading.current_thread(), None)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running[thread] = stop
+    try:
+        thread.start()
+    except RuntimeError:
+        _running.pop(thread, None)
+        raise
+    return thread
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """The thread calls torch in the block, and waits for no other process: the process does not end meanwhile."""
+    mark = object()
+    _computing[mark] = None
+    try:
+        yield
+    finally:
+        del _computing[mark]
+
+
+def end() -> None:
+    """Tell all threads to end, and wait for them: not longer than `END_WAIT_S` for those that do not compute."""
+    for stop in list(_running.values()):
+        stop()
+    began = time.monotonic()
+    while left := [thread for thread in list(_running) if thread.is_alive()]:
+        if time.monotonic() > began + (COMPUTE_WAIT_S if _computing else END_WAIT_S):
+            break
+        left[0].join(POLL_S)
+
+
+def _forget_all() -> None:
+    _running.clear()
+    _computing.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # threads stay with the parent
