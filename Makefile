@@ -22,7 +22,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine versions integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine versions lock integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -69,6 +69,12 @@ engine: $(READY) ## run what deploy/ has: images and Compose files with a real e
 
 versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and with the oldest packages that pyproject.toml allows
 	$(BIN)/python -m pytest -m versions tests/versions
+
+# The newest that pyproject.toml allows, for every Python and machine at once. CONTRIBUTING.md says when.
+LOCK := $(BIN)/python -m uv pip compile --quiet --universal --generate-hashes --upgrade --python-version 3.10 --custom-compile-command "make lock"
+lock: $(READY) ## the packages that the daemon's image installs, as they are today, into deploy/lock (needs a network)
+	$(LOCK) --extra service --extra postgres --extra otel pyproject.toml --output-file deploy/lock/service.txt
+	echo hatchling | $(LOCK) - --output-file deploy/lock/build.txt
 
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)

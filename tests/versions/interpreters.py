@@ -11,6 +11,7 @@ from pathlib import Path
 TOP = Path(__file__).parents[2]
 INSTALL_S = 900.0
 EXTRAS = "service,postgres,otel"
+LOCK, LOCKED = TOP / "deploy" / "lock" / "service.txt", "locked"
 
 
 def interpreter(version: str) -> str | None:
@@ -40,11 +41,19 @@ def uv() -> list[str]:
 
 
 def installed(python: str, directory: Path, resolution: str) -> Path:
-    """The interpreter of a new environment with the project installed from its wheel, and packages of this resolution."""
+    """The interpreter of a new environment with the project installed from its wheel, and packages of this resolution, or
+    those of the lock that the daemon's image has (LOCKED).
+    """
     run([*uv(), "venv", "--quiet", "--python", python, str(directory)])
     made = directory / "bin" / "python"
+    install = [*uv(), "pip", "install", "--quiet", "--python", str(made)]
     wanted = f"holdfast-checkpoint[{EXTRAS}] @ {TOP.as_uri()}"
-    run([*uv(), "pip", "install", "--quiet", "--python", str(made), "--resolution", resolution, wanted])
+    if resolution == LOCKED:
+        run([*install, "--require-hashes", "--requirement", str(LOCK)])
+        run([*install, "--no-deps", wanted])
+        run([*uv(), "pip", "check", "--python", str(made)])
+    else:
+        run([*install, "--resolution", resolution, wanted])
     return made
 
 

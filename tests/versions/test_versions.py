@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from tests.daemons import wait_until
-from tests.versions.interpreters import TOP, installed, interpreter, run
+from tests.versions.interpreters import LOCKED, TOP, installed, interpreter, run
 
 SIZE = 1_000_003
-CASES = [("3.10", "highest"), ("3.10", "lowest-direct"), ("3.12", "highest"), ("3.13", "highest")]
+CASES = [("3.10", "highest"), ("3.10", "lowest-direct"), ("3.12", "highest"), ("3.12", LOCKED), ("3.13", "highest")]
 PAGES = ("/", "/runs/r", "/runs/r/checkpoints/2", "/events", "/nodes", "/openapi.json", "/metrics", "/v1/runs", "/v1/rounds")
 pytestmark = pytest.mark.versions
 
