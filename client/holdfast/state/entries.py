@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.state import extras, optimizer_wrappers, optimizers, rng, streams
+from holdfast.state import extras, loaders, optimizer_wrappers, optimizers, rng, streams
+from holdfast.state.containers import ContainerKeeper
+from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
 from holdfast.state.modules import (
     EMA,
@@ -21,13 +23,29 @@ from holdfast.state.modules import (
     module_state,
 )
 from holdfast.state.named import Named, modules_of
+from holdfast.state.untracked import unsaved
 from holdfast.tensors.fragments import fragment_list
+from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 MASTER, EXTRA = optimizers.MASTER_GROUP, extras.GROUP
 GROUP_ORDER = (MODEL, MASTER, optimizers.GROUP, EMA, EXTRA)
-_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are reserved
+_RESERVED_KEYS = frozenset({rng.KEY, "ranks", unsaved.KEY})  # names of the group `extra` that are reserved
+
+
+class StatePart(Protocol):
+    """An entry of the state, which can list its contents."""
+
+    @property
+    def groups(self) -> frozenset[str]: ...
+    def collect(self, content: Content) -> None: ...
+
+
+class AskedEntry(StatePart, Protocol):
+    """An entry that is read again at every save, and says what it wants from a checkpoint."""
+
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan: ...
 
 
 def check_key(key: object) -> None:
@@ -37,13 +55,37 @@ def check_key(key: object) -> None:
         )
     if key in _RESERVED_KEYS:
         raise InvalidRequest(
-            f"the state's key {key!r} is reserved", hint="random states are saved automatically under this key"
+            f"the state's key {key!r} is reserved",
+            hint="Holdfast stores entries of its own under it: use another key",
         )
 
 
 def is_loose(key: str, value: object) -> bool:
     named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
     return not (named or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value))
+
+
+def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[AskedEntry]:
+    """Entries of the group `extra` in the order in which they are restored: objects and values, then the iterators of
+    loaders, then the generators that these have drawn from.
+    """
+    entries_now: list[AskedEntry] = []
+    generators: list[AskedEntry] = []
+    iterated: dict[str, Any] = {}
+    for key, value in state.items():
+        if not is_loose(key, value):
+            continue
+        target = streams.stateful(key, value)
+        if target is None:
+            entries_now.append(Value(key, state, keeper))
+            continue
+        part = Stateful(key, target, rank)
+        (generators if isinstance(target, streams.HeldStreams) else entries_now).append(part)
+        if loaders.is_loader(target):
+            iterated[key] = target
+            own = loaders.own_generator(key, target, state, rank)
+            generators += [] if own is None else [own]
+    return [*entries_now, loaders.LoaderIterators(iterated), *generators]
 
 
 def is_value(key: str, value: object) -> bool:

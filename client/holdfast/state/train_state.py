@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -41,12 +41,11 @@ from holdfast.state import (
     optimizers,
     rng,
     sharding_marks,
-    streams,
 )
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
+from holdfast.state.entries import AskedEntry, StatePart
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
-from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
 from holdfast.state.hyper_parameters import check_keep
 from holdfast.state.masters import BesideWeights, Masters, settle
@@ -62,6 +61,9 @@ from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
 from holdfast.state.temporaries import Temporaries
+from holdfast.state.untracked import unsaved
+from holdfast.state.untracked.optimizer_numbers import SavedNumbers, WrapperNumbers
+from holdfast.state.untracked.unsaved import Unsaved, UnsavedState
 from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
@@ -92,20 +94,6 @@ class GroupLeaves(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     aliases: Mapping[str, str]
-
-
-class StatePart(Protocol):
-    """An entry of the state, which can list its contents."""
-
-    @property
-    def groups(self) -> frozenset[str]: ...
-    def collect(self, content: Content) -> None: ...
-
-
-class AskedEntry(StatePart, Protocol):
-    """An entry that is read anew at every save, and says what it wants from a checkpoint."""
-
-    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan: ...
 
 
 class Parts(NamedTuple):
@@ -179,7 +167,12 @@ class TrainState:
         self._walk: _Walk | None = None
         self._temporaries = Temporaries()
         self._temporaries.refuse(state)
+        self._numbers: dict[str, WrapperNumbers] = {}  # of optimizers, by key
+        self.unsaved = Unsaved(state)
         self._parts()  # refuses now what can be refused without a save
+        self.unsaved.see()  # before training changes anything
+        for key, numbers in self._numbers.items():
+            numbers.look(state[key])
 
     def groups(self) -> tuple[str, ...]:
         """The groups that this state has now; an optimizer's first step may add `master`."""
@@ -203,7 +196,8 @@ class TrainState:
             whole = whole._replace(notes=(LeftOutNote(text),))
         if EXTRA in whole.groups:
             said = (loaders.note_of(key, value) for key, value in self.state.items() if entries.is_loose(key, value))
-            whole = whole._replace(notes=(*whole.notes, *(note for note in said if note is not None)))
+            notes = (*(note for note in said if note is not None), *unsaved.notes_of(self.unsaved.last))
+            whole = whole._replace(notes=(*whole.notes, *notes))
         if self.declared is not None:
             whole = whole._replace(notes=(*whole.notes, *self.declared.check_now(whole.groups)))
         return self._without(whole, parts, exclude) if exclude else whole
@@ -250,6 +244,7 @@ class TrainState:
         parts = self._parts()
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
+        self.unsaved.see()
         for part in parts.all:
             # Optimizer state is placed as its parameters are, so a layout needs these as well.
             if part.groups & wanted or (self.declared is not None and part in parts.named):
@@ -278,6 +273,7 @@ class TrainState:
             *(part.groups for part in parts.others)
         )  # their leaves are collected at each snapshot
         self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] in later}
+        self.unsaved.see()
         for key, value in self.state.items():
             for module in modules_of(value):
                 watch.see_module(module)
@@ -354,28 +350,6 @@ class TrainState:
         found = settle(match_leaves(plans, shown.stored, selection, strict), beside, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
 
-    def _loose(self, keeper: ContainerKeeper) -> list[AskedEntry]:
-        """Entries of the group `extra` in the order in which they are restored: objects and values, then the iterators of
-        loaders, then the generators that these have drawn from.
-        """
-        entries_now: list[AskedEntry] = []
-        generators: list[AskedEntry] = []
-        iterated: dict[str, Any] = {}
-        for key, value in self.state.items():
-            if not entries.is_loose(key, value):
-                continue
-            target = streams.stateful(key, value)
-            if target is None:
-                entries_now.append(Value(key, self.state, keeper))
-                continue
-            part = Stateful(key, target, self.rank)
-            (generators if isinstance(target, streams.HeldStreams) else entries_now).append(part)
-            if loaders.is_loader(target):
-                iterated[key] = target
-                own = loaders.own_generator(key, target, self.state, self.rank)
-                generators += [] if own is None else [own]
-        return [*entries_now, loaders.LoaderIterators(iterated), *generators]
-
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         found = _by_group(groups, values)
         if self.declared is not None and OPTIM in found:
@@ -401,7 +375,7 @@ class TrainState:
         given = [value for value in self.state.values() if isinstance(value, Given)]
         others: list[AskedEntry] = [*given]
         keeper = ContainerKeeper()
-        others += self._loose(keeper)
+        others += entries.loose(self.state, self.rank, keeper)
         groups = {part.group for part in tensors}.union(
             {EXTRA}, {OPTIM} if optimizers_now else (), *(g.groups for g in given)
         )
@@ -411,8 +385,10 @@ class TrainState:
         ordered = sorted(
             groups, key=lambda group: (entries.GROUP_ORDER.index(group) if group in entries.GROUP_ORDER else 0, group)
         )
-        rest = () if given else (RandomState(self.rank, self.random),)
-        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *rest), keeper)
+        numbers = [self._numbers.setdefault(one.key, WrapperNumbers(one.key)) for one in optimizers_now]
+        counted = [SavedNumbers(one, self.state, self.rank) for one in numbers]
+        rest: list[AskedEntry] = [*counted, UnsavedState(self.unsaved), RandomState(self.rank, self.random)]
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *(() if given else rest)), keeper)
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:

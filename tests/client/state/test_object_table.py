@@ -17,10 +17,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from tests.client import frameworks
-from tests.client.checkpoint_in_memory import restore, save
+from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls many kinds of tensors prototypes
 
@@ -270,6 +271,28 @@ def test_memory_that_overlaps_itself_is_refused_at_the_first_save(kind: str, pla
         restore(plain, PLACES[place](make()))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Shares groups and state with the optimizer inside; its state_dict() lacks the number that it counts."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+
+
 def trained(seed: int, make: Callable[[nn.Module], Any]) -> Made:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -302,14 +325,18 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "accelerate": lambda module: frameworks.Accelerated(torch.optim.AdamW(module.parameters())),
     "titan": lambda module: frameworks.Container([module], torch.optim.AdamW),
     "helped": lambda module: frameworks.Helped(module.parameters()),
+    "lookahead": lambda module: Lookahead(torch.optim.AdamW(module.parameters())),
 }
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_goes_on_as_if_nothing_had_been(kind: str) -> None:
     """Restored into a fresh twin, all it holds is the same, and so is all after one more step."""
-    live, twin = trained(2, OPTIMIZERS[kind]), trained(0, OPTIMIZERS[kind])
-    restore(save(live), twin)
+    live, twin = trained(0, OPTIMIZERS[kind]), trained(0, OPTIMIZERS[kind])
+    seen = TrainState(live, 0, 1)
+    for _ in range(3):
+        train(live)
+    restore(Checkpoint(seen.snapshot()), twin)
     assert held(twin) == held(live)
     train(live)
     train(twin)
@@ -378,6 +405,55 @@ def test_everything_else_comes_back_or_is_refused_by_name(kind: str) -> None:
         return
     assert storable
     assert held(twin) == held(live)
+
+
+class Unlisted(nn.Module):
+    """What its state_dict() lacks: a number in an attribute, and a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(2, 2), 0
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.table: torch.Tensor
+
+
+def count(module: Unlisted) -> None:
+    module.calls += 1
+
+
+def fill(module: Unlisted) -> None:
+    module.table += 1
+
+
+def replace(module: Unlisted) -> None:
+    module.table = torch.ones(2)
+
+
+def accumulate(module: Unlisted) -> None:
+    module.linear(torch.ones(2)).sum().backward()
+
+
+UNLISTED: dict[str, tuple[Callable[[Unlisted], None], str]] = {
+    "number": (count, "model.calls"),
+    "buffer, written": (fill, "model.table"),
+    "buffer, replaced": (replace, "model.table"),
+    "gradients": (accumulate, "gradients"),
+}
+
+
+@pytest.mark.parametrize("kind", UNLISTED)
+def test_what_no_state_dict_lists_is_named_once_it_changes(kind: str) -> None:
+    """By the save and by the restore, which goes on without it."""
+    change, name = UNLISTED[kind]
+    live = Unlisted()
+    state = TrainState({"model": live, "optim": torch.optim.SGD(live.parameters(), lr=0.1)}, 0, 1)
+    assert not state.snapshot().notes
+    change(live)
+    taken = state.snapshot()
+    assert [name in note and isinstance(note, LeftOutNote) for note in taken.notes] == [True]
+    other = Unlisted()
+    done = restore(Checkpoint(taken), {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.1)})
+    assert [name in note and isinstance(note, LeftOutNote) for note in done.notes] == [True]
 
 
 def mixed(seed: int) -> Made:

@@ -1,0 +1,161 @@
+"""What a save leaves out although training changes it is named then, and again when it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Checkpointer
+from holdfast.state.train_state import TrainState
+from holdfast_formats.errors import CorruptManifest, InvalidRequest
+from tests.client.checkpoint_in_memory import Checkpoint
+from tests.daemons import RunningDaemon, running
+
+
+class Averaged(nn.Module):
+    """An average whose warm-up is counted in an attribute, with a table that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.n = nn.Linear(2, 2), 0
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.table: torch.Tensor
+
+
+def counted(model: Averaged) -> None:
+    model.n += 1
+
+
+def replaced(model: Averaged) -> None:
+    model.table = torch.ones(3)
+
+
+def written(model: Averaged) -> None:
+    model.table += 1
+
+
+CHANGES: dict[str, tuple[Callable[[Averaged], None], str, str]] = {
+    "number": (counted, "plain attributes and that have changed: model.0.n", "model.0.n (was 1, is 0)"),
+    "buffer, replaced": (replaced, "have changed: model.0.table", "not persistent: model.0.table"),
+    "buffer, in place": (written, "have changed: model.0.table", "not persistent: model.0.table"),
+}
+
+
+@pytest.mark.parametrize("saves", [0, 3])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_changed_and_is_not_saved_is_named_twice(kind: str, saves: int) -> None:
+    """By each save after it, the first one too, and by the restore. Without a change there is nothing to tell."""
+    change, at_save, at_restore = CHANGES[kind]
+    model, other = nn.Sequential(Averaged()), nn.Sequential(Averaged())
+    state, live = TrainState({"model": model}, 0, 1), TrainState({"model": other}, 0, 1)
+    for _ in range(saves):
+        taken = state.snapshot()
+        assert not taken.notes and set(taken.values["extra"]) == {"rng"}
+    change(model[0])  # type: ignore[arg-type]
+    for _ in range(2):
+        taken = state.snapshot()
+        (note,) = taken.notes
+        assert note.startswith("not saved: ") and at_save in note
+    restored = live.prepare(Checkpoint(taken).stored())
+    assert [at_restore in note for note in restored.notes] == [True]
+    if kind == "number":  # the user has set it
+        other[0].n = 1  # type: ignore[assignment]
+        assert not live.prepare(Checkpoint(taken).stored()).notes
+
+
+def test_a_module_that_is_moved_has_not_changed() -> None:
+    """To another device. Anything else that takes a buffer's place counts."""
+    model = nn.Sequential(Averaged())
+    state = TrainState({"model": nn.Sequential(nn.Linear(1, 1)), "other": model}, 0, 1)
+    state.snapshot()
+    model[0]._buffers["table"] = torch.zeros(3, device="meta")
+    assert not state.snapshot().notes
+    model[0]._buffers["table"] = torch.zeros(4)
+    assert "other.0.table" in state.snapshot().notes[0]
+
+
+def test_the_key_is_reserved_and_its_value_checked() -> None:
+    """`unsaved` is no key of a state, and what no save has written under it is refused."""
+    with pytest.raises(InvalidRequest, match="'unsaved' is reserved"):
+        TrainState({"unsaved": 1}, 0, 1)
+    state = TrainState({"model": nn.Linear(1, 1)}, 0, 1)
+    stored = Checkpoint(state.snapshot()).stored()
+    stored.values["extra"]["unsaved"] = "3"  # type: ignore[index]
+    with pytest.raises(CorruptManifest, match="unsaved"):
+        state.prepare(stored)
+    assert not state.prepare(stored, ignore=("extra/unsaved",)).notes
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    with running(tmp_path_factory.mktemp("unsaved") / "root") as daemon:
+        yield daemon
+
+
+class Training:
+    """Two optimizers, as those of a generator and its critic."""
+
+    def __init__(self, daemon: RunningDaemon, run: str, **more: Any) -> None:
+        self.models = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(1, 1)})
+        self.optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in self.models.items()}
+        self.state = {"model": self.models, "optim": self.optimizers, **more}
+        self.checkpointer = Checkpointer(run, self.state, at=daemon.socket)
+        self.steps = 0
+
+    def backward(self) -> None:
+        self.models["b"](self.models["a"](torch.ones(1, 2))).square().sum().backward()
+
+    def step(self, *names: str) -> None:
+        for name in names or ("a", "b"):
+            self.optimizers[name].step()
+
+    def saved(self) -> bool:
+        """Whether a save names gradients."""
+        self.steps += 1
+        ticket = self.checkpointer.save(self.steps, wait="durable")
+        return any("gradients" in note for note in ticket.notes)
+
+
+def test_gradients_between_steps_are_named(daemon: RunningDaemon) -> None:
+    """In the middle of an accumulation, before the first step too; not once they are used, dropped, or set to zero."""
+    training = Training(daemon, "gradients")
+    assert not training.saved()
+    training.backward()
+    assert training.saved()
+    training.step()
+    assert not training.saved()  # used, and still there
+    training.backward()
+    assert training.saved()
+    training.step()
+    for to_none in (False, True):
+        training.models.zero_grad(set_to_none=to_none)
+        assert not training.saved()
+        training.backward()
+        assert training.saved()
+        training.step()
+    training.backward()
+    training.step("b")
+    assert not training.saved()  # what another optimizer's step leaves behind is set to zero before it is used
+    training.models.zero_grad()
+    training.backward()
+    assert training.saved()
+    assert training.checkpointer.restore() == training.steps
+    report = training.checkpointer.last_restore
+    assert report is not None and any("not restored: gradients" in note for note in report.notes)
+    assert not training.saved()  # these belong to what was before the restore
+    training.checkpointer.close()
+
+
+def test_gradients_in_the_state_are_saved(daemon: RunningDaemon) -> None:
+    """As the documentation has it: nothing is left out then."""
+    training = Training(daemon, "gradients-saved")
+    for parameter in training.models.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    training.state["grads"] = {name: p.grad for name, p in training.models.named_parameters()}
+    training.backward()
+    assert not training.saved()
+    training.checkpointer.close()
