@@ -21,7 +21,7 @@ from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
-from holdfast.stage.errands import Errand, Errands
+from holdfast.stage.errands import Errand, Errands, Silence
 from holdfast.stage.from_master import FromMasters, ModelSource
 from holdfast.stage.growth import Need
 from holdfast.stage.origin import TrainingOrigin
@@ -226,7 +226,7 @@ class Checkpointer:
         or EMA otherwise calls `fence()` first; a tensor that is seen to change between this call and the copy of it fails
         the save as `TornSnapshot`. Seen is whatever torch counts, other changes of 64 KiB in a row, and most scattered ones:
         a word of every 512 bytes to 32 KiB is compared. With `check="full"` every byte is, for which this call reads all.
-        `wait="staged"` copies everything before it returns.
+        `wait="staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with it.
 
         Where storage is slower than the saves and no slot is free, the policy decides which save is dropped, for all ranks
         alike: `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits
@@ -420,9 +420,7 @@ class Checkpointer:
     def _save(self, asked: SaveRequest) -> SaveTask | None:
         """Begin a save; None where it has ended already, which its ticket says."""
         self._refuse_if_closed()
-        if self._task is not None:  # a slot that was given back may be leased anew: nothing still writes into it
-            self.fence()
-            self._task.leave()
+        self.fence()
         began = time.monotonic()
         self._tickets.warn()
         self._tell_lacking()
@@ -436,8 +434,9 @@ class Checkpointer:
         ticket = asked.ticket
         self._note(ticket, snapshot.notes)
         try:
-            ticket.attempt = self._reached(patient=asked.wait is not None).attempt
-            task = self._task_of(asked, snapshot, layout)
+            silence = Silence() if asked.wait is None else None
+            ticket.attempt = self._reached(silence).attempt
+            task = self._task_of(asked, snapshot, layout, silence)
         except CheckpointError as error:
             if not asked.ends_by(error, self._session.attempt, self._tickets):
                 raise
@@ -570,7 +569,7 @@ class Checkpointer:
             return self._errands.begin(reserve)
 
         errand = self._calls.run("prepare()", begin, lambda during: begin())
-        slots: Slots = self._errands.result(errand, patient=True)
+        slots: Slots = self._errands.result(errand)
         self._calls.run("prepare()", lambda: self._copy_plans.lay_ahead(slots, self._contents.layout), bool)
         return slots
 
@@ -583,12 +582,14 @@ class Checkpointer:
 
         return after
 
-    def _reached(self, patient: bool) -> Welcome:
+    def _reached(self, silence: Silence | None) -> Welcome:
         """The daemon's welcome; one that was lost is looked for in an errand."""
-        self._errands.settle(patient)
+        if self._task is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+            self._task.leave(lambda written: self._errands.until(written, silence))
+        self._errands.settle(silence)
         if self._session.link is not None and self._session.link.alive:
             return self._session.connected(start=True)
-        return self._errands.run(lambda: self._session.connected(start=True), patient)
+        return self._errands.run(lambda: self._session.connected(start=True), silence)
 
     def _withdraw(self, step: int) -> None:
         link = self._session.link
@@ -632,8 +633,8 @@ class Checkpointer:
         """In an optimizer's step, which does not wait for a daemon that is silent; or in a restore, which does."""
         return self._calls.run(
             "ema.update()",
-            lambda: self._errands.run(act, patient=False),
-            lambda during: self._errands.run(act, patient=True),
+            lambda: self._errands.run(act, Silence()),
+            lambda during: self._errands.run(act, None),
         )
 
     def _after_step(self, *given: Any) -> None:
@@ -644,7 +645,9 @@ class Checkpointer:
             self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
-    def _task_of(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
+    def _task_of(
+        self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout, silence: Silence | None
+    ) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         average, after = None, None
@@ -673,9 +676,7 @@ class Checkpointer:
             return slots.lease(ticket.step, ticket.attempt, wait_s, policy, intent)
 
         with self._tickets.beginning(ticket):
-            slot = self._errands.run(
-                lease, asked.wait is not None, self._give_back, lambda: self._withdraw(ticket.step), wait_s
-            )
+            slot = self._errands.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
             self._tickets.leaves_out(ticket.step, asked.exclude)
         part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average, after)
         return SaveTask(ticket, part, self._tickets, self._copy_plans)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from holdfast.threads import background_requests
 from holdfast.threads.latch import Latch
-from holdfast.threads.pulse import SIGN_EVERY_S, Pulse
+from holdfast.threads.pulse import Pulse
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded
 
-ANSWER_S = 0.8  # within which a daemon answers, or gives a sign of life
-ASK_AFTER_S = 0.3  # after that it is asked for one
+SILENCE_S = 0.8  # of a daemon, that one call waits for
+ASK_AFTER_S = 0.3  # of them; then it is asked for a sign of life
+SIGN_S = 0.1  # that it has at least for that
 WORK_MAX_S = 10.0  # for an answer of a daemon that gives signs of life
 BRIEF_S = 0.02  # for an answer of a daemon that did not answer last time, and has gone since
 
@@ -21,6 +23,35 @@ _Result = TypeVar("_Result")
 
 def _nothing(_: Any = None) -> None:
     pass
+
+
+class Silence:
+    """How long one call has waited for a daemon that gave no sign of life: the sum over all that it waits for."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._waited_s = now, 0.0
+
+    @property
+    def before_asking_s(self) -> float:
+        """What is left until the daemon is asked for a sign of life."""
+        return max(ASK_AFTER_S - self._waited_s, 0.0)
+
+    @property
+    def left_s(self) -> float:
+        return max(SILENCE_S - self._waited_s, SIGN_S)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The daemon is waited for in the block."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._waited_s += self._now() - began
+
+    def broken(self) -> None:
+        """The daemon gave a sign of life."""
+        self._waited_s = 0.0
 
 
 class Errand:
@@ -100,7 +131,7 @@ class Errands:
     def run(
         self,
         act: Callable[[], _Result],
-        patient: bool,
+        silence: Silence | None,
         give_back: Callable[[_Result], object] = bool,
         when_left: Callable[[], object] = bool,
         work_s: float = 0.0,
@@ -108,36 +139,44 @@ class Errands:
         """Call `act`, and return what it returns. Where that comes too late, `when_left` is called at once and `give_back`
         gets it in the end. An honest answer may take `work_s`.
 
-        Raises `DeadlineExceeded` where the daemon gives no sign of life: soon, or as late as `Pulse.until` if `patient`.
+        Raises `DeadlineExceeded` where the daemon gives no sign of life for what is left of `silence`; without one, as late
+        as `Pulse.until`.
         """
-        self.settle(patient)
-        result: _Result = self.result(self.begin(act, give_back, when_left), patient, work_s)
+        self.settle(silence)
+        result: _Result = self.result(self.begin(act, give_back, when_left), silence, work_s)
         return result
 
-    def settle(self, patient: bool = True) -> None:
+    def settle(self, silence: Silence | None = None) -> None:
         """Wait for the errand that is under way, if there is one."""
         if self._last is None:
             return
-        self._wait(self._last, patient)
+        self._wait(self._last, silence)
         lost = isinstance(self._last.error, DaemonGone | DeadlineExceeded)
         self._unanswered = self._last.left and lost
         self._last = None
 
-    def result(self, errand: Errand, patient: bool, work_s: float = 0.0) -> Any:
-        self._wait(errand, patient, work_s)
+    def result(self, errand: Errand, silence: Silence | None = None, work_s: float = 0.0) -> Any:
+        self._wait(errand, silence, work_s)
         if errand.error is not None:
             raise errand.error
         return errand.take()
 
-    def _wait(self, errand: Errand, patient: bool, work_s: float = 0.0) -> None:
-        pulse = self._pulse()
+    def until(self, ended: Latch, silence: Silence | None, began: float | None = None, work_s: float = WORK_MAX_S) -> None:
+        """Wait until it is set, for at most `work_s` from `began` on. Raises `DeadlineExceeded` as `run` does."""
+        pulse, since = self._pulse(), time.monotonic() if began is None else began
+        if pulse is None:
+            ended.wait()
+        elif silence is None:
+            pulse.until(ended)
+        elif not _is_set(ended, pulse, silence, since + work_s):
+            raise pulse.unanswered(time.monotonic() - since)
+
+    def _wait(self, errand: Errand, silence: Silence | None, work_s: float = 0.0) -> None:
+        work_s = max(work_s, WORK_MAX_S)
+        if silence is not None and (errand.left or self._unanswered):
+            work_s = 0.0 if errand.left else BRIEF_S
         try:
-            if pulse is None:
-                errand.ended.wait()
-            elif patient:
-                pulse.until(errand.ended)
-            elif not self._is_answered(errand, pulse, max(work_s, WORK_MAX_S)):
-                raise pulse.unanswered(time.monotonic() - errand.began)
+            self.until(errand.ended, silence, errand.began, work_s)
         except DeadlineExceeded:
             if errand.leave() or not errand.ended.wait(ASK_AFTER_S):
                 raise
@@ -145,16 +184,16 @@ class Errands:
             errand.leave_for_good()
             raise
 
-    def _is_answered(self, errand: Errand, pulse: Pulse, work_s: float) -> bool:
-        """Whether it is, within `ANSWER_S`, or within `work_s` if the daemon gives signs of life meanwhile."""
-        if errand.left:
-            return errand.ended.is_set()
-        limit = errand.began + (BRIEF_S if self._unanswered else work_s)
-        if errand.ended.wait(min(errand.began + ASK_AFTER_S, limit) - time.monotonic()):
-            return True
-        pause_s = ASK_AFTER_S
-        while time.monotonic() < limit and pulse.answers(ANSWER_S - ASK_AFTER_S):
-            if errand.ended.wait(pause_s):
+
+def _is_set(ended: Latch, pulse: Pulse, silence: Silence, limit: float) -> bool:
+    """Whether it is, within what is left of `silence`, or until `limit` if the daemon gives signs of life meanwhile."""
+    while True:
+        with silence.waiting():
+            if ended.wait(max(min(silence.before_asking_s, limit - time.monotonic()), 0.0)):
                 return True
-            pause_s = min(1.5 * pause_s, SIGN_EVERY_S)
-        return errand.ended.is_set()
+        if time.monotonic() >= limit:
+            return ended.is_set()
+        with silence.waiting():
+            if not pulse.answers(silence.left_s):
+                return ended.is_set()
+        silence.broken()

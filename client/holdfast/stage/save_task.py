@@ -20,7 +20,7 @@ from holdfast_formats.staging import replica_claims, slot_table
 
 log = logging.getLogger(__name__)
 
-ABANDON_WAIT_S = 0.3  # for the daemon to hear of it before the next save
+ABANDON_WAIT_S = 0.2  # for the daemon to hear of it before the next save
 
 Until = Callable[[Latch], object]  # waits for it, and raises where it would wait in vain
 
@@ -119,11 +119,13 @@ class SaveTask:
             self.fence()
             until(self._copy.ended)
 
-    def leave(self) -> None:
-        """Wait until nothing writes into the slot any more. Whether the daemon has heard of it is not waited for."""
+    def leave(self, until: Until) -> None:
+        """Wait until nothing writes into the slot any more, not until the daemon has heard of it. With an average, it may
+        have to hear of the save before this one first.
+        """
         if self._copy is not None:
             self.fence()
-            self._written.wait()
+            until(self._written)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the daemon has it or the save has failed; return whether that was within `timeout` seconds."""

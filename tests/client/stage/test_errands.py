@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,11 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.link import exchange
+from holdfast.stage.errands import SILENCE_S, Errands, Silence
 from holdfast.stage.slots import Slots
 from holdfast.threads import pulse
+from holdfast.threads.latch import Latch
 from holdfast_formats.errors import DeadlineExceeded, GenerationDropped
 from holdfast_formats.staging import wire
 from tests.daemon.test_server import hello, link
@@ -119,6 +124,36 @@ def test_a_wait_for_the_commit_ends_where_the_daemon_is_frozen(
     with pytest.raises(DeadlineExceeded):
         checkpointer.close()
     daemon.thaw()
+
+
+@pytest.mark.parametrize("signs", [0, 1])
+def test_a_call_waits_for_a_silent_daemon_once_over_all_that_it_asks(signs: int) -> None:
+    """Not as long for each request; a sign of life, which a slow daemon gives, begins the count again."""
+    ticks, asked, never = itertools.count(), [], threading.Event()
+
+    def ping(within_s: float) -> None:
+        asked.append(within_s)
+        if len(asked) > signs:
+            raise DeadlineExceeded("no sign of life")
+
+    errands = Errands(lambda: pulse.Pulse(lambda: "the daemon", ping))
+    silence = Silence(lambda: next(ticks) / 32)  # every wait takes this part of a second
+    assert [errands.run(lambda number=number: number, silence) for number in range(3)] == [0, 1, 2]
+    with pytest.raises(DeadlineExceeded, match="the daemon did not answer"):
+        errands.run(never.wait, silence)
+    with pytest.raises(DeadlineExceeded):  # and at once, as long as that is not answered
+        errands.run(never.wait, silence)
+    never.set()
+    waits = (7, 1)  # four for an answer and three for the errand before; one after the sign of life
+    assert asked == pytest.approx([SILENCE_S - count / 32 for count in waits[: 1 + signs]])
+
+
+def test_a_save_waits_within_its_budget_for_the_one_before_it(daemon: RunningDaemon) -> None:
+    """Its part may be written only when the daemon has heard of the part before, if there is an average."""
+    silent = pulse.Pulse(lambda: "the daemon", lambda within_s: exchange.ping(daemon.socket, min(within_s, 0.01)))
+    daemon.freeze()
+    with pytest.raises(DeadlineExceeded, match="the daemon did not answer"):
+        Errands(lambda: silent).until(Latch(), Silence())
 
 
 def test_a_lease_that_was_withdrawn_drops_no_other_save(daemon: RunningDaemon) -> None:
