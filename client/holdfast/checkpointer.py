@@ -47,6 +47,7 @@ from holdfast.state import exclusion
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import MASTER, Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
+from holdfast.threads import child_deaths
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
@@ -253,19 +254,10 @@ class Checkpointer:
         if every is not None:
             groups, note = self._rhythm.due(every, groups, self._groups())
             ticket.notes = () if note is None else (note,)
-        if existing == "same":
-            under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups, left_out)
-            if under_way is not None:
-                if wait is not None:
-                    under_way.await_promise(wait)
-                return under_way
         how = check_check(self._check if check is None else check) == "full"
-        if existing == "replace":
-            self._origin.replaces()
-        task = self._begin(SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out))
-        if task is not None and wait is not None:
-            self._see_through(task, ticket, wait)
-        return ticket
+        chosen = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out)
+        with child_deaths.delayed():
+            return self._carried_out(chosen)
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
@@ -411,6 +403,23 @@ class Checkpointer:
                 self._calls.later(Later(during, lambda: self.close(wait)))
 
         self._calls.run(CLOSE, lambda: self._close(wait), put_off)
+
+    def _carried_out(self, asked: SaveRequest) -> SaveTicket:
+        """Make the save, and wait for what it promises. The ticket is another one where the step is being saved already."""
+        ticket = asked.ticket
+        if asked.existing == "same":
+            groups = self._state.groups() if asked.groups is None else asked.groups
+            under_way = self._tickets.awaited(ticket.step, groups, asked.exclude)
+            if under_way is not None:
+                if asked.wait is not None:
+                    under_way.await_promise(asked.wait)
+                return under_way
+        if asked.existing == "replace":
+            self._origin.replaces()
+        task = self._begin(asked)
+        if task is not None and asked.wait is not None:
+            self._see_through(task, ticket, asked.wait)
+        return ticket
 
     def _begin(self, asked: SaveRequest) -> SaveTask | None:
         return self._calls.run_between_steps(

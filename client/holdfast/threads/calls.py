@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from holdfast.threads import child_deaths
 from holdfast_formats.errors import InvalidRequest
 
 _Result = TypeVar("_Result")
@@ -58,7 +59,7 @@ class Calls:
                 hint="save and restore in the process that created the checkpointer, or create one for another run "
                 "in the child",
             )
-        with self._lock:
+        with child_deaths.delayed(), self._lock:
             if self._running:
                 return instead(self._running)
             self._running = name
