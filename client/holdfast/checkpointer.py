@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from holdfast.link.checkpoint_links import CheckpointLinks
 from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
+from holdfast.save_warning import warn
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
@@ -49,6 +51,7 @@ from holdfast.state.train_state import MASTER, Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
 from holdfast.threads import child_deaths
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
+from holdfast.threads.preemption import Preemption
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
@@ -73,6 +76,8 @@ _Result = TypeVar("_Result")
 
 SLOTS = 2
 SLOT_WAIT_S = 3600.0
+GRACE_S = 30.0  # what torchrun and Kubernetes give
+LAST_SAVE_S_MIN = 1.0  # for the save at the end of a training, if the time was over before
 
 
 class Checkpointer:
@@ -134,9 +139,13 @@ class Checkpointer:
         stored = found if self._launch.rank == 0 else {}
         self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded)
         self._tickets, self._origin = Tickets(), TrainingOrigin()
+        self._preemption: Preemption | None = None
+        self._stopped = False
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         said = run_info.check(info)
-        self._session = Session(who, meant.place, self._tickets, RunInfo(said) if who.rank == 0 else None)
+        self._session = Session(
+            who, meant.place, self._tickets, RunInfo(said) if who.rank == 0 else None, self._told_to_stop
+        )
         self._links = CheckpointLinks(run, self._session)
         self._reservation = Reservation(self._session, slots, self._launch.peers)
         self._task: SaveTask | None = None
@@ -258,6 +267,51 @@ class Checkpointer:
         chosen = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out)
         with child_deaths.delayed():
             return self._carried_out(chosen)
+
+    def on_preemption(self, signals: Collection[int] = (signal.SIGTERM,), grace_s: float = GRACE_S) -> None:
+        """From now on, let these signals end the training at one step of all ranks: `should_stop()` says when.
+
+        Every rank calls it, in the main thread, before its first step. A signal that reaches any rank is enough, however
+        often it comes. `grace_s` is how long the process has from the signal on. A handler that was set before is called
+        too; `close()` puts it back. While the signal is being answered, torch's DataLoader does not raise for workers that
+        it has killed.
+
+        Raises `InvalidRequest` for signals that cannot be handled, and where the ranks cannot agree: they are on several
+        machines, or share no memory with the daemon.
+        """
+        self._refuse_if_closed()
+        if self._preemption is not None:
+            raise InvalidRequest("on_preemption() was called before", hint="call it once, with all signals")
+        alone = self._launch.world == 1
+        preemption = Preemption(signals, grace_s, None if alone else self._session.stopping)
+        if not alone:
+            self._calls.run("on_preemption()", self._settled(self._reach_to_agree), self._refuse_to_look)
+        preemption.begin()
+        self._preemption = preemption
+
+    def should_stop(self, step: SupportsIndex, *, metrics: Mapping[str, float] | None = None, save: bool = True) -> bool:
+        """Whether training stops after this step, because a signal of `on_preemption()` has reached a rank. Call it at the
+        end of every step, on every rank, with steps that go up; it costs microseconds.
+
+        All ranks get True at the same step: the first at which all of them can. The step is saved then, on all ranks, and
+        this returns when it is committed, or when the time is over and it is staged, with a `SaveWarning`. With `save=False`
+        the loop saves it. Raises what `save(wait="durable")` raises, and `DeadlineExceeded` with the ranks that have not
+        answered in half of the time.
+        """
+        number = check_step(step)
+        if self._preemption is None:
+            raise InvalidRequest("should_stop() without on_preemption()", hint="call on_preemption() once, before the loop")
+        if not self._preemption.reached(number):
+            return False
+        if save and not self._stopped:
+            self._save_last(number, check_metrics(metrics or {}), self._preemption.left_s)
+        self._stopped = True
+        return True
+
+    @property
+    def preempted(self) -> bool:
+        """Whether `should_stop()` has returned True: the training ended early, at the same step on all ranks."""
+        return self._stopped
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
@@ -412,14 +466,42 @@ class Checkpointer:
             under_way = self._tickets.awaited(ticket.step, groups, asked.exclude)
             if under_way is not None:
                 if asked.wait is not None:
-                    under_way.await_promise(asked.wait)
+                    under_way.await_promise(asked.wait, asked.within_s)
                 return under_way
         if asked.existing == "replace":
             self._origin.replaces()
         task = self._begin(asked)
         if task is not None and asked.wait is not None:
-            self._see_through(task, ticket, asked.wait)
+            self._see_through(task, asked, asked.wait)
         return ticket
+
+    def _save_last(self, step: int, metrics: Mapping[str, float], left_s: float) -> None:
+        """Save the step after which training stops, within the time that is left."""
+        ticket = SaveTicket(self.run, step, 0, self._session.until)
+        within_s = max(left_s, LAST_SAVE_S_MIN)
+        asked = SaveRequest(ticket, None, metrics, "durable", self._check == "full", "same", within_s=within_s)
+        try:
+            with child_deaths.delayed():
+                self._carried_out(asked)
+        except DeadlineExceeded as late:
+            under_way = self._tickets.awaited(step, ())
+            if under_way is None or not under_way.staged:
+                raise
+            warn(f"{self.run}@{step} is staged, and the daemon goes on with it: {late}")
+
+    def _reach_to_agree(self) -> None:
+        self._session.connected(start=True)
+        link = self._session.link
+        if self._launch.peers < self._launch.world or link is None or not link.near:
+            here = f"{self._launch.peers} of {self._launch.world} ranks are on this machine"
+            raise InvalidRequest(
+                f"these ranks cannot agree on a step: {here if link is not None and link.near else 'they use at=URL'}",
+                hint="set a flag in a handler of your own, and combine it with all_reduce at every step",
+            )
+
+    def _told_to_stop(self) -> None:
+        if self._preemption is not None:
+            self._preemption.asked()
 
     def _begin(self, asked: SaveRequest) -> SaveTask | None:
         return self._calls.run_between_steps(
@@ -457,12 +539,12 @@ class Checkpointer:
         task.held(time.monotonic() - began)
         return task
 
-    def _see_through(self, task: SaveTask, ticket: SaveTicket, wait: Wait) -> None:
+    def _see_through(self, task: SaveTask, asked: SaveRequest, wait: Wait) -> None:
         began = time.monotonic()
         task.complete(self._session.until)
         if wait == "durable":
-            self._session.waits(ticket.step)
-        ticket.await_promise(wait)
+            self._session.waits(asked.ticket.step)
+        asked.ticket.await_promise(wait, asked.within_s)
         task.held(time.monotonic() - began, last=True)
 
     def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
@@ -523,6 +605,8 @@ class Checkpointer:
 
     def _close(self, wait: bool) -> None:
         self._closed = True
+        if self._preemption is not None:
+            self._preemption.close()
         if self._preparation is not None:
             self._preparation.stop()
             self._preparation = None
@@ -678,7 +762,7 @@ class Checkpointer:
         if self._averaging is not None:
             need = need._replace(average_bytes=self._averaging.beside_bytes())
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
-        last, wait_s = self._task, SLOT_WAIT_S if policy == "wait" else 0.0
+        last, wait_s = self._task, (asked.within_s or SLOT_WAIT_S) if policy == "wait" else 0.0
 
         def lease() -> Slot:
             slots = self._reservation.room_for(need, last)

@@ -106,10 +106,12 @@ class SaveTicket:
         self._until(self._decided, timeout)
         return self.staged
 
-    def await_promise(self, wait: Literal["staged", "durable"]) -> None:
-        """Return when the save is what `wait` promises. Raises the error of the save if it never will be."""
+    def await_promise(self, wait: Literal["staged", "durable"], within_s: float | None = None) -> None:
+        """Return when the save is what `wait` promises. Raises the error of the save if it never will be, and
+        `DeadlineExceeded` if it is not committed in time.
+        """
         if wait == "durable" or not self.wait_staged() or self.error is not None:
-            self.result()
+            self.result(within_s)
 
     def lacks(self, groups: Collection[str]) -> None:
         """The checkpoint has all groups but these."""

@@ -16,6 +16,8 @@ class Transport(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
+    def near(self) -> bool: ...  # it shares this machine's memory with the daemon, and hears what that says unasked
+    @property
     def daemon(self) -> str: ...  # the daemon's address, for errors
     def ping(self, timeout_s: float) -> None:
         """Ask for a sign of life, beside all requests. `DeadlineExceeded` if none comes in time, `DaemonGone` without a

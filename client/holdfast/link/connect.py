@@ -33,7 +33,9 @@ class DaemonConnection(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -> DaemonConnection:
+def connect(
+    where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet, on_stop: Callable[[], object] = bool
+) -> DaemonConnection:
     """Connect to the daemon of this address. Start one if necessary and allowed by `start`; `DaemonGone` if there is
     none.
 
@@ -41,12 +43,16 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
     as the directory's own only if it confirms so: a socket path or file in the directory may belong to another
     daemon.
     """
+
+    def link(path: Path) -> SocketLink:
+        return SocketLink(path, *tellers, lambda: _next_socket(where, path), on_stop)
+
     if where.socket is not None:
-        return _greeted(_link(where, where.socket, tellers), greet, None)
+        return _greeted(link(where.socket), greet, None)
     if where.url is not None:
         near = _socket_of(where.url)
         try:
-            made = _link(where, near, tellers) if near is not None else RemoteLink(where.url, *tellers)
+            made = link(near) if near is not None else RemoteLink(where.url, *tellers)
         except DaemonGone:  # the socket is there, but not for us
             made = RemoteLink(where.url, *tellers)
         return _greeted(made, greet, None)
@@ -61,7 +67,7 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
     closed: DaemonGone | None = None
     for path, meant in candidates:
         try:
-            return _greeted(_link(where, path, tellers), greet, meant)._replace(notes=tuple(notes))
+            return _greeted(link(path), greet, meant)._replace(notes=tuple(notes))
         except DaemonGone as gone:
             closed = gone if meant is not None and isinstance(gone.__cause__, PermissionError) else closed
         except WrongRoot as error:
@@ -75,12 +81,8 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
         served = embedded.start(directory, wrong)
     except DaemonGone as error:
         raise closed or error from error.__cause__
-    made = _link(where, served, tellers)
+    made = link(served)
     return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
-
-
-def _link(where: DaemonAddress, path: Path, tellers: Tellers) -> SocketLink:
-    return SocketLink(path, *tellers, lambda: _next_socket(where, path))
 
 
 def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonConnection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,9 +77,18 @@ class Session:
     `notices` tell the user about the daemon and the staging memory.
     """
 
-    def __init__(self, who: Who, place: DaemonAddress, tickets: Tickets, info: RunInfo | None = None) -> None:
-        """Nothing is contacted yet. `info` is what this rank says of its launch."""
-        self._who, self._place, self._tickets, self._info = who, place, tickets, info
+    def __init__(
+        self,
+        who: Who,
+        place: DaemonAddress,
+        tickets: Tickets,
+        info: RunInfo | None = None,
+        stop: Callable[[], object] = bool,
+    ) -> None:
+        """Nothing is contacted yet. `info` is what this rank says of its launch; `stop` is called in the link's thread when
+        another rank of it is to stop.
+        """
+        self._who, self._place, self._tickets, self._info, self._stop = who, place, tickets, info, stop
         self._id = uuid.uuid4().hex
         self._link: BackgroundRequests | None = None
         self._welcome: wire.Welcome | None = None
@@ -116,12 +125,19 @@ class Session:
             return self._welcome
         if self._link is not None:
             self._link.close()
-        made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet)
+        made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet, self._stop)
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.say(note)
         self._link, self._welcome = BackgroundRequests(made.link), made.welcome
         return made.welcome
+
+    def stopping(self, passed: int, step: int | None) -> wire.StopAt:
+        """Tell the daemon how far this rank is, because its launch is to stop. For any thread."""
+        link = self._link
+        if link is None:
+            raise DaemonGone("there is no connection to a daemon")
+        return link.request(wire.Stopping(id=link.next_id(), passed=passed, step=step), wire.StopAt)
 
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before

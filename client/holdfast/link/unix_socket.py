@@ -43,7 +43,7 @@ class SocketLink:
     """The connection of one rank. Requests may come from any thread; `on_outcome` is called on the link's thread.
 
     `dial` returns the next daemon's socket, and may start one; without it the first loss is final. `on_lost` is
-    called for a final loss.
+    called for a final loss, `on_stop` when another rank of the launch has said that it is to stop.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class SocketLink:
         on_outcome: Callable[[wire.Outcome], None],
         on_lost: Callable[[CheckpointError], None],
         dial: Callable[[], Path] | None = None,
+        on_stop: Callable[[], object] = bool,
     ):
         self.path = path
-        self._on_outcome, self._on_lost, self._dial = on_outcome, on_lost, dial
+        self._on_outcome, self._on_lost, self._dial, self._on_stop = on_outcome, on_lost, dial, on_stop
         self._ids = itertools.count()
         self._condition = threading.Condition()
         self._sending = threading.Lock()  # a daemon that reads nothing blocks senders, not receivers
@@ -83,6 +84,10 @@ class SocketLink:
     def alive(self) -> bool:
         """Whether requests can succeed; also true while the link reconnects."""
         return self._lost is None and not self._closing.is_set()
+
+    @property
+    def near(self) -> bool:
+        return True
 
     @property
     def daemon(self) -> str:
@@ -393,6 +398,9 @@ class SocketLink:
             with self._condition:
                 self._awaited.pop(message.step, None)
             self._on_outcome(message)
+            return
+        if isinstance(message, wire.Stop):
+            self._on_stop()
             return
         with self._condition:
             self._replies[message.reply_to] = message

@@ -67,6 +67,10 @@ class RemoteLink:
         return not self._closed and (self._courier is None or self._courier.lost is None)
 
     @property
+    def near(self) -> bool:
+        return False
+
+    @property
     def daemon(self) -> str:
         return f"the daemon at {self.url}"
 

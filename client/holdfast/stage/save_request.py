@@ -41,6 +41,7 @@ class SaveRequest(NamedTuple):
     existing: Existing = "refuse"
     assets: Mapping[str, bytes] = NO_ASSETS  # of this step; empty on every rank but rank 0
     exclude: tuple[str, ...] = ()
+    within_s: float | None = None  # how long a waited one waits for a slot, and for its end
 
     def ends_by(self, error: CheckpointError, attempt: int | None, tickets: Tickets) -> bool:
         """End this save by its ticket, because it could not begin; False if its caller must know at once instead.

@@ -37,6 +37,10 @@ class BackgroundRequests:
         return self._transport.alive
 
     @property
+    def near(self) -> bool:
+        return self._transport.near
+
+    @property
     def daemon(self) -> str:
         return self._transport.daemon
 

@@ -1,7 +1,7 @@
 """Messages between a rank and its node's daemon, over a unix stream socket.
 
 A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply has the same
-number as `reply_to`. `Outcome` comes without a request. File descriptors (memfds) are passed with the first byte of the
+number as `reply_to`. `Outcome` and `Stop` come without a request. Descriptors (memfds) are passed with the first byte of the
 `Segment` and `HeldSlots` frames, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data is
 never sent this way: it is in the slot, table included. What is also said over HTTP is stated in `messages`.
 """
@@ -19,7 +19,7 @@ from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 10
+PROTOCOL = 11
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
@@ -27,6 +27,8 @@ RANGES_MAX = 16_384  # that one message asks for
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
 PEERS_MAX = 4096  # ranks on one machine
+NOWHERE = -1  # the step of a rank that has passed none
+STOP_RANKS_MAX = 64  # named as those that have not answered
 
 Bounds = Annotated[tuple[Bound, ...], Field(max_length=BOUNDS_MAX)]
 
@@ -262,6 +264,25 @@ class Waits(Request):
     step: int | None = Field(default=None, ge=0)
 
 
+class Stopping(Request):
+    """This rank's launch is to stop, because a signal announced its end. The last step that this rank has passed is `passed`
+    (-1 for none), and it passes no other before it knows where to stop; if it does, that is `step`. Said again until the
+    reply, `StopAt`, has a step.
+    """
+
+    type: Literal["stopping"] = "stopping"
+    passed: int = Field(ge=NOWHERE)
+    step: int | None = Field(default=None, ge=0)
+
+
+class StopAt(Reply):
+    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not."""
+
+    type: Literal["stop-at"] = "stop-at"
+    step: int | None = None
+    missing: tuple[int, ...] = Field(default=(), max_length=STOP_RANKS_MAX)
+
+
 class RingAverage(Request):
     """This rank has sealed an update of its average, or will not. There is no reply."""
 
@@ -302,6 +323,12 @@ class Outcome(Message):
     left_out: tuple[str, ...] = ()
 
 
+class Stop(Message):
+    """Another rank of the launch has said `Stopping`: this one is to say it too. Comes without a request."""
+
+    type: Literal["stop"] = "stop"
+
+
 ToDaemon = Annotated[
     Hello
     | Reserve
@@ -321,12 +348,13 @@ ToDaemon = Annotated[
     | RingAverage
     | Measured
     | Waits
+    | Stopping
     | Ping
     | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Fetched | Done | Failed | Outcome,
+    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Fetched | Done | Failed | StopAt | Outcome | Stop,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

@@ -97,6 +97,7 @@ class Conversation:
             wire.RingAverage: lambda request: plane.averages.ring(self._known().owner),
             wire.Measured: self._measured,
             wire.Waits: lambda request: plane.saver.waits(self._known(), request.step),
+            wire.Stopping: self._stopping,
             wire.Ping: lambda request: wire.Done(reply_to=request.id),
             wire.Farewell: self._farewell,
         }
@@ -184,11 +185,12 @@ class Conversation:
                 frame = frame[sent:]
             self._connection.sendall(frame)
 
-    def _notify(self, outcome: wire.Outcome) -> None:
+    def _notify(self, message: wire.Outcome | wire.Stop) -> None:
         try:
-            self._send(outcome)
+            self._send(message)
         except OSError as error:
-            log.info("cannot tell a rank the outcome of step %d: %s", outcome.step, error)
+            what = f"the outcome of step {message.step}" if isinstance(message, wire.Outcome) else "that it is to stop"
+            log.info("cannot tell a rank %s: %s", what, error)
 
     def _known(self) -> Participant:
         if self._who is None:
@@ -338,6 +340,10 @@ class Conversation:
     def _watch_links(self, request: wire.WatchLinks) -> wire.Reply:
         self._plane.decisions.watch_links(self._known().run, request.directory)
         return wire.Done(reply_to=request.id)
+
+    def _stopping(self, request: wire.Stopping) -> wire.Reply:
+        step, missing = self._plane.saver.stops.report(self._known(), request.passed, request.step)
+        return wire.StopAt(reply_to=request.id, step=step, missing=missing)
 
     def _measured(self, request: wire.Measured) -> None:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)

@@ -70,6 +70,9 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Farewell: "over HTTP DELETE",
     wire.Withdraw: "over HTTP a lease that is not answered is still wanted: the rank has a slot of its own",
     wire.Waits: "a rank over HTTP ends by itself, when its uploads have",
+    **dict.fromkeys(
+        (wire.Stopping, wire.StopAt, wire.Stop), "a rank over HTTP hears nothing unasked: on_preemption() says so"
+    ),
     wire.Ping: "over HTTP GET /healthz",
     wire.Measured: "over HTTP it goes with the seal",
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",

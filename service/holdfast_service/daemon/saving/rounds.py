@@ -36,6 +36,9 @@ class Participant:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
         self.notify = notify
 
+    def ask_to_stop(self) -> None:
+        """Ask it how far it is, because its launch is to stop. A rank that cannot be asked does not answer."""
+
     def is_gone(self) -> bool:
         """Whether its process has certainly ended, although its connection may not have."""
         return False

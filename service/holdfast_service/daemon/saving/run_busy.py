@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from holdfast_formats.errors import InvalidRequest, RunBusy
 from holdfast_formats.staging.messages import Introduction
-from holdfast_formats.staging.wire import PROTOCOL, Outcome
+from holdfast_formats.staging.wire import PROTOCOL, Outcome, Stop
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
@@ -47,10 +47,13 @@ class NearParticipant(Participant):
     """A rank at the socket. It lives as long as its process: a forked child may keep the connection open."""
 
     def __init__(
-        self, hello: Introduction, attempt: int, notify: Callable[[Outcome], None], has_ended: Callable[[], bool]
+        self, hello: Introduction, attempt: int, tell: Callable[[Outcome | Stop], None], has_ended: Callable[[], bool]
     ) -> None:
-        super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
-        self.process, self._has_ended = hello.process, has_ended
+        super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
+        self.process, self._tell, self._has_ended = hello.process, tell, has_ended
+
+    def ask_to_stop(self) -> None:
+        self._tell(Stop())
 
     def is_gone(self) -> bool:
         return self._has_ended()

@@ -41,6 +41,7 @@ from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
+from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.unsaved_ends import UnsavedEnds
 from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.storage import Tier
@@ -77,6 +78,7 @@ class Saver:
         self.restores = RestoreAgreement(
             checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
+        self.stops = StopAgreement(self._lock, self._connected)
         self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(self._filled)

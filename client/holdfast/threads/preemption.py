@@ -1,0 +1,214 @@
+"""Lets a launch stop at one step, on all ranks, after a signal has reached some of them.
+
+The loop asks at the end of every step, which costs a lock. Once the signal has come, to this rank or to another one, a
+background thread takes the last step that the loop has passed, and tells the daemon. From then on the loop waits at its next
+step until the daemon has heard of all ranks, and answers: the one after the last step that any rank has passed. No rank is
+beyond it, and none waits for long, for these answers need no rank's main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from types import FrameType
+from typing import Any, Protocol
+
+from holdfast.threads import background_requests, child_deaths
+from holdfast.threads.latch import Latch
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
+from holdfast_formats.staging.wire import NOWHERE, StopAt
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05  # while not all ranks have answered
+RANKS_NAMED_MAX = 8
+_SIGNALS_MAX = 8
+
+_set: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+class Report(Protocol):
+    def __call__(self, passed: int, step: int | None) -> StopAt:
+        """Tell the daemon which step this rank has passed last, and where it stops, if it knows."""
+
+
+class Preemption:
+    """The signals of one checkpointer, and where its launch stops. Without a `report` this rank is the only one."""
+
+    def __init__(self, signals: Collection[int], grace_s: float, report: Report | None) -> None:
+        """Raises `InvalidRequest` for signals and times that cannot be."""
+        self._signals, self._grace_s, self._report = _checked(signals), _checked_grace(grace_s), report
+        self._before: dict[signal.Signals, Any] = {}  # the handlers that there were
+        self._lock = threading.Lock()
+        self._passed = NOWHERE
+        self._pending = False  # `_passed` was told, and stays
+        self._came, self._decided, self._closed = Latch(), Latch(), Latch()
+        self._since = 0.0
+        self._why = "another rank was told to stop"
+        self._step: int | None = None
+        self._missing: tuple[int, ...] = ()
+        self._failed: CheckpointError | None = None
+        self._deaths: child_deaths.Delay | None = None
+
+    def begin(self) -> None:
+        """Set the handlers. Raises `InvalidRequest` in any thread but the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidRequest(
+                "on_preemption() was called in another thread than the main one",
+                hint="call it in the main thread: Python sets handlers of signals only there",
+            )
+        _set.add(self)
+        for one in self._signals:
+            self._before[one] = signal.getsignal(one)
+            signal.signal(one, self._hear)
+        background_requests.start(self._agree, "holdfast-preemption")
+
+    @property
+    def left_s(self) -> float:
+        """How much of the time is left that this rank was given when it heard of the signal."""
+        return max(self._since + self._grace_s - time.monotonic(), 0.0)
+
+    def asked(self) -> None:
+        """The daemon asks how far this rank is. Called in the thread that hears from it."""
+        if self._decided.is_set():  # it may be the next daemon, which does not know
+            background_requests.start(self._tell)
+        else:
+            self._came.set()
+
+    def reached(self, step: int) -> bool:
+        """Whether the launch stops at this step, or before. Raises `DeadlineExceeded` where the ranks cannot agree."""
+        with self._lock:
+            if not self._pending:
+                if step < self._passed:
+                    raise InvalidRequest(
+                        f"should_stop({step}) after should_stop({self._passed})", hint="pass the step that has just ended"
+                    )
+                self._passed = step
+                return False
+            if step <= self._passed:
+                return False
+        self._decided.wait(self._since + self._patience_s - time.monotonic())
+        if self._step is None:
+            raise self._failed or self._undecided()
+        return step >= self._step
+
+    def close(self) -> None:
+        """Put the handlers back."""
+        self._closed.set()
+        self._came.set()
+        self._restore()
+        if self._deaths is not None:
+            self._deaths.forget()
+            self._deaths = None
+
+    def leave_to_parent(self) -> None:
+        """A forked child has the signals as they were before: else it would not end by them."""
+        self._closed.set()
+        self._restore()
+
+    def _restore(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for one, before in self._before.items():
+                if signal.getsignal(one) == self._hear and before is not None:
+                    signal.signal(one, before)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        """The handler. It takes no lock, for its thread may hold it."""
+        before = self._before.get(signal.Signals(signum))
+        if self._closed.is_set():  # another handler was set after this one, and calls it
+            if before is signal.SIG_DFL:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+        else:
+            self._why = f"{signal.Signals(signum).name} came"
+            if self._deaths is None:  # of workers, which this signal may kill as well
+                self._deaths = child_deaths.delay()
+            self._came.set()
+        if callable(before) and before is not signal.default_int_handler:
+            before(signum, frame)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the answers of all ranks are waited for: the rest is for the step under way, and the save."""
+        return self._grace_s / 2
+
+    def _agree(self) -> None:
+        self._came.wait()
+        if self._closed.is_set():
+            return
+        with self._lock:
+            self._since = time.monotonic()
+            self._pending = True
+        log.info("%s: this rank has passed step %d", self._why, self._passed)
+        if self._report is None:
+            self._decide(self._passed + 1)
+        while not self._decided.is_set() and not self._closed.is_set():
+            self._tell()
+            if self._step is None and time.monotonic() > self._since + self._patience_s:
+                self._failed = self._failed or self._undecided()
+                self._decided.set()
+            self._decided.wait(POLL_S)
+
+    def _tell(self) -> None:
+        assert self._report is not None
+        try:
+            answer = self._report(self._passed, self._step)
+        except CheckpointError as error:
+            self._failed = self._undecided(error)
+            return
+        self._missing, self._failed = answer.missing, None
+        if answer.step is not None:
+            self._decide(answer.step)
+
+    def _decide(self, step: int) -> None:
+        if self._step is None:
+            self._step = step
+            log.warning("%s: training stops after step %d, which is saved", self._why, step)
+        self._decided.set()
+
+    def _undecided(self, error: CheckpointError | None = None) -> DeadlineExceeded:
+        if error is not None:
+            return DeadlineExceeded(f"{self._why}, and the ranks could not agree on a step: {error}", hint=error.hint)
+        named = ", ".join(map(str, self._missing[:RANKS_NAMED_MAX])) + ", …" * (len(self._missing) > RANKS_NAMED_MAX)
+        have = f"rank {named} has" if len(self._missing) == 1 else f"ranks {named} have"
+        silent = f"{have} not answered" if self._missing else "the daemon has not answered"
+        return DeadlineExceeded(
+            f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}",
+            hint="every rank must call on_preemption() before its first step; look whether these ranks still run",
+        )
+
+
+def _checked(signals: Collection[int]) -> tuple[signal.Signals, ...]:
+    try:
+        chosen = tuple(dict.fromkeys(signal.Signals(one) for one in signals))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"signals must be signals, such as (signal.SIGTERM,), not {signals!r}") from error
+    fatal = [one.name for one in chosen if one in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)]
+    if not chosen or fatal or len(chosen) > _SIGNALS_MAX:
+        raise InvalidRequest(
+            f"{fatal[0]} cannot be handled"
+            if fatal
+            else f"{len(chosen)} signals: name at least one, at most {_SIGNALS_MAX}",
+            hint="name the signals that announce the end of the job, such as signal.SIGTERM and signal.SIGUSR1",
+        )
+    return chosen
+
+
+def _checked_grace(grace_s: float) -> float:
+    if isinstance(grace_s, bool) or not isinstance(grace_s, int | float) or not 0 < grace_s <= threading.TIMEOUT_MAX:
+        raise InvalidRequest(f"grace_s must be a number of seconds above 0, not {grace_s!r}")
+    return float(grace_s)
+
+
+def _leave_all_to_parent() -> None:
+    for preemption in list(_set):
+        preemption.leave_to_parent()
+    _set.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
