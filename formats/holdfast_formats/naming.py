@@ -37,7 +37,7 @@ _GONE = "~gone"
 _LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
 ROUND_ID_MAX = 10**18 - 1
-REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that is being replaced by another one of its step
+REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that was replaced by another one of its step
 NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -246,9 +246,11 @@ def staging_path(run: str, step: int, attempt: int, round_id: int = 0) -> str:
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt, round_id)}"
 
 
-def replaced_place(run: str, step: int) -> Place:
-    """Where a checkpoint stands while it is replaced by another one of its step, if that takes two renames."""
-    return Place(run, step, REPLACED_ATTEMPT)
+def replaced_place(run: str, step: int, number: int = 0) -> Place:
+    """Where a checkpoint stands that was replaced by another one of its step, until that one was read back. The next number
+    is for one that was replaced before anybody had read it back.
+    """
+    return Place(run, step, REPLACED_ATTEMPT, number)
 
 
 def replaced_path(run: str, step: int) -> str:

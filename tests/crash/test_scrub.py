@@ -44,7 +44,7 @@ def scrub(root: Checked) -> Iterator[Scrub]:
         closing(Saver(root.tier, root.decisions, "node", root.checker)) as saver,
         closing(Scrub(root.checker, root.decisions, saver, ScrubPlan(None, None))) as scrub,
     ):
-        root.decisions.watch.suspect = saver.checks.suspect
+        root.decisions.watch.mend_by(saver.checks.suspect, lambda places: None)
         yield scrub
 
 

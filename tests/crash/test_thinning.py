@@ -79,8 +79,9 @@ def compact(tier: PosixTier) -> None:
 
 
 def clear(tier: PosixTier) -> None:
-    for place in (PLACE, naming.replaced_place(RUN, STEP)):
-        PosixStore(tier).discard(place)
+    store = PosixStore(tier)
+    for place in (PLACE, *store.replaced(RUN)):
+        store.discard(place)
 
 
 def is_new(root: Path) -> bool:
@@ -142,6 +143,7 @@ def test_a_cut_after_every_operation(directory: Path, exchanging: bool, act: Cal
         root_care.sweep(PosixStore(PosixTier(made)))
         found = is_new(made)
         assert found or length < told
+        clear(PosixTier(made))
         assert not list((made / RUN / naming.STAGING).iterdir())
         seen.add(found)
         shutil.rmtree(made)

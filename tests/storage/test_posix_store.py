@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,9 @@ class RealDirectory:
 
     def used(self) -> int:
         return sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
+
+    def lose(self, path: str) -> None:
+        shutil.rmtree(self._root / path)
 
     @contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
@@ -95,6 +99,9 @@ class Memory:
 
     def used(self) -> int:
         return sum(len(data) for data in self._tier._files.values())
+
+    def lose(self, path: str) -> None:
+        self._tier.remove_tree(path)
 
     def behind(self) -> Any:
         return self._tier if self._fault is None else FailingTier(self._tier, self._fault)

@@ -66,6 +66,9 @@ class Storage(Protocol):
     def used(self) -> int:
         """The bytes of all that is kept, whether it can be seen or not: files, staged ones, parts of uploads."""
 
+    def lose(self, path: str) -> None:
+        """Somebody removes this by hand."""
+
     def failing(self, fault: Fault) -> AbstractContextManager[None]:
         """While this lasts, calls go by way of `fault`. What fails is translated as always."""
 
@@ -149,11 +152,20 @@ def standing(store: Store, step: int = STEP) -> Sample | None:
 
 
 def restart(storage: Storage, live: tuple[Place, ...] = ()) -> Store:
-    """What a start does before anything else."""
+    """What a start does before anything else; and when it has read back what stands, it lets go of what that replaced."""
     store = storage.open()
     store.put_back(lambda run: nullcontext())
     store.sweep(live)
+    if standing(store) is not None:
+        let_go(store)
     return store
+
+
+def let_go(store: Store) -> None:
+    for place in store.replaced(RUN):
+        released = store.release(place)
+        assert released is not None
+        store.free(released)
 
 
 class StoreSuite:
@@ -325,17 +337,42 @@ class StoreSuite:
 
     @pytest.mark.parametrize("place", [Place(RUN, STEP, 2), OTHER], ids=["one node", "several"])
     def test_a_checkpoint_is_replaced(self, storage: Storage, place: Place) -> None:
-        """Another one of its step stands there; what it replaced goes with `discard` and a sweep."""
+        """Another one of its step stands there; what it replaced is kept, through a sweep too, until it is released."""
         store = storage.open()
         assert save(store, JOINT, FIRST).outcome == "published"
         kept = storage.used()
         assert save(store, place, SECOND, over=True).outcome == "published"
-        assert standing(store) is SECOND
-        for left in (place, naming.replaced_place(RUN, STEP)):
-            store.discard(left)
-        store.sweep()
-        assert standing(store) is SECOND
+        store.discard(place)
+        assert store.sweep() == []
+        assert standing(store) is SECOND and store.replaced(RUN) == [naming.replaced_place(RUN, STEP)]
+        let_go(store)
+        assert standing(store) is SECOND and store.replaced(RUN) == []
         assert storage.used() == kept - sum(map(len, FIRST.all().values())) + sum(map(len, SECOND.all().values()))
+
+    def test_what_was_replaced_is_taken_back(self, storage: Storage) -> None:
+        """In the place of what stands there, or where nothing does; what stood there goes."""
+        store = storage.open()
+        save(store, ALONE, FIRST)
+        kept = storage.used()
+        save(store, OTHER, SECOND, over=True)
+        (place,) = store.replaced(RUN)
+        gone = store.take_back(place)
+        assert gone is not None
+        store.free(gone)
+        assert standing(store) is FIRST and store.replaced(RUN) == [] and storage.used() == kept
+        save(store, OTHER, SECOND, over=True)
+        storage.lose(naming.checkpoint_path(RUN, STEP))
+        assert store.take_back(*store.replaced(RUN)) is None
+        assert standing(store) is FIRST and store.replaced(RUN) == [] and storage.used() == kept
+
+    def test_of_several_replacements_the_first_and_the_newest_are_kept(self, storage: Storage) -> None:
+        """The first may be the last one that was read back; a removal of the step takes all of them."""
+        store = storage.open()
+        for number in range(4):
+            save(store, Place(RUN, STEP, 1, number + 1), (FIRST, SECOND)[number % 2], over=number > 0)
+        assert store.replaced(RUN) == [naming.replaced_place(RUN, STEP, 1), naming.replaced_place(RUN, STEP)]
+        store.free(store.remove(RUN, STEP))
+        assert storage.used() == 0 and store.replaced(RUN) == []
 
     def test_a_file_is_taken_from_a_committed_checkpoint(self, store: Store) -> None:
         """It takes no room twice, if that is possible, and stays when that checkpoint is removed."""

@@ -127,8 +127,18 @@ class Decisions:
         self._publishing.let_go = self._let_go
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
-        self.watch = RootWatch(self.store, catalog, self.rotation, self.findings, self.events, self._absences)
-        self._choices.relist, self.watch.thinned = self.watch.relist, self.thinning.record
+        self.watch = RootWatch(
+            self.store,
+            catalog,
+            self.rotation,
+            self.findings,
+            self.events,
+            self._absences,
+            thinned=self.thinning.record,
+            replaced=self.standing.look_again,
+            is_mine=lambda: cluster is None or cluster.duties.has(UPKEEP),
+        )
+        self._choices.relist = self.watch.relist
         self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self.care: RootCare | None = None  # of a root that several nodes serve
@@ -149,7 +159,6 @@ class Decisions:
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
         cluster.holds.here = self.readers.places
         self.thinning.is_mine = lambda: cluster.duties.has(THINNING)
-        self.watch.is_mine = lambda: cluster.duties.has(UPKEEP)
         self._publishing.absences = self._absences
         self._publishing.settle = cluster.rendezvous.settle
 
@@ -202,6 +211,9 @@ class Decisions:
             raise
         except CheckpointError as error:  # the next start tries again
             log.error("cannot finish what was begun with deleted and renamed runs: %s", error.detail)
+        for run in roots.runs(self._tier):
+            if self.store.replaced(run):  # an earlier daemon has not come to let go of it
+                self.rotation.due(run)
 
     def hello(  # noqa: PLR0913 - each is one thing that a rank says
         self,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, NoSuchResource, NotFound, RoundAborted
+from holdfast_formats.errors import AlreadyCommitted, Damaged, NoSuchResource, NotFound, RoundAborted
 from holdfast_formats.lineage import Lineage
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
@@ -101,7 +101,11 @@ class Publishing:
 
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
-        made = bodies.describe(roots.load_manifest(self._store.files, run, step))
+        try:
+            made = bodies.describe(roots.load_manifest(self._store.files, run, step))
+        except (Damaged, NotFound):  # removed or damaged at this moment, as whoever looks at it next will find
+            self._rotation.listed(run, step)
+            return
         try:
             known = bodies.as_committed(self._catalog.checkpoint(run, step))
         except NotFound:

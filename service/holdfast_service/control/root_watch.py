@@ -23,6 +23,8 @@ from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
+Suspect = Callable[[str, int, Damaged], object]
+CheckSoon = Callable[[Collection[CheckpointId]], object]
 LOOK_S = 2.0
 IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, however many checkpoints there are
 
@@ -30,7 +32,7 @@ IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, h
 class RootWatch:
     """Looks at the checkpoints of one root, again and again, and records what it finds. Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         store: Store,
         catalog: Catalog,
@@ -38,19 +40,29 @@ class RootWatch:
         findings: Findings,
         events: Events,
         absences: Absences,
+        *,
+        thinned: Callable[[str, int], bool],
+        replaced: Callable[[str, int], object],
+        is_mine: Callable[[], bool],
     ) -> None:
+        """`thinned` says whether a checkpoint was thinned or compacted by a node that was lost before it could tell the
+        catalog, which is told then. `replaced` hears of a step at which another checkpoint stands now. `is_mine` says
+        whether it is this node, of several, that looks.
+        """
         self._store, self._catalog, self._rotation = store, catalog, rotation
         self._events, self._absences = events, absences
-        rotation.proofs.discoveries = self
-        self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that looks
-        self.suspect: Callable[[str, int, Damaged], object] = findings.damaged  # or has it mended first, if possible
-        self.check_soon: Callable[[Collection[CheckpointId]], object] = lambda places: None  # these are to be read back
-        # Whether it was thinned or compacted by a node that was lost before it could tell the catalog, which is told then.
-        self.thinned: Callable[[str, int], bool] = lambda run, step: False
+        self._thinned, self._replaced, self._is_mine = thinned, replaced, is_mine
+        self._suspect: Suspect = findings.damaged
+        self._check_soon: CheckSoon = lambda places: None
         self._soon: set[str] = set()  # runs in which something is missing
         self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        rotation.proofs.tell(self)
+
+    def mend_by(self, suspect: Suspect, check_soon: CheckSoon) -> None:
+        """From now on `suspect` has damage mended, if possible, and `check_soon` reads back what may be another one."""
+        self._suspect, self._check_soon = suspect, check_soon
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="holdfast-root-watch", daemon=True)
@@ -70,17 +82,25 @@ class RootWatch:
     def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
         """A checkpoint that counted as sound is not all there: it counts no more, and is damaged if nothing can mend it."""
         self._catalog.doubt(run, step, proven)
-        self.suspect(run, step, error)
+        self._suspect(run, step, error)
 
     def changed(self, run: str, step: int, proven: str) -> None:
         """A checkpoint that counted as sound has other files than those that were read back: these are read back too."""
-        if self.thinned(run, step):
+        if self._thinned(run, step):
             return
         if self._catalog.doubt(run, step, proven):
             text = f"files of step {step} were written or replaced since they were verified: they are read back again"
             log.warning("%s: %s", run, text)
             self._events.add("checkpoint-changed", text, run, step, level="warning")
-            self.check_soon([CheckpointId(run, step)])
+            self._check_soon([CheckpointId(run, step)])
+
+    def put_back(self, run: str, step: int) -> None:
+        """What had been replaced stands there again, since its replacement was damaged or is gone; it is read back."""
+        text = f"step {step} is the one again that had been replaced: its replacement was damaged, or is gone"
+        log.error("%s: %s", run, text)
+        self._replaced(run, step)
+        self._events.add("checkpoint-put-back", text, run, step, level="error")
+        self._check_soon([CheckpointId(run, step)])
 
     def look(self) -> None:
         """Look at everything once."""
@@ -107,7 +127,7 @@ class RootWatch:
             log.error("%s: %s", run, text)
             self._events.add("checkpoint-missing", text, run, step, level="error")
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
-            self.check_soon(new)
+            self._check_soon(new)
 
     def _look_at(self, run: str, listed: Mapping[int, str | None], there: Collection[int]) -> None:
         unlisted = {step for step in there if step not in listed}
@@ -138,7 +158,7 @@ class RootWatch:
         while not self._closing.is_set():
             began = time.monotonic()
             try:
-                if self.is_mine():
+                if self._is_mine():
                     self.look()
             except CatalogUnavailable as away:
                 log.info("the root is looked at again when the catalog answers: %s", away.detail)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, GenerationDropped
 from holdfast_formats.naming import Place
@@ -33,8 +32,7 @@ class SaveRecords:
         """A checkpoint stands. `staging`: of a save of several nodes."""
         self._book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
         self._rounds.end(round_id, "committed", measured=measured)
-        self.clear(staging or Place(made.run, made.step, made.attempt))  # what stood there
-        self.clear(naming.replaced_place(made.run, made.step))
+        self.clear(staging or Place(made.run, made.step, made.attempt))
         self._tell(
             "checkpoint-committed",
             f"step {made.step} is committed",

@@ -84,18 +84,48 @@ class PosixStore:
         return {at: stamp for name, stamp in found.items() if (at := naming.parse_step_directory(name)) is not None}
 
     def discard(self, place: Place) -> None:
-        path = place.path
-        if place.round_id:
-            # Another name first: a late committer on another node then finds all of it, or nothing, and publishes no rest.
-            path = f"{place.run}/{naming.TRASH}/{naming.staging_directory(*place[1:])}"
+        if not place.round_id:
+            self._tier.remove_tree(place.path)
+            return
+        # Another name first: a late committer on another node then finds all of it, or nothing, and publishes no rest.
+        if (path := self._thrown_away(place)) is not None:
             self._tier.remove_tree(path)
-            try:
-                self._tier.publish(place.path, path)
-            except NoSuchResource:
-                return
+
+    def replaced(self, run: str) -> list[Place]:
+        found = map(naming.parse_staging_directory, self._tier.list(f"{run}/{naming.STAGING}"))
+        return sorted((Place(run, *staged) for staged in found if staged is not None and _is_replaced(staged)), reverse=True)
+
+    def release(self, place: Place) -> str | None:
+        return self._thrown_away(place)
+
+    def take_back(self, place: Place) -> str | None:
+        target = naming.checkpoint_path(place.run, place.step)
+        if not self._tier.list(target):
+            self._tier.publish(place.path, target)
+            return None
+        if self._tier.exchange(place.path, target):
+            return self.release(place)
+        gone = self._taken(place.run, place.step)
+        self._tier.publish(place.path, target)
+        return gone
+
+    def _thrown_away(self, place: Place) -> str | None:
+        """Its path in trash/; None if there is nothing."""
+        path = f"{place.run}/{naming.TRASH}/{naming.staging_directory(*place[1:])}"
         self._tier.remove_tree(path)
+        try:
+            self._tier.publish(place.path, path)
+        except NoSuchResource:
+            return None
+        return path
 
     def remove(self, run: str, step: int) -> str:
+        for place in self.replaced(run):
+            if place.step == step and (path := self.release(place)) is not None:
+                self._tier.remove_tree(path)
+        return self._taken(run, step)
+
+    def _taken(self, run: str, step: int) -> str:
         source = naming.checkpoint_path(run, step)
         for name in _trash_names(step):
             target = f"{run}/{naming.TRASH}/{name}"
@@ -125,7 +155,9 @@ class PosixStore:
         return back
 
     def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
-        """Every tree in staging/ and trash/ whose name is one of ours; everything else stays."""
+        """Every tree in staging/ and trash/ whose name is one of ours; everything else stays. So does what may have been
+        replaced, and gets the name of that: a crash has come between the exchange and that name.
+        """
         spared = {path for place in live for path in (place.path, naming.progress_path(place.path))}
         removed = []
         for run, room in self._rooms():
@@ -133,7 +165,8 @@ class PosixStore:
                 path = f"{run}/{room}/{name}"
                 if path in spared or not _is_ours(room, name) or self._tier.size(path) is not None:
                     continue
-                if idle_s is None or (self._tier.idle_s(path) >= idle_s and not self._is_needed(run, name)):
+                idle = idle_s is None or self._tier.idle_s(path) >= idle_s
+                if idle and not (room == naming.STAGING and self._is_kept(run, name)):
                     self._tier.remove_tree(path)
                     removed.append(path)
         return removed
@@ -188,19 +221,31 @@ class PosixStore:
         if not over:
             self._tier.publish(place.path, target)
             return
+        first, second = _asides(place.run, place.step)
+        # What was replaced first may be the last that was read back; of those after it the newest is kept.
+        aside = second if self._is_whole(first.path) else first
+        if self._tier.list(aside.path) and (older := self.release(aside)) is not None:
+            self._tier.remove_tree(older)
         if self._tier.exchange(place.path, target):
-            return
-        aside = naming.replaced_path(place.run, place.step)
-        self._tier.remove_tree(aside)  # of an earlier time: `target` stands
+            self._tier.publish(place.path, aside.path)
+        else:
+            self._rename_twice(place.path, target, aside.path)
+        if not self._is_whole(aside.path):  # it was replaced because of that
+            self._tier.remove_tree(aside.path)
+
+    def _rename_twice(self, source: str, target: str, aside: str) -> None:
         try:
             self._tier.publish(target, aside)
-            self._tier.publish(place.path, target)
+            self._tier.publish(source, target)
         except CheckpointError as error:
             if not self._tier.list(target):  # it is aside, and nothing has taken its place
                 self._tier.publish(aside, target)
                 if error.members.get("outcome") == "unknown":
                     raise StorageFailed(error.detail, hint=error.hint) from error
             raise
+
+    def _is_whole(self, path: str) -> bool:
+        return self._tier.size(f"{path}/{naming.COMMIT}") is not None
 
     def _stands(self, target: str) -> bytes | None:
         """The COMMIT of what stands there."""
@@ -252,22 +297,18 @@ class PosixStore:
 
     def _whole_in_staging(self, run: str) -> list[str]:
         staged = f"{run}/{naming.STAGING}"
-        return [name for name in self._tier.list(staged) if self._tier.size(f"{staged}/{name}/{naming.COMMIT}") is not None]
+        return [name for name in self._tier.list(staged) if self._is_whole(f"{staged}/{name}")]
 
     def _put_back(self, run: str) -> list[str]:
         back = []
-        staged, whole = f"{run}/{naming.STAGING}", self._whole_in_staging(run)
-        for name in whole:
-            found = naming.parse_staging_directory(name)
-            if found is None or found.attempt != naming.REPLACED_ATTEMPT:
-                continue
-            target = naming.checkpoint_path(run, found.step)
-            if not self._tier.list(target):
-                self._tier.publish(f"{staged}/{name}", target)
+        for place in self.replaced(run):  # the newest first
+            target = naming.checkpoint_path(run, place.step)
+            if not self._tier.list(target) and self._is_whole(place.path):
+                self._tier.publish(place.path, target)
                 back.append(target)
-        if whole and self._tier.list(f"{run}/{naming.CHECKPOINTS}"):
+        if self._tier.list(f"{run}/{naming.CHECKPOINTS}"):
             self._tier.sync_directory(f"{run}/{naming.CHECKPOINTS}")
-            self._tier.sync_directory(staged)
+            self._tier.sync_directory(f"{run}/{naming.STAGING}")
         return back
 
     def _rooms(self) -> Iterator[tuple[str, str]]:
@@ -276,12 +317,17 @@ class PosixStore:
             for room in (naming.STAGING, naming.TRASH):
                 yield run, room
 
-    def _is_needed(self, run: str, name: str) -> bool:
-        """Whether this may be a checkpoint that another node is replacing at this moment, by two renames."""
+    def _is_kept(self, run: str, name: str) -> bool:
+        """Whether this may be what stood there before what stands there now, or is being replaced at this moment."""
         staged = naming.parse_staging_directory(name)
-        if staged is None or staged.attempt != naming.REPLACED_ATTEMPT:
+        if staged is None or _is_replaced(staged):
+            return staged is not None
+        place, aside = Place(run, *staged), naming.replaced_place(run, staged.step)
+        standing = self._tier.list(naming.checkpoint_path(run, staged.step))
+        if not standing or not self._is_whole(place.path) or self._tier.list(aside.path):
             return False
-        return self._tier.size(f"{naming.checkpoint_path(run, staged.step)}/{naming.COMMIT}") is None
+        self._tier.publish(place.path, aside.path)
+        return True
 
 
 class PosixStaged:
@@ -328,6 +374,15 @@ def _check_there(tier: Tier, place: Place, contents: CommitContents) -> None:
 def _is_ours(room: str, name: str) -> bool:
     staged = naming.parse_staging_directory(naming.without_progress(name)) is not None
     return staged or (room == naming.TRASH and naming.parse_step_directory(name) is not None)
+
+
+def _asides(run: str, step: int) -> tuple[Place, Place]:
+    """Where what was replaced stands, by age."""
+    return naming.replaced_place(run, step), naming.replaced_place(run, step, 1)
+
+
+def _is_replaced(staged: naming.StagingName) -> bool:
+    return staged.attempt == naming.REPLACED_ATTEMPT
 
 
 def _trash_names(step: int) -> Iterator[str]:

@@ -90,6 +90,7 @@ class Store(Protocol):
         """Make what is staged a checkpoint, complete and durable (I1): small files, manifest, then COMMIT (I3); one stroke.
 
         Another checkpoint of the step stays, or if this is to be put `over` it, is replaced: readers find one or the other.
+        The replaced one is kept until `release`, since nobody has read back what stands there now.
         Of two nodes that commit the same round, both succeed (I12). Where an answer is lost, what stands is read (I14).
         """
 
@@ -104,11 +105,22 @@ class Store(Protocol):
     def discard(self, place: Place) -> None:
         """Give up what is staged at a place: from now on it cannot be committed."""
 
+    def replaced(self, run: str) -> list[Place]:
+        """Where checkpoints are kept that were replaced by others of their steps, or are being replaced."""
+
+    def release(self, place: Place) -> str | None:
+        """Take away for good what was replaced; its bytes are there until `free` gets what this returns."""
+
+    def take_back(self, place: Place) -> str | None:
+        """Put what was replaced in the place of what stands there, if anything does; returns that, as `release` does."""
+
     def remove(self, run: str, step: int) -> str:
-        """Take a checkpoint away, durably (I4, I8); its bytes are there until `free`. `NoSuchCheckpoint` without one."""
+        """Take a checkpoint away, durably (I4, I8), and what it has replaced; its bytes are there until `free`.
+        `NoSuchCheckpoint` without one.
+        """
 
     def free(self, removed: str) -> None:
-        """Free the bytes of what `remove` has returned."""
+        """Free the bytes of what `remove`, `release` or `take_back` has returned."""
 
     def put_back(self, alone: Alone) -> list[str]:
         """At start, before the sweep: put right what a crash left between two steps of a replacement; says what was.
@@ -118,7 +130,8 @@ class Store(Protocol):
         """
 
     def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
-        """Remove what will never be a checkpoint, and what is left of removed ones; returns what that was, in order.
+        """Remove what will never be a checkpoint, and what is left of removed ones; returns what that was, in order. What
+        may have been replaced by what stands at its step is kept until `release`: only a look can tell which one is sound.
 
         What is at a `live` place stays. Where other nodes write, also what was written to within `idle_s`, by the storage's
         own clock: they may have begun since the live places were asked for (I16, I17).

@@ -350,8 +350,10 @@ def _trains(saver: Saver, cluster: Cluster | None) -> Callable[[str], bool]:
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:
     """See what others do to the root's checkpoints, until `stack` unwinds; what they have changed is mended or checked."""
-    watch.suspect = saver.checks.suspect
-    watch.check_soon = lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)])
+    watch.mend_by(
+        saver.checks.suspect,
+        lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)]),
+    )
     stack.callback(watch.close)
     watch.start()
 

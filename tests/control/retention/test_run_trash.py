@@ -281,6 +281,7 @@ def test_a_full_disk_does_not_keep_a_run_from_being_deleted(root: Root, monkeypa
     shutil.copytree(Path(root.tier._tier.root) / naming.RUN_TRASH / first.entry, Path(root.tier._tier.root) / RUN)
     root.trash.recover()
     roots.list_run(PosixStore(root.tier._tier), root.decisions.rotation._catalog, RUN)
+    root.decisions.findings.sound(RUN, 1)
     replace = root.tier._tier.replace
 
     def on_full_disk(path: str, data: bytes) -> None:
@@ -292,6 +293,32 @@ def test_a_full_disk_does_not_keep_a_run_from_being_deleted(root: Root, monkeypa
     monkeypatch.setattr(root.tier._tier, "free_bytes", lambda: 0 if root.trash.entries() else 10**9)
     second = root.trash.delete(RUN)
     assert [one.entry for one in root.trash.entries()] == [second.entry] != [first.entry]
+
+
+def test_a_deleted_run_stays_while_what_came_in_its_place_is_not_sound(root: Root) -> None:
+    """The run was trained again, and nothing of that can be restored: no age and no full disk takes the deleted one, and an
+    alert says so. When something of it is sound, the deleted one goes.
+    """
+    now = float(int(root.trash._clock()))
+    root.trash._clock = lambda: now
+    made = root.trash.delete(RUN)
+    directory = Path(root.tier._tier.root)
+    shutil.copytree(directory / naming.RUN_TRASH / made.entry / naming.CHECKPOINTS, directory / RUN / naming.CHECKPOINTS)
+    catalog = root.decisions.rotation._catalog
+    roots.list_run(PosixStore(root.tier._tier), catalog, RUN)
+    for step in STEPS:
+        root.decisions.findings.sound(RUN, step)
+        (directory / naming.checkpoint_path(RUN, step) / naming.STATE).unlink()
+    for _ in range(2):
+        assert not root.trash.make_room(2**62, "a save")
+    root.trash.days = 1
+    assert later(root, now, 72) == [] and [one.entry for one in root.trash.entries()] == [made.entry]
+    (told,) = root.decisions.events.after(0, 100, RUN, "removal-waits")
+    assert told.level == "error" and told.detail["entry"] == made.entry
+    state = naming.checkpoint_path(RUN, STEPS[0]) + f"/{naming.STATE}"
+    shutil.copy(directory / naming.RUN_TRASH / made.entry / state.partition("/")[2], directory / state)
+    root.decisions.findings.sound(RUN, STEPS[0])
+    assert not root.trash.make_room(2**62, "a save") and root.trash.entries() == []
 
 
 def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:

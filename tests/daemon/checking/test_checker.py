@@ -178,7 +178,7 @@ def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: C
     root.checker.repairs = Copies(root) if has_copy else None
     goes_on = threading.Event()
     checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
-    root.decisions.watch.suspect = checks.suspect
+    root.decisions.watch.mend_by(checks.suspect, lambda places: None)
     (root.path(3) / name).unlink()
     root.decisions.watch.look()
     assert root.known(3).state == "committed"

@@ -16,11 +16,13 @@ from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
 from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyStopped
+from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import MemoryTier, PosixTier
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
@@ -331,3 +333,41 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
     assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
     (told,) = world.events("removal-waits")
     assert told == {"tier": "far"}
+
+
+@pytest.mark.parametrize("how", ["gone", "lacks a file"])
+def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_path: Path, how: str) -> None:
+    """Its checkpoint was thinned because newer ones had an optimizer. These were lost before the copy was thinned, too."""
+    world.copy()
+    for step in (10, 15):  # they were never copied, say
+        shutil.rmtree(far(tmp_path, step))
+    with world.catalog.database.write() as session:
+        session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
+    world.decisions.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
+    assert world.decisions.rotation.settle()
+    assert 5 in Thinner(world.tier, world.decisions.store, world.decisions.thinning).look(RUN)
+    assert world.decisions.recorded(30)
+    for step in (10, 15):
+        if how == "gone":
+            shutil.rmtree(world.path(step))
+        else:
+            (world.path(step) / naming.STATE).unlink()
+    assert [one.step for one in world.book.due("far") if one.step == 5] == [5]
+    world.replicators["far"]._copy(world.replicators["far"]._open(), world.catalog.checkpoint(RUN, 5))
+    assert "optim" in load_manifest(PosixTier(tmp_path / "far"), RUN, 5).tensors
+    (told,) = world.events("removal-waits")
+    assert told == {"tier": "far"}
+
+
+@pytest.mark.parametrize("damaged", ["replacement", "replaced"])
+def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, tmp_path: Path, damaged: str) -> None:
+    """A start finds both: the one that stands, if it is sound, else the one that it had replaced."""
+    world.copy()
+    aside = tmp_path / "far" / naming.replaced_path(RUN, 5)
+    shutil.copytree(far(tmp_path), aside)
+    kept = contents(far(tmp_path))
+    shard = next((far(tmp_path) if damaged == "replacement" else aside).glob("model*.safetensors"))
+    flip(shard, shard.stat().st_size - 1)
+    world.replicators["far"]._tier = None  # as after a start
+    world.replicators["far"].look()
+    assert contents(far(tmp_path)) == kept and not aside.exists()

@@ -11,10 +11,11 @@ import threading
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.disk import verification
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.disk import manifest, verification
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource
+from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.storage import Readable
+from holdfast_service.storage import Readable, vouched
 
 KNOWN_MAX = 10_000  # file lists that are kept
 _PAIR = (naming.COMMIT, naming.MANIFEST)
@@ -56,6 +57,16 @@ class Looks:
             return self.look(run, step)
         except CheckpointError:
             return ""
+
+    def is_whole(self, place: Place) -> bool:
+        """Whether the checkpoint that is kept at this place has all its files, at their lengths."""
+        try:
+            commit = vouched.read_commit(self._files, place.path)
+            made = manifest.decode(vouched.read_manifest(self._files, place.path, commit), commit)
+        except (Damaged, NoSuchResource):
+            return False
+        sizes = {file.name: self._files.size(f"{place.path}/{file.name}") for file in made.files}
+        return (made.run, made.step) == (place.run, place.step) and sizes == {file.name: file.bytes for file in made.files}
 
     def _listed(self, directory: str, run: str, step: int) -> _Listed:
         pair = tuple(self._files.stamp(f"{directory}/{name}") for name in _PAIR)

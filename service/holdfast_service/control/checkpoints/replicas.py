@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
@@ -116,10 +117,7 @@ class ReplicaBook:
         when that was removed stands any more.
         """
         if not self._is_dispensable(name, tier, CheckpointId(run, step)):
-            if (name, run, step) not in self._kept:
-                self._kept.add((name, run, step))
-                text = f"step {step} stays in replica {name}: no sound checkpoint of {run} with its groups stands any more"
-                self._events.add("removal-waits", text, run, step, "error", tier=name)
+            self._tell_kept(name, CheckpointId(run, step), "stays")
             return False
         try:
             left = removal.remove_checkpoint(PosixStore(tier), run, step)
@@ -132,28 +130,49 @@ class ReplicaBook:
             _forget_deleted(session, run)
         return True
 
+    def may_follow(self, name: str, tier: Tier, made: Manifest, copy: Manifest) -> bool:
+        """Whether a copy may become what is left of its checkpoint: another sound one has the groups that it loses."""
+        which = CheckpointId(made.run, made.step)
+        if set(copy.groups) <= set(made.groups) or self._stands_elsewhere(name, tier, which, set(copy.groups)):
+            return True
+        self._tell_kept(name, which, "stays whole")
+        return False
+
+    def _tell_kept(self, name: str, which: CheckpointId, how: str) -> None:
+        if (name, *which) not in self._kept:
+            self._kept.add((name, *which))
+            why = f"no sound checkpoint of {which.run} with its groups stands any more"
+            text = f"step {which.step} {how} in replica {name}: {why}"
+            self._events.add("removal-waits", text, *which, "error", tier=name)
+
     def _is_dispensable(self, name: str, tier: Tier, which: CheckpointId) -> bool:
         """Whether a sound checkpoint with all groups of this copy stands, in the root or here; or its run was deleted."""
         run, step = which
-        row = CheckpointRow
         with self._database.read() as session:
             copy = session.get(ReplicaRow, (run, step, name))
             heir = run if copy is None or copy.heir is None else copy.heir
             known = session.get(RunRow, heir)
             if known is None or (known.attempt == 0 and heir == run):
                 return True
-            listed = select(row.step, row.groups).where(row.run == heir, row.verified).order_by(row.step.desc())
-            sound = [(at, set(groups)) for at, groups in session.execute(listed)]
-            there = (ReplicaRow.tier == name, ReplicaRow.run == heir, ReplicaRow.state == "present")
-            copies = session.scalars(select(ReplicaRow.step).where(*there).order_by(ReplicaRow.step.desc())).all()
         try:
             groups = set(roots.load_manifest(tier, run, step).groups)
         except (Damaged, NoSuchCheckpoint):
             return True  # it cannot be restored
-        if any(groups <= held and self._looks.proof(heir, at) for at, held in sound):
+        return self._stands_elsewhere(name, tier, CheckpointId(heir, step), groups)
+
+    def _stands_elsewhere(self, name: str, tier: Tier, which: CheckpointId, groups: set[str]) -> bool:
+        """Whether a sound checkpoint of this run with these groups stands in the root, or another copy of one here."""
+        row, run = CheckpointRow, which.run
+        with self._database.read() as session:
+            listed = select(row.step, row.groups).where(row.run == run, row.verified).order_by(row.step.desc())
+            sound = [(at, set(held)) for at, held in session.execute(listed)]
+            there = (ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.state == "present")
+            others = session.scalars(select(ReplicaRow.step).where(*there).order_by(ReplicaRow.step.desc()))
+            copies = [at for at in others if at != which.step]
+        if any(groups <= held and self._looks.proof(run, at) for at, held in sound):
             return True
         looks = Looks(tier)
-        return any(looks.proof(heir, at) and groups <= set(roots.load_manifest(tier, heir, at).groups) for at in copies)
+        return any(looks.proof(run, at) and groups <= set(roots.load_manifest(tier, run, at).groups) for at in copies)
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""

@@ -34,7 +34,7 @@ _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
 
 class Findings:
-    """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
+    """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what is news."""
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class Findings:
             log.error("%s@%s is damaged: %s", run, step, problem["detail"])
             text = f"step {step} is damaged: {problem['detail']}"
             self._events.add("checkpoint-damaged", text, run, step, "error", problem=problem)
+            self._settled(run)
 
     def seen(self, run: str, step: int) -> Damaged | None:
         """Damage that was found since the start, and not mended since; the catalog is not asked."""

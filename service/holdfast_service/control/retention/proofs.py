@@ -28,6 +28,7 @@ class Discoveries(Protocol):
     def missing(self, run: str, step: int) -> None: ...
     def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None: ...
     def changed(self, run: str, step: int, proven: str) -> None: ...
+    def put_back(self, run: str, step: int) -> None: ...
 
 
 class Silent:
@@ -42,6 +43,9 @@ class Silent:
     def changed(self, run: str, step: int, proven: str) -> None:
         log.warning("%s@%s has other files than those that were read back", run, step)
 
+    def put_back(self, run: str, step: int) -> None:
+        log.error("%s@%s is the one again that had been replaced", run, step)
+
 
 class ProvenDecisions(NamedTuple):
     """Candidates as they stand on the storage, and what was decided about them."""
@@ -54,8 +58,17 @@ class Proofs:
     """The looks of one root that come before a removal."""
 
     def __init__(self, looks: Looks, catalog: Catalog) -> None:
-        self._looks, self._catalog = looks, catalog
-        self.discoveries: Discoveries = Silent()
+        self.looks, self._catalog = looks, catalog
+        self._hears: Discoveries = Silent()
+
+    def tell(self, hears: Discoveries) -> None:
+        """Tell from now on of what is found."""
+        self._hears = hears
+
+    @property
+    def discoveries(self) -> Discoveries:
+        """Hears what was found otherwise, too."""
+        return self._hears
 
     def decided(self, run: str, candidates: Sequence[Candidate], decide: Decide) -> ProvenDecisions:
         """What `decide` says of the candidates that are there. All that stay and count were looked at, so that nothing goes
@@ -77,7 +90,7 @@ class Proofs:
     def stands(self, run: str, step: int) -> bool:
         """Whether a checkpoint is verified, and stands as it was read back."""
         known = self._catalog.proofs(run).get(step, UNKNOWN).proven
-        return known is not None and (stamp := self._looks.proof(run, step)) != "" and known in (stamp, ANY_FILES)
+        return known is not None and (stamp := self.looks.proof(run, step)) != "" and known in (stamp, ANY_FILES)
 
     def look(self, run: str, step: int) -> None:
         """Look at a checkpoint that counts as verified, and record what is wrong with it."""
@@ -88,7 +101,7 @@ class Proofs:
     def as_it_stands(self, run: str, c: Candidate, proven: str | None) -> Candidate | None:
         """A candidate that counts as verified: not verified if it is not what was read back, None if it is gone."""
         try:
-            stamp = self._looks.look(run, c.step)
+            stamp = self.looks.look(run, c.step)
         except NoSuchCheckpoint:
             self.discoveries.missing(run, c.step)
             return None

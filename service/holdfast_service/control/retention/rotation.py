@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
 from holdfast_service.control.retention.proofs import UNKNOWN, Proofs, ProvenDecisions
+from holdfast_service.control.retention.replaced import Replaced
 from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
 from holdfast_service.storage import Store
 
@@ -61,6 +62,7 @@ class Rotation:
         self.files, self.readers = files, readers
         self.looks = Looks(store.files)
         self.proofs = Proofs(self.looks, catalog)
+        self._replaced = Replaced(store, catalog, self.proofs, readers)
         self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
@@ -139,7 +141,8 @@ class Rotation:
                 gone = [d for d in reversed(decisions) if not d.keep]
                 trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
                 self._wait_for_readers(run, candidates, file)
-            self._free(trashed)
+                freed = [*trashed.values(), *self._settle_replaced(run)]
+            self._free(freed)
         self.applied(run)
         for decision in gone:
             if decision.step in trashed:
@@ -168,7 +171,7 @@ class Rotation:
                 for step in steps:
                     if trashed := self._discard(run, {step: [f"to make room for step {incoming.step}"]}, "space"):
                         break
-            self._free(trashed)
+            self._free(trashed.values())
         for step in trashed:
             log.warning("removed %s@%s early, to make room for step %s", run, step, incoming.step)
             return step
@@ -262,7 +265,7 @@ class Rotation:
             trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
         if trashed:
             with self._turn:
-                self._free(trashed)
+                self._free(trashed.values())
         return found
 
     @contextmanager
@@ -363,9 +366,8 @@ class Rotation:
     def looked_at(self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None) -> tuple[RunFile, list[Candidate]]:
         """The run's file, and its checkpoints as the rules see them; what the catalog says of them goes into `listed`."""
         file, read = self.files.read(run), self.readers.held(run)
-        with self._freshness:  # before the catalog is asked
-            fresh = {step: _FRESH for of, step in self._fresh if of == run}
-        busy = dict.fromkeys(read, _READ) | fresh
+        fresh = self._freshly(run)  # before the catalog is asked
+        busy = dict.fromkeys(read, _READ) | dict.fromkeys(fresh, _FRESH)
         linked = links.standing(file, run)
         for path in linked.unseen:
             log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
@@ -459,8 +461,22 @@ class Rotation:
         except (Damaged, NoSuchCheckpoint):
             return []  # without a manifest, foreign files cannot be recognised, and damage must not keep anything for ever
 
-    def _free(self, trashed: dict[int, str]) -> None:
-        for path in trashed.values():
+    def _settle_replaced(self, run: str) -> list[str]:
+        """Let go of what was replaced, or put it back; what is to be freed."""
+        settled = self._replaced.settle(run, self._freshly(run), self.still_deciding)
+        for step in settled.back:
+            self.proofs.discoveries.put_back(run, step)
+        if settled.again_s is not None:
+            self.due(run, settled.again_s)
+        return settled.freed
+
+    def _freshly(self, run: str) -> set[int]:
+        """The steps of which another one stands there than the catalog describes."""
+        with self._freshness:
+            return {step for of, step in self._fresh if of == run}
+
+    def _free(self, removed: Iterable[str]) -> None:
+        for path in removed:
             left = removal.unlink(self._store, path)
             if left is not None:
                 log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)

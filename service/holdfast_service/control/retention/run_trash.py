@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import moments, naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InUse, NoSpace, NoSuchResource
+from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, InUse, NoSpace, NoSuchResource
 from holdfast_formats.moments import later, seconds_of, utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
@@ -75,6 +75,7 @@ class RunTrash:
         self._tier, self._store, self._catalog = tier, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
         self._ages = TrashAges(tier)
+        self._kept: set[str] = set()  # entries of which it was told that they stay
         self._owed: dict[str, _Note] = {}  # deleted runs that the catalog still lists, also if their entries are gone
         self.days: float | None = KEPT_DAYS
         self.later: Callable[[str, Callable[[], object]], None] = lambda what, act: None  # after what waits to be recorded
@@ -177,7 +178,7 @@ class RunTrash:
         entries = self.entries()
         ages = self._ages.look(self._clock(), {one.entry: seconds_of(one.deleted) for one in entries})
         due = [one for one in entries if ages[one.entry] >= days * DAY_S]
-        return [one.entry for one in due if self._purge(one, f"it was deleted {days:g} days ago")]
+        return [one.entry for one in due if self._may_go(one) and self._purge(one, f"it was deleted {days:g} days ago")]
 
     def make_room(self, free_bytes: int, whom: str) -> bool:
         """Remove what was deleted first, for good, until so many bytes are free; False if that is not enough."""
@@ -185,7 +186,8 @@ class RunTrash:
         for one in reversed(self.entries()):
             if self._tier.free_bytes() >= free_bytes:
                 break
-            self._purge(one, f"the disk had no room for {whom}", "warning")
+            if self._may_go(one):
+                self._purge(one, f"the disk had no room for {whom}", "warning")
         return self._tier.free_bytes() >= free_bytes
 
     def recover(self) -> None:
@@ -263,6 +265,22 @@ class RunTrash:
         if found is None:
             raise _not_there(run)
         return found
+
+    def _may_go(self, one: TrashedRun) -> bool:
+        """Whether nothing came in the place of a deleted run, or something that is sound; else it stays, which is told."""
+        try:
+            steps = self._store.steps(one.run)
+            if not steps or any(self._rotation.proofs.stands(one.run, step) for step in reversed(steps)):
+                self._kept.discard(one.entry)
+                return True
+        except CatalogUnavailable as away:
+            log.info("%s stays in the trash for now: %s", one.entry, away.detail)
+            return False
+        if one.entry not in self._kept:
+            self._kept.add(one.entry)
+            text = f"the deleted run stays in the trash: no checkpoint of the run {one.run} that is there now is sound"
+            self._events.add("removal-waits", text, one.run, level="error", entry=one.entry)
+        return False
 
     def _purge(self, one: TrashedRun, why: str, level: Literal["info", "warning"] = "info") -> bool:
         path = f"{naming.RUN_TRASH}/{one.entry}"

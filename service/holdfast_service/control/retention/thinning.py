@@ -68,7 +68,9 @@ class Thinning:
                     self.was_done(run, step)
         self.made(made)
         self.clear(place)
-        self.clear(naming.replaced_place(run, step))
+        for before in self._store.replaced(run):  # what takes its place was read back before
+            if before.step == step:
+                self.clear(before)
         return made
 
     def was_done(self, run: str, step: int) -> None:

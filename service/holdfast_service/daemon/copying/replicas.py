@@ -17,7 +17,15 @@ from holdfast_formats import moments, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifest, thinning, verification
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch, Unavailable
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    Damaged,
+    NoSuchCheckpoint,
+    NotFound,
+    StateMismatch,
+    Unavailable,
+)
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
@@ -113,6 +121,7 @@ class Replicator:
         tier = self._reached()
         if tier is not self._tier:
             self._book.opened(self.name, tier)
+            self._settle(tier)
             self._tier = tier
         if self._rename(self._tier):
             return True
@@ -206,8 +215,9 @@ class Replicator:
         try:
             pair = read_pair(self._source, directory)
             if tier.list(directory):
-                if self._refuse_another(tier, pair):
-                    self._follow(tier, pair)
+                if self._refuse_another(tier, pair) and not self._follow(tier, pair):
+                    self._skip(which)
+                    return
                 self.check(run, step)
                 return
             self._carry(tier, pair)
@@ -248,10 +258,14 @@ class Replicator:
                     tier.remove_tree(staging)
             raise
 
-    def _follow(self, tier: Tier, pair: ManifestPair) -> None:
-        """Do to the copy what was done to its checkpoint: it takes the copy's place, and only what differs is copied."""
+    def _follow(self, tier: Tier, pair: ManifestPair) -> bool:
+        """Do to the copy what was done to its checkpoint: it takes the copy's place, and only what differs is copied. False
+        if the copy stays as it is, since no other checkpoint has what it would lose.
+        """
         made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
         whole = read_pair(tier, directory).made
+        if not self._book.may_follow(self.name, tier, made, whole):
+            return False
         here, there = (verification.tensors_by_file(one) for one in (made, whole))
         names = {file.name for file in whole.files if file in made.files and here.get(file.name) == there.get(file.name)}
         proof, rest = _only(whole, names, True), _only(made, names, False)
@@ -266,6 +280,27 @@ class Replicator:
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 store.discard(place)
+        self._settle(tier)
+        return True
+
+    def _settle(self, tier: Tier) -> None:
+        """Of a copy and the one that it replaced, keep the sound one; the one that stands where both are."""
+        store = PosixStore(tier)
+        for run in filter(naming.is_run_name, tier.list("")):
+            for place in store.replaced(run):
+                gone = store.take_back(place) if self._is_replaced_by_damage(tier, place) else store.release(place)
+                if gone is not None:
+                    store.free(gone)
+
+    def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
+        """Whether what stands is not sound, and the one that it replaced is; every byte is read."""
+        for directory, found in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
+            try:
+                read_back(tier, directory, read_pair(tier, directory).made, self._going())
+            except (Damaged, NotFound):
+                continue
+            return found
+        return False
 
     def _refuse_another(self, tier: Tier, pair: ManifestPair) -> bool:
         """`AlreadyCommitted` when what stands there is sound, and not this checkpoint; whether it is this one before it was

@@ -1,0 +1,156 @@
+"""What was replaced goes when its replacement was read back, and comes back when that is damaged, or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_formats.lineage import Intent
+from holdfast_service.control import root_care
+from holdfast_service.control.retention import replaced
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.storage import MemoryTier
+from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
+from tests.daemons import wait_until
+
+ANEW = Intent(existing="replace")
+PATH = naming.checkpoint_path(RUN, 1)
+
+
+class FlippingTier(MemoryTier):
+    """A disk that flips a bit of the next one that takes another's place, before anybody reads it back."""
+
+    flips = False
+
+    def exchange(self, source: str, target: str) -> bool:
+        done = super().exchange(source, target)
+        if self.flips:
+            self.flips = False
+            flip(self, target)
+        return done
+
+
+def flip(tier: MemoryTier, directory: str) -> None:
+    (name,) = [name for name in tier.list(directory) if name.endswith(".safetensors")]
+    tier._file(f"{directory}/{name}")[-1] ^= 1
+
+
+def launch(world: SaverWorld, step: int = 1) -> Rank:
+    """A rank that has saved a step, which was read back."""
+    world.decisions.recover()
+    (rank,) = world.launch(1)
+    rank.save(step)
+    assert rank.wait(step).problem is None
+    world.checked()
+    assert world.decisions.findings.found(RUN, step) == "sound"
+    return rank
+
+
+def replace(rank: Rank, step: int = 1) -> None:
+    del rank.outcomes[step]
+    rank.save(step, intent=ANEW)
+    assert rank.wait(step).problem is None
+
+
+@pytest.fixture
+def tier() -> FlippingTier:
+    return FlippingTier()
+
+
+@pytest.fixture
+def world(tier: FlippingTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[SaverWorld]:
+    monkeypatch.setattr(replaced, "MEND_S", 0.05)
+    with saver_world(tier) as made:
+        yield made
+
+
+def settled(world: SaverWorld) -> None:
+    """All was read back, and nothing is aside any more."""
+    world.checked()
+    wait_until(lambda: not world.decisions.store.replaced(RUN) and world.decisions.rotation.settle())
+
+
+def test_it_goes_once_its_replacement_was_read_back(world: SaverWorld, tier: FlippingTier) -> None:
+    """And not before."""
+    rank = launch(world)
+    before = verify(tier, PATH)
+    world.saver.checks.close()  # nobody reads back what comes now
+    replace(rank)
+    (aside,) = world.decisions.store.replaced(RUN)
+    assert verify(tier, aside.path) == before
+    world.decisions.rotation.apply(RUN)
+    assert world.decisions.store.replaced(RUN) == [aside]
+    made = verify(tier, PATH)
+    assert made != before
+    world.decisions.recorded(30)
+    world.decisions.findings.sound(RUN, 1)
+    settled(world)
+    assert verify(tier, PATH) == made
+    assert tier.list(f"{RUN}/{naming.STAGING}") == tier.list(f"{RUN}/{naming.TRASH}") == []
+
+
+def test_it_comes_back_where_its_replacement_is_damaged(world: SaverWorld, tier: FlippingTier) -> None:
+    """What was verified is restored, and an event says so; it is read back again."""
+    rank = launch(world)
+    before = verify(tier, PATH)
+    tier.flips = True
+    replace(rank)
+    settled(world)
+    assert verify(tier, PATH) == before
+    assert world.decisions.recorded(30)
+    listed = world.catalog.checkpoint(RUN, 1)
+    assert (listed.created, listed.damage) == (before.created, None)
+    world.decisions.rotation.close()
+    told = [event.kind for event in world.decisions.events.after(0, 100) if event.level == "error"]
+    assert told == ["checkpoint-damaged", "checkpoint-put-back"]
+
+
+def test_it_comes_back_where_its_replacement_is_gone(world: SaverWorld, tier: FlippingTier) -> None:
+    """Somebody removes by hand what has not been read back yet. What Holdfast removes is gone, with what it replaced."""
+    rank = launch(world)
+    before = verify(tier, PATH)
+    world.saver.checks.close()
+    replace(rank)
+    tier.remove_tree(PATH)
+    assert world.decisions.recorded(30)
+    world.decisions.rotation.apply(RUN)
+    assert verify(tier, PATH) == before and not world.decisions.store.replaced(RUN)
+    replace(rank)
+    assert world.decisions.recorded(30)
+    world.decisions.rotation.remove(RUN, 1, newest=True)
+    assert not tier.list(PATH) and not world.decisions.store.replaced(RUN)
+    with pytest.raises(NoSuchCheckpoint):
+        world.decisions.rotation.remove(RUN, 1)
+
+
+@pytest.mark.parametrize("damaged", ["replacement", "replaced"])
+def test_a_start_after_a_crash_keeps_the_sound_one(
+    tier: FlippingTier, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    """The daemon dies right after the exchange, and one of the two has a flipped bit: the other one is what stands."""
+    monkeypatch.setattr(replaced, "MEND_S", 0.05)
+    with saver_world(tier) as world:
+        rank = launch(world)
+        world.saver.checks.close()
+        replace(rank)
+    aside = naming.Place(RUN, 1, 1).path
+    tier.publish(naming.replaced_path(RUN, 1), aside)  # as an exchange leaves it
+    sound, hurt = (PATH, aside)[damaged == "replacement"], (PATH, aside)[damaged == "replaced"]
+    kept = verify(tier, sound)
+    flip(tier, hurt)
+    with saver_world(tier) as world:
+        root_care.sweep(world.decisions.store)
+        assert verify(tier, sound if sound == PATH else naming.replaced_path(RUN, 1)) == kept
+        world.decisions.recover()
+        assert world.decisions.recorded(30)
+        try:
+            verify(tier, PATH)
+        except Damaged as error:
+            world.decisions.findings.damaged(RUN, 1, error)
+        else:
+            world.decisions.findings.sound(RUN, 1)
+        settled(world)
+        assert verify(tier, PATH) == kept
