@@ -55,7 +55,11 @@ class Place(NamedTuple):
     def sweep_later(self) -> list[str]:
         """What is swept when the hours have passed, and who is here now is still here."""
         RunLives(self.world.saver, self.world.decisions).look()
-        self.world.decisions.empty_runs._clock = lambda: empty_runs.time.time() + LATER_S
+        empty = self.world.decisions.empty_runs
+        empty._clock = empty_runs.time.monotonic
+        empty._missed.clear()
+        assert self.sweeper.look() == []
+        empty._clock = lambda: empty_runs.time.monotonic() + LATER_S
         return self.sweeper.look()
 
     @property
@@ -233,7 +237,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
 
 def test_a_fault_at_every_act_of_a_sweep(place: Place, plan: Plan) -> None:
     """Whatever fails, the run is known or gone as a whole afterwards: a hello works, and a later sweep does the rest."""
-    place.world.decisions.empty_runs._clock = lambda: empty_runs.time.time() + LATER_S
+    place.world.decisions.empty_runs._kept_s = 0.0
     for kind in ACTS:
         for number in count(1):
             run = f"{kind.replace('_', '-')}-{number}"

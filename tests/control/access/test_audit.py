@@ -51,12 +51,26 @@ def test_an_entry_is_there_as_soon_as_it_is_asked_for(world: World) -> None:
 
 def test_entries_are_removed_by_age(world: World) -> None:
     """Those that are older than was said, when the next batch has been written."""
-    world.audit.add(ACT)
-    assert world.audit.settle(30)
-    world.now = moments.later(NOW, 31 * 86_400)
+    for day in range(45):
+        world.now = moments.later(NOW, day * 86_400)
+        world.audit.record(ACT._replace(kind=f"day-{day}"))
     world.audit._untrimmed = module.TRIM_EVERY
-    world.audit.add(ACT._replace(kind="pin-removed"))
-    wait_until(lambda: world.kinds() == ["pin-removed"])
+    world.audit.add(ACT._replace(kind="newest"))
+    wait_until(lambda: world.kinds() == ["newest", *(f"day-{day}" for day in range(44, 13, -1))])
+
+
+@pytest.mark.parametrize("apart_s", [7200.0, 400 * 86_400.0], ids=["hours", "a year"])
+def test_no_clock_empties_it(world: World, apart_s: float) -> None:
+    """Of two nodes one is hours, or a year, ahead; then the clock of the other one jumps, too."""
+    other = Audit(world.catalog.database, "node-2", lambda: moments.later(world.now, apart_s), days=30)
+    for minute in range(60):
+        world.now = moments.later(NOW, minute * 60)
+        world.audit.record(ACT)
+        other.record(ACT)
+    world.now = moments.later(NOW, 900 * 86_400)
+    world.audit.record(ACT)
+    world.audit._trim()
+    assert len(world.kinds()) == 121
 
 
 def test_a_flood_pushes_out_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,18 @@ class TestRounds:
         catalog.note_round("run", 5, 3, 2, NOW)
         assert catalog.declare_attempt("run", "next", 2, NOW) == 4
 
+    def test_what_was_published_before_the_daemon_ended_is_committed(self, catalog: Catalog) -> None:
+        """Whatever the clock said when its round was opened; but not by the one whose place it was to take."""
+        catalog.declare_attempt("run", "launch", 2, NOW)
+        published = catalog.note_round("run", 1, 1, 2, "2031-01-01T00:00:00.000Z")[0]
+        replaced = catalog.note_round("run", 2, 1, 2, NOW)[0]
+        catalog.end_round(replaced, "committed", NOW)
+        catalog.note_round("run", 2, 1, 2, "2031-01-01T00:00:00.000Z")
+        catalog.note_round("run", 3, 1, 2, NOW)
+        for step in (1, 2):
+            catalog.record_checkpoint(a_row("run", step))
+        assert [found.id for found in catalog.settle_committed_rounds(LATER)] == [published]
+
     def test_abort_open_rounds(self, catalog: Catalog) -> None:
         """Only rounds going on are aborted, but for those to keep, and for those that all ranks have staged."""
         done = catalog.note_round("run", 1, 1, 2, NOW)[0]

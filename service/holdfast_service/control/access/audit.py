@@ -13,7 +13,7 @@ import pwd
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context
 from typing import NamedTuple
 
@@ -212,11 +212,33 @@ class Audit:
 
     def _trim(self) -> None:
         with self._database.write() as session:
-            session.execute(delete(AuditRow).where(AuditRow.at < moments.later(self._now(), -self._days * 86_400)))
+            spans = session.execute(select(func.min(AuditRow.at), func.max(AuditRow.at))).one()
+            if spans[0] is not None and moments.later(spans[0], self._days * 86_400) <= spans[1]:
+                seen = session.execute(select(AuditRow.id, AuditRow.node, AuditRow.at).order_by(AuditRow.id.desc()))
+                if (last := horizon((tuple(row) for row in seen), self._days)) is not None:
+                    session.execute(delete(AuditRow).where(AuditRow.id <= last))
             excess = (session.scalar(select(func.count()).select_from(AuditRow)) or 0) - ENTRIES_MAX
             if excess > 0:
                 for author, count in evictions(_by_author(session), excess).items():
                     _remove_oldest(session, author, count)
+
+
+def horizon(entries: Iterable[tuple[int, str, str]], days: int) -> int | None:
+    """The newest of these entries (id, node and time, the newest first) that is older than so many days, as nodes have seen
+    them pass: between two entries of one node a tenth of the days at most, and never one clock against another. So no
+    clock that jumps empties the log.
+    """
+    most = days * 86_400.0
+    ages: dict[str, float] = {}
+    before: dict[str, float] = {}
+    for number, node, at in entries:
+        time_of = moments.seconds_of(at)
+        if node in before:
+            ages[node] = ages.get(node, 0.0) + min(max(before[node] - time_of, 0.0), most / 10)
+        before[node] = time_of
+        if max(ages.values(), default=0.0) > most:
+            return number
+    return None
 
 
 def local_user() -> str:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, exists, func, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats import naming
 from holdfast_formats.errors import (
@@ -241,10 +241,13 @@ class Catalog:
 
     def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
         """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
-        same = (CheckpointRow.step == RoundRow.step, CheckpointRow.attempt == RoundRow.attempt)
-        # One of before this round is what it was to be put in the place of.
-        since = CheckpointRow.created >= RoundRow.opened
-        published = select(CheckpointRow.run).where(CheckpointRow.run == RoundRow.run, *same, since).exists()
+        same = [getattr(CheckpointRow, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
+        # Where another round of this launch has committed the step, this one was to be put in the place of that: only then
+        # do times say which one stands, since clocks may be wrong.
+        before, at = aliased(RoundRow), CheckpointRow.created >= RoundRow.opened
+        of_step = [getattr(before, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
+        first = ~exists().where(*of_step, before.id != RoundRow.id, before.state == "committed")
+        published = exists().where(*same, at) | (first & exists().where(*same))
         wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
         with self._write() as session:
             rows = session.scalars(wanted.with_for_update()).all()

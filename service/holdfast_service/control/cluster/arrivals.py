@@ -16,8 +16,7 @@ from sqlalchemy.orm import Session, aliased
 from sqlalchemy.sql.dml import ReturningInsert
 
 from holdfast_formats.errors import RoundAborted, StaleAttempt, StateMismatch, from_problem
-from holdfast_formats.moments import utc_now
-from holdfast_service.control.cluster.membership import Membership, now
+from holdfast_service.control.cluster.membership import Membership, now, now_text
 from holdfast_service.control.database.schema import CatalogTable, DeclarationRow, JointRoundRow, PartRow, RunRow
 
 GOING = ("open", "sealed", "committing")
@@ -109,10 +108,10 @@ class Arrivals:
 
     def _make(self, key: StepKey, world: int, declaration: str) -> Insert:
         """An open round, where nobody has made one of this step yet."""
-        values = {**key._asdict(), "world": world, "state": "open", "created": utc_now()}
+        values = {**key._asdict(), "world": world, "state": "open"}
         first = (self._is_usual(key, declaration), ~exists().where(*key.of(JointRoundRow)))
-        new = select(key.new_id(), *_literals(JointRoundRow, values), now()).where(*first)
-        return insert(JointRoundRow).from_select(["id", *values, "changed"], new).on_conflict_do_nothing()
+        new = select(key.new_id(), *_literals(JointRoundRow, values), now_text(), now()).where(*first)
+        return insert(JointRoundRow).from_select(["id", *values, "created", "changed"], new).on_conflict_do_nothing()
 
     def _is_usual(self, key: StepKey, declaration: str) -> ColumnElement[bool]:
         """Whether the declaration is there, no newer attempt has begun, and no round was given up that this node has not
@@ -145,7 +144,7 @@ class Arrivals:
             **key._asdict(),
             "world": world,
             "state": "open",
-            "created": utc_now(),
+            "created": now_text(),
             "changed": now(),
         }
         session.execute(insert(JointRoundRow).values(values).on_conflict_do_nothing())

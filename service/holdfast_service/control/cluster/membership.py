@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Interval, and_, cast, delete, func, literal, not_, select, update
+from sqlalchemy import ColumnElement, Interval, String, and_, cast, delete, func, literal, not_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -93,6 +93,11 @@ def this_daemon(name: str) -> Me:
 def now() -> ColumnElement[datetime]:
     """The database's time at this statement, not at its transaction's begin."""
     return func.clock_timestamp()
+
+
+def now_text() -> ColumnElement[str]:
+    """The database's time as text, as `moments` writes times."""
+    return func.to_char(func.timezone("UTC", now()), 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"', type_=String)
 
 
 def later(seconds: float) -> ColumnElement[datetime]:

@@ -17,12 +17,11 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.lineage import Lineage, Rewind
-from holdfast_formats.moments import utc_now
 from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
 from holdfast_service.control.cluster.arrivals import GOING, Arrivals, StepKey
 from holdfast_service.control.cluster.bell import CHANNEL
-from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.cluster.membership import Membership, later, now, now_text
 from holdfast_service.control.cluster.round_bodies import LOST, RoundBodies, unpack
 from holdfast_service.control.database.schema import JointRoundRow, JsonText, NodeRow, PartRow, VoteRow
 
@@ -217,7 +216,7 @@ class Rendezvous:
                 if last is not None and not self._arrivals.has_heard(session, last.id):
                     self._arrivals.hear(session, last.id)  # that one was another node's, of the same step
                     return
-                values = {"id": key.new_id(), **key._asdict(), "world": world, "created": utc_now(), **ended}
+                values = {"id": key.new_id(), **key._asdict(), "world": world, "created": now_text(), **ended}
                 found = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
             if found is not None:
                 self._arrivals.hear(session, found)

@@ -16,7 +16,6 @@ from sqlalchemy import delete, select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, LimitExceeded
-from holdfast_formats.moments import seconds_of
 from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -40,7 +39,7 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 EMPTY_RUNS_MAX = 200  # made by one tenant, without a save
-KEPT_S = 6 * 3600.0  # after its ranks are gone, or were first missed
+KEPT_S = 6 * 3600.0  # after its ranks were first missed
 _OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
@@ -56,13 +55,13 @@ class EmptyRuns:
         events: Events,
         *,
         kept_s: float = KEPT_S,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier, self._catalog, self._attempts, self._files, self._events = tier, catalog, attempts, files, events
         self._kept_s, self._clock = kept_s, clock
         self._lock = threading.Lock()
         self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began
-        self._missed: dict[str, float] = {}  # runs without a record of their ranks, and since when no rank was seen
+        self._missed: dict[str, tuple[RunAttempts, float]] = {}  # since when no rank of a run was seen, by this daemon
 
     def admit(self, run: str, tenant: str) -> None:
         """Raise `LimitExceeded` for a new run if its tenant already has too many without a save."""
@@ -88,8 +87,8 @@ class EmptyRuns:
         """
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
-        self._missed = {run: at for run, at in self._missed.items() if run in runs}
         empty = {run: known.get(run, RunAttempts()) for run in runs if removal.is_bare(self._tier, run)}
+        self._missed = {run: missed for run, missed in self._missed.items() if missed[0] == empty.get(run)}
         return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
 
     def forget(self, run: str) -> bool:
@@ -140,9 +139,7 @@ class EmptyRuns:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
 
     def _deserted_s(self, run: str, declared: RunAttempts) -> float:
-        """How long the run has had no ranks; if that is not known, it counts from the first look."""
+        """For how long this daemon has seen that the run has no ranks: no clock that jumps makes it longer."""
         if declared.life == "running":
             return 0.0
-        if declared.since is not None:
-            return self._clock() - seconds_of(declared.since)
-        return self._clock() - self._missed.setdefault(run, self._clock())
+        return self._clock() - self._missed.setdefault(run, (declared, self._clock()))[1]
