@@ -142,4 +142,5 @@ class EmptyRuns:
         """For how long this daemon has seen that the run has no ranks: no clock that jumps makes it longer."""
         if declared.life == "running":
             return 0.0
-        return self._clock() - self._missed.setdefault(run, (declared, self._clock()))[1]
+        now = self._clock()
+        return now - self._missed.setdefault(run, (declared, now))[1]
