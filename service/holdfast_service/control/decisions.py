@@ -127,9 +127,20 @@ class Decisions:
         self._publishing.let_go = self._let_go
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
-        self.watch = RootWatch(
+        self.watch = self._root_watch()
+        self._choices.relist = self.watch.relist
+        self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
+        self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
+        self.care: RootCare | None = None  # of a root that several nodes serve
+        self.shared_checks: SharedChecks | None = None
+        if cluster is not None:
+            self._share(cluster)
+
+    def _root_watch(self) -> RootWatch:
+        cluster = self._cluster
+        return RootWatch(
             self.store,
-            catalog,
+            self._catalog,
             self.rotation,
             self.findings,
             self.events,
@@ -138,13 +149,6 @@ class Decisions:
             replaced=self.standing.look_again,
             is_mine=lambda: cluster is None or cluster.duties.has(UPKEEP),
         )
-        self._choices.relist = self.watch.relist
-        self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
-        self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
-        self.care: RootCare | None = None  # of a root that several nodes serve
-        self.shared_checks: SharedChecks | None = None
-        if cluster is not None:
-            self._share(cluster)
 
     def keep_usually(self, policy: RetentionPolicy) -> None:
         """What is thinned and compacted of runs that have no policy of their own."""
