@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
-from holdfast import Checkpointer
+from holdfast import Api, Checkpointer
 from holdfast.integrations.dcp import HoldfastStorageReader, HoldfastStorageWriter, runs, steps
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
@@ -384,6 +385,27 @@ def test_going_back_and_a_launch_that_loaded_nothing(saver: Saver) -> None:
         saver.save({"n": 0}, 2)
     saver.save({"n": 21}, 2, existing="replace")
     assert saver.load({"n": 0}) == {"n": 21}
+
+
+def test_a_save_after_one_that_failed(saver: Saver, daemon: RunningDaemon) -> None:
+    """It goes on from the last step that this training has saved: it is not refused, and leaves nothing behind."""
+    with httpx.Client(base_url=daemon.url) as http:
+
+        def limit(quota: int | None) -> None:
+            got = http.get(f"/v1/runs/{saver.run}/policy")
+            policy, match = {**got.json(), "quota_bytes": quota}, {"If-Match": got.headers["etag"]}
+            http.put(f"/v1/runs/{saver.run}/policy", json=policy, headers=match).raise_for_status()
+
+        saver.save({"n": torch.ones(2)}, 1)
+        for step in (2, 4):
+            saver.save({"n": torch.ones(2)}, step)
+            limit(1)
+            saver.refused({"n": torch.ones(2)}, "quota")
+            limit(None)
+            saver.save({"n": torch.ones(2)}, step + 1)
+            saver.load({"n": torch.ones(2)}, step + 1)
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(saver.run) if made.state != "abandoned") == [1, 2, 3, 4, 5]
 
 
 def test_a_writer_travels_to_another_process(saver: Saver) -> None:

@@ -56,6 +56,8 @@ class RunOfProcess:
         self._launch = ""
         self._last: SaveTicket | None = None
         self._saved: set[int] = set()
+        self._committed: int | None = None  # the last step that was saved since one was loaded
+        self._goes_on: tuple[int, int] | None = None  # as `loaded`, for a launch after one that failed
         self._noted: tuple[int, int] | None = None
         self.parts = ChunkFragments()
         self.groups: frozenset[str] = frozenset()  # that the coordinator gave out last
@@ -64,12 +66,26 @@ class RunOfProcess:
     def note_loaded(self, step: int, whole: bool) -> None:
         """A step was loaded. Training goes on from it, unless it is only a part that is loaded later, such as a teacher."""
         if whole or (self.loaded is None and not self._saved):
-            self.loaded = step, (self.loaded[1] if self.loaded else 0) + 1
+            self.take_loaded((step, (self.loaded[1] if self.loaded else 0) + 1))
+
+    def take_loaded(self, loaded: tuple[int, int]) -> None:
+        """Training goes on from what was loaded last, in this process or in that of the training."""
+        if loaded != self.loaded:
+            self.loaded, self._committed, self._goes_on = loaded, None, None
+
+    @property
+    def origin(self) -> tuple[int, int] | None:
+        """The step that training goes on from, and how often one was loaded, for the coordinator to give out."""
+        return self._goes_on or self.loaded
 
     def launch(self) -> str:
-        """The launch of the next save, for the coordinator to give out: a new one if the last save failed on any rank."""
+        """The launch of the next save, for the coordinator to give out: a new one if the last save failed on any rank, which
+        goes on from what the one before has committed.
+        """
         with self._lock:
-            failed = self._last is not None and (not self._last.done or self._last.error is not None)
+            failed = self._last is not None and not self._settled(self._last)
+            if failed and self._committed is not None:
+                self._goes_on = self._committed, 0
             return uuid.uuid4().hex if failed or not self._launch else self._launch
 
     def save(self, part: RankPart, contents: Given, asked: Asked, keep_last: int | None) -> SaveTicket:
@@ -79,6 +95,7 @@ class RunOfProcess:
             if self._last is not None:
                 with suppress(CheckpointError):
                     self._last.result(LAST_S)
+                self._settled(self._last)
             if part.loaded is not None and part.loaded != self._noted:
                 checkpointer.goes_on_from(part.loaded[0])
                 self._noted = part.loaded
@@ -98,6 +115,13 @@ class RunOfProcess:
         """RankPart from the daemon. The next save connects again, as another launch."""
         with self._lock:
             self._part()
+
+    def _settled(self, ticket: SaveTicket) -> bool:
+        """Whether the save has ended well."""
+        if not ticket.done or ticket.error is not None:
+            return False
+        self._committed = ticket.step
+        return True
 
     def _checkpointer_of(self, part: RankPart, keep_last: int | None) -> Checkpointer:
         if self._checkpointer is None or self._launch != part.launch:

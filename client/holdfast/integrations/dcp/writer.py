@@ -67,7 +67,7 @@ class HoldfastStorageWriter(StorageWriter):
         loaded = state.pop("_loaded")
         vars(self).update(state)
         if loaded is not None:
-            self._process.loaded = loaded
+            self._process.take_loaded(loaded)
 
     @property
     def checkpoint_id(self) -> str:
@@ -107,7 +107,7 @@ class HoldfastStorageWriter(StorageWriter):
         process.groups = names.groups_of(heads) | kept
         launch = process.launch()
         return [
-            dataclasses.replace(plan, storage_data=runs.RankPart(rank, len(plans), launch, process.groups, process.loaded))
+            dataclasses.replace(plan, storage_data=runs.RankPart(rank, len(plans), launch, process.groups, process.origin))
             for rank, plan in enumerate(plans)
         ]
 
