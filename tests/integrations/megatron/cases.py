@@ -107,6 +107,11 @@ def options(cases: Cases) -> None:
     args.no_save_optim = True
     save_checkpoint(4, made.model, made.optimizer, made.scheduler, 400)  # the weights of 3, without the optimizer
     close()
+    try:
+        save_checkpoint(4, made.model, made.optimizer, made.scheduler, 400)
+    except CheckpointError as error:
+        cases.answers["anew"] = f"{type(error).__name__}: {error.detail}"
+    close()
     cases.loaded("newest")
     elsewhere = args.work / "elsewhere" / "new"
     cases.loaded("of another run", {"run": "new"}, save=elsewhere)

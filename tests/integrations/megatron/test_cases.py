@@ -53,6 +53,11 @@ def test_it_is_refused_by_name(answers: Answers, case: str, named: str) -> None:
     assert not exists, "something was staged"
 
 
+def test_a_launch_that_loaded_nothing_saves_into_no_run_that_has_checkpoints(answers: Answers) -> None:
+    """Also not at the newest step, which would count as saved."""
+    assert answers["anew"].startswith("AlreadyCommitted: ") and "restored nothing" in answers["anew"]
+
+
 @pytest.mark.parametrize("case", ["fine", "bytes"])
 def test_the_same_model_is_saved_otherwise(answers: Answers, case: str) -> None:
     assert answers[case] == ["saved", True]

@@ -62,6 +62,7 @@ class MegatronCheckpoints:
         self.progress: dict[str, Any] = dict(self._now)
         self._state: dict[str, Any] = {}
         self._places: list[int] = []
+        self._held: set[int] = set()  # steps that this launch has saved or restored
         _refuse_tied_parts(self._chunks, optimizer)
         self._refresh()
 
@@ -81,11 +82,13 @@ class MegatronCheckpoints:
         self.checkpointer = Checkpointer(run, self._state, **chosen)
 
     def save(self, step: int, progress: dict[str, Any], **how: Any) -> SaveTicket:
-        """Save the state as it is now; what was saved before in this launch at the same step counts."""
+        """Save the state as it is now; what this launch has saved before or restored at the same step counts."""
         self._refresh()
         self._says({**self._now, **progress})
         self._note_extra_states()
-        return self.checkpointer.save(step, existing="same", **how)
+        ticket = self.checkpointer.save(step, existing="same" if step in self._held else "refuse", **how)
+        self._held.add(step)
+        return ticket
 
     def peek(self, step: int | None, foreign: bool = False) -> tuple[int, dict[str, Any] | None] | None:
         """The step that would be restored and what it says of the training, without touching model or optimizer.
@@ -163,6 +166,7 @@ class MegatronCheckpoints:
             if self._by_name is not None:
                 self._by_name.others = {}
         process_state.install_extra_states(self._tensors.modules, self._state.get(EXTRA_STATES, {}))
+        self._held = {found} if "extra" in (part.groups or ("extra",)) else set()  # else it is finetuned
         return found
 
     def _says(self, progress: dict[str, Any]) -> None:
