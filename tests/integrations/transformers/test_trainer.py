@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import holdfast
+from holdfast import Api
 from holdfast.integrations.transformers import HoldfastTrainerMixin, attach, resuming, training
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint, StateMismatch
@@ -82,6 +83,7 @@ class Starts(TrainerCallback):
         self.steps.append(state.global_step)
 
 
+@pytest.mark.filterwarnings("error::holdfast.LeftOutWarning")
 def test_a_script_that_is_started_again_goes_on(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     first = attach(plain(tmp_path, max_steps=4, num_train_epochs=1), run, at=daemon.socket)
     first.train()
@@ -180,6 +182,18 @@ def test_a_run_moves_over(daemon: RunningDaemon, run: str, tmp_path: Path, expli
     assert not (tmp_path / "checkpoint-2").is_symlink() and (tmp_path / "checkpoint-6").is_symlink()
     attach(plain(tmp_path, callbacks=[starts], max_steps=8), run, at=daemon.socket).train(resume_from_checkpoint=True)
     assert starts.steps == [2, 6]
+
+
+def test_a_run_that_went_on_without_holdfast(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """What transformers has saved since is resumed from, and the run goes on above its own checkpoints, which stay."""
+    attach(plain(tmp_path, max_steps=2), run, at=daemon.socket).train()
+    plain(tmp_path / "apart", max_steps=4).train()
+    (tmp_path / "apart" / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    starts = Starts()
+    attach(plain(tmp_path, callbacks=[starts]), run, at=daemon.socket).train(resume_from_checkpoint=True)
+    assert starts.steps == [4]
+    with Api(daemon.url) as api:
+        assert sorted(made.step for made in api.checkpoints(run) if made.state != "abandoned") == [2, 6]
 
 
 def test_the_directory_is_a_model(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ class TrainerRun:
             try:
                 with tempfile.TemporaryDirectory(prefix="holdfast-resume-") as place:
                     source, directory = self._choose(wanted, place)
-                    return self._train(source, wanted.anew, partial(start, directory))
+                    anew = wanted.anew or (source is None and directory is not None)  # what it resumes from is not the run's
+                    return self._train(source, anew, partial(start, directory))
             except _OtherStep as other:
                 if self.trainer.args.neftune_noise_alpha is not None:  # train() would add its noise a second time
                     raise InvalidRequest(
@@ -184,7 +185,7 @@ class TrainerRun:
         with self._probe() as probe:
             if wanted.place is not None and probe.step_at(wanted.place) is None:
                 raise resuming.not_of(self.run, wanted.place)
-            step = probe.restore(wanted.step, groups=("extra",), ignore=("extra/rng",), strict=False, healthy=wanted.healthy)
+            step = probe.restore(wanted.step, groups=("extra",), ignore=("extra/*",), strict=False, healthy=wanted.healthy)
             own = resuming.own_checkpoint(self.trainer.args.output_dir) if wanted == Wanted(needed=True) else None
             if own is not None and own[0] > step:
                 log.info("%s is newer than what %s has: transformers resumes from it", own[1], self.run)
