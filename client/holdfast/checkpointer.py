@@ -251,10 +251,10 @@ class Checkpointer:
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
         `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless training
         had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
-        what else to do: "same" takes a step of this line of training for saved, "replace" replaces any. `StaleAttempt`
-        when a newer launch of the run has begun. What fails later, or because the daemon died and none comes for it within
-        a minute, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
-        committed and raises if it is not.
+        what else to do: "same" takes a step of this line of training for saved, "replace" replaces any. Only with that may a
+        launch save that has restored none of the run's checkpoints. `StaleAttempt` when a newer launch of it has begun. What
+        fails later, or because the daemon died and none comes within a minute, is told by the ticket and as a `SaveWarning`
+        by the next save. `wait="durable"` returns when the step is committed and raises if it is not.
         """
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)

@@ -9,6 +9,7 @@ import numpy as np
 
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
+from holdfast_formats.lineage import Intent
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
@@ -20,11 +21,14 @@ def main() -> None:
     link = RemoteLink(url, lambda outcome: None, lambda error: None)
     hello = wire.Hello(id=link.next_id(), run=run, rank=0, world=1, launch=f"process-{step}")
     attempt = link.request(hello, wire.Welcome).attempt
-    slot = Slots(link, 2, size, 65_536).lease(step, attempt, 10)
+    question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=10)
+    restored = link.request(question, wire.Chosen).step
+    intent = Intent(restored, turn=0 if restored is None else 1, groups=("model",))
+    slot = Slots(link, 2, size, 65_536).lease(step, attempt, 10, intent=intent)
     np.frombuffer(slot.data, np.uint8)[:size] = np.random.default_rng(step).integers(0, 256, size, np.uint8)
     fragment = StagedFragment(TensorSpec("model", "w", "U8", (size,)), (Box((0,), (size,)),), 0)
-    encoded = slot_table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {}))
-    slot.hand_over(slot.seal(encoded, size))
+    table = SlotTable(run, step, attempt, 0, 1, intent.groups, (fragment,), {}, {}, restored=restored, turn=intent.turn)
+    slot.hand_over(slot.seal(slot_table.encode(table), size))
     print("sealed", flush=True)
     time.sleep(3600)
 

@@ -154,6 +154,8 @@ def test_ranks_save_and_other_ranks_restore(daemon: RunningDaemon) -> None:
         states = [training(local(program, tp, rank % tp), True) for rank in range(ranks)]
         options = {"layout": ParallelLayout(mesh, config=llama.CONFIG, program=program)}
         world = World(daemon, "ranks", states, launch=f"from-{step}", **options)
+        for rank in world.ranks if step > 1 else ():
+            rank.goes_on_from(step - 1)
         assert world.save(step) == [None] * ranks
         world.close()
         plain = training(moved(whole), False)

@@ -49,23 +49,24 @@ def copy_rest(slot: Slot, data: np.ndarray) -> None:
     np.frombuffer(slot.data, np.uint8)[data.size // 2 : data.size] = data[data.size // 2 :]
 
 
-def restore(link: SocketLink, root: Path, run: str, box: Box) -> None:
-    """Ask for the step, read this rank's part of it, and compare every byte."""
+def restore(link: SocketLink, root: Path, run: str, box: Box) -> int | None:
+    """Ask for the step, read this rank's part of it, and compare every byte. Returns the step."""
     question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=RESTORE_WAIT_S)
     step = link.request(question, wire.Chosen).step
     if step is None:
         say("restored", 0)
-        return
+        return None
     with open_checkpoint(root, None, run, step) as reader:
         found = reader.read("model", "w", box)
     sound = np.array_equal(found, content(step, box.offset[0], box.shape[0]))
     say("restored" if sound else "wrong", step)
+    return step
 
 
 def save(slots: Slots, table_of: SlotTable, box: Box) -> None:
     data = content(table_of.step, box.offset[0], box.shape[0])
     try:
-        slot = slots.lease(table_of.step, table_of.attempt, 60)
+        slot = slots.lease(table_of.step, table_of.attempt, 60, intent=table_of.intent)
         say("leased", table_of.step)
         copy_half(slot, data)
         copy_rest(slot, data)
@@ -86,14 +87,15 @@ def main() -> None:
     hello = wire.Hello(id=link.next_id(), run=run, rank=rank, world=world, launch=launch)
     attempt = link.request(hello, wire.Welcome).attempt
     box = Box((rank * size,), (size,))
-    restore(link, path, run, box)
+    restored = restore(link, path, run, box)
     slots = Slots(link, 3, size, 65_536)
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step, waits in ((int(text.rstrip("!")), text.endswith("!")) for text in steps.split(",")):
         if waits:
             sys.stdin.readline()
-        held = (StagedFragment(spec, (box,), 0),)
-        save(slots, SlotTable(run, step, attempt, rank, world, ("model",), held, {}, {}), box)
+        held, turn = (StagedFragment(spec, (box,), 0),), 0 if restored is None else 1
+        table = SlotTable(run, step, attempt, rank, world, ("model",), held, {}, {}, restored=restored, turn=turn)
+        save(slots, table, box)
     sys.stdin.readline()
     link.close()
 

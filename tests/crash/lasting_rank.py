@@ -19,6 +19,7 @@ import numpy as np
 from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.lineage import Intent
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
@@ -54,18 +55,23 @@ def main() -> None:
     link = TellingLink(Path(socket), tell, lambda error: say("lost", 0), lambda: Path(socket))
     hello = wire.Hello(id=link.next_id(), run=run, rank=rank, world=world, launch=launch)
     attempt = link.request(hello, wire.Welcome).attempt
+    question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=60)
+    restored = link.request(question, wire.Chosen).step
+    intent = Intent(restored, turn=0 if restored is None else 1, groups=("model",))
     slots = Slots(link, 2, size, 65_536)
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step, waits in ((int(text.rstrip("!")), text.endswith("!")) for text in steps.split(",")):
         fragment = StagedFragment(spec, (Box((rank * size,), (size,)),), 0)
-        encoded = slot_table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
+        table = SlotTable(
+            run, step, attempt, rank, world, intent.groups, (fragment,), {}, {}, restored=restored, turn=intent.turn
+        )
         try:
-            slot = slots.lease(step, attempt, 60)
+            slot = slots.lease(step, attempt, 60, intent=intent)
             say("leased", step)
             if waits:
                 sys.stdin.readline()
             np.frombuffer(slot.data, np.uint8)[:size] = content(step, rank * size, size)
-            slot.hand_over(slot.seal(encoded, size))
+            slot.hand_over(slot.seal(slot_table.encode(table), size))
             say("sealed", step)
         except CheckpointError as error:
             say(f"refused {error.code}", step)

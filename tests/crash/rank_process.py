@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.lineage import Intent
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
@@ -45,18 +46,22 @@ def main() -> None:
     hello = wire.Hello(id=link.next_id(), run=run, rank=rank, world=world, launch=launch)
     attempt = link.request(hello, wire.Welcome).attempt
     question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=60)
-    say("restored", link.request(question, wire.Chosen).step or 0, pause)
+    restored = link.request(question, wire.Chosen).step
+    say("restored", restored or 0, pause)
+    intent = Intent(restored, turn=0 if restored is None else 1, groups=("model",))
     slots = Slots(link, 2, size, 65_536)
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step in map(int, steps.split(",")):
         fragment = StagedFragment(spec, (Box((rank * size,), (size,)),), 0)
-        encoded = slot_table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
+        table = SlotTable(
+            run, step, attempt, rank, world, intent.groups, (fragment,), {}, {}, restored=restored, turn=intent.turn
+        )
         try:
-            slot = slots.lease(step, attempt, 60)
+            slot = slots.lease(step, attempt, 60, intent=intent)
             say("leased", step, pause)
             np.frombuffer(slot.data, np.uint8)[:size] = content(step, rank * size, size)
             say("copied", step, pause)
-            slot.hand_over(slot.seal(encoded, size))
+            slot.hand_over(slot.seal(slot_table.encode(table), size))
         except CheckpointError as error:
             say(f"refused {error.code}", step, pause)
             continue

@@ -79,6 +79,7 @@ def heard(made: Forked, line: str) -> None:
 def resumed(daemon: RunningDaemon, run: str, step: int) -> Iterator[None]:
     """A new launch that saves a step and ends in order."""
     with Checkpointer(run, STATE, at=daemon.socket) as checkpointer:
+        checkpointer.goes_on_from(step - 1)
         checkpointer.save(step).result(60)
         yield
 
@@ -172,6 +173,7 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
         checkpointer.save(1).result(60)
     wait_until(lambda: len(about(daemon, "told").launches) == 1)
     with Checkpointer("told", STATE, at=daemon.socket, info={"owner": "ben", "host": None}) as checkpointer:
+        checkpointer.restore()
         checkpointer.save(2).result(60)
     wait_until(lambda: [launch.attempt for launch in about(daemon, "told").launches] == [2, 1])
     found = about(daemon, "told")

@@ -35,6 +35,8 @@ def state(value: float) -> dict[str, torch.nn.Module]:
 
 def save(step: int, value: float, at: Path) -> Checkpointer:
     checkpointer = Checkpointer("run", state(value), at=at)
+    if step > 1:
+        checkpointer.goes_on_from(step - 1)
     checkpointer.save(step, wait="durable").result()
     return checkpointer
 

@@ -14,6 +14,7 @@ from sqlalchemy import text
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned, RoundAborted
+from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
@@ -475,7 +476,7 @@ def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node
         put_checkpoint(a.tier, a_manifest(RUN, step))
     assert [node.decisions.committed(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
     _replaced_by_another_attempt(b, 2)
-    number = a.decisions.begin(RUN, 3, 2, 2)
+    number = a.decisions.begin(RUN, 3, 2, 2, Intent(turn=1, again=1))  # it has said that it replaces
     a.decisions.joined(number, RUN, 2, 2, {})
     assert a.decisions.committed(RUN, 2) == (2, 0)
     _replaced_by_another_attempt(b, 1)

@@ -18,7 +18,9 @@ from holdfast.read.directory_library import DirectoryLibrary
 from holdfast.read.root_directory import living_steps
 from holdfast.rest import retention
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
+from holdfast_formats.lineage import NO_INTENT, NOTHING, Intent
 from holdfast_formats.naming import CATALOG
+from holdfast_service.control.catalog import lines
 from tests.daemons import RunningDaemon, running, wait_until
 
 _runs = itertools.count()
@@ -147,14 +149,59 @@ def test_what_to_do_with_a_step_that_exists(daemon: RunningDaemon, run: str) -> 
 
 
 def test_a_launch_that_restored_nothing_does_not_go_back(daemon: RunningDaemon, run: str) -> None:
-    """It is refused by name where it would save behind what is there, and may begin the run anew if it says so."""
+    """It is refused by name, behind and above what is there, and may begin the run anew if it says so."""
     train(daemon, run, 10, 20)
     with Training(daemon, run) as training:
-        with pytest.raises(AlreadyCommitted, match="restored nothing"):
-            training.save(5, 5.5)
+        for step in (5, 30):
+            with pytest.raises(AlreadyCommitted, match="step 20 of an earlier launch"):
+                training.save(step, 5.5)
         training.save(5, 5.5, existing="replace")
         training.save(6, 6.5)
     assert listed(daemon, run) == {5: "verified", 6: "verified", 10: "abandoned", 20: "abandoned"}
+
+
+def test_a_launch_that_restored_nothing_saves_above_if_it_says_so(daemon: RunningDaemon, run: str) -> None:
+    """What is there stays then, and its next saves need not say it again."""
+    train(daemon, run, 10, 20)
+    with Training(daemon, run) as training:
+        training.save(30, 30.5, existing="replace")
+        training.save(40, 40.5)
+    assert listed(daemon, run) == dict.fromkeys((10, 20, 30, 40), "verified")
+
+
+def test_a_launch_that_restored_nothing_may_find_its_step_saved(daemon: RunningDaemon, run: str) -> None:
+    """A script that is run again may count the newest step as saved: nothing is superseded by that. No other step."""
+    train(daemon, run, 10, 20)
+    with Training(daemon, run) as training:
+        training.save(20, 20.5, existing="same")
+        for step in (10, 30):
+            with pytest.raises(AlreadyCommitted, match="restored nothing"):
+                training.save(step, 20.5, existing="same")
+        assert training.checkpointer.restore() == 20 and training.value == 20.0
+
+
+def test_a_launch_that_loaded_its_state_by_other_means_says_so(daemon: RunningDaemon, run: str) -> None:
+    """By `goes_on_from()`; or it has restored the weights alone."""
+    train(daemon, run, 10)
+    with Training(daemon, run) as training:
+        training.checkpointer.goes_on_from(10)
+        training.save(20, 20.0)
+    with Training(daemon, run) as training:
+        training.checkpointer.restore(groups=("model",))
+        training.save(30, 30.0)
+    assert listed(daemon, run) == dict.fromkeys((10, 20, 30), "verified")
+
+
+def test_the_place_of_a_launch_that_restored_nothing() -> None:
+    """A damaged step below is not superseded. What the launch has said goes with every save, so a daemon that was killed
+    since, and has nothing of the save that said it, asks for it no more.
+    """
+    sound = lines.ListedCheckpoint(10, 1, 0, ())
+    with pytest.raises(AlreadyCommitted, match="restored nothing"):
+        lines.place([sound], "r", (20, 2), NO_INTENT)
+    assert not lines.place([sound._replace(sound=False)], "r", (20, 2), NO_INTENT).over
+    assert lines.place([sound], "r", (40, 2), Intent(turn=1, again=1)).lineage.rewinds == ()
+    assert lines.place([sound], "r", (5, 2), Intent(turn=1, again=1)).lineage.rewinds == ((2, 1, NOTHING),)
 
 
 def test_pins_on_what_was_left_behind_hold(daemon: RunningDaemon, run: str) -> None:
@@ -162,6 +209,7 @@ def test_pins_on_what_was_left_behind_hold(daemon: RunningDaemon, run: str) -> N
     train(daemon, run, 50, 150, 200, keep_last=1)
     with Training(daemon, run) as training, Api(daemon.url) as api:
         retention.pin(api, run, 200)
+        training.checkpointer.restore(step=200)
         training.save(210, 210.0)
         training.checkpointer.restore(step=200)
         with pytest.raises(AlreadyCommitted):

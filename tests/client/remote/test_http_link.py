@@ -132,6 +132,7 @@ def test_a_step_exists_once_and_an_older_launch_is_fenced_off(far: RunningDaemon
     with pytest.raises(AlreadyCommitted):
         first.save(1)
     with Checkpointer(run, {"x": torch.ones(1)}, at=far.url) as second:
+        assert second.restore() == 1
         second.save(2, wait="durable")
         with pytest.raises(StaleAttempt):
             first.save(3)

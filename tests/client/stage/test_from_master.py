@@ -280,6 +280,7 @@ def test_weights_are_compared_again_after_a_restore(daemon: RunningDaemon, run: 
         copied.save(1, wait="durable")
     training.renew()
     with Checkpointer(run, training.state, at=daemon.socket, **FROM_MASTER) as rounded:
+        rounded.goes_on_from(1)
         rounded.save(2, wait="durable")
         rounded.restore(1)
         with pytest.raises(StateMismatch, match=r"3 of 4096 elements differ"):

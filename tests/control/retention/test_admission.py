@@ -6,6 +6,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.disk import packing
+from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
 from holdfast_formats.rest.retention import RetentionPolicy
@@ -30,10 +31,10 @@ class Counted(MemoryTier):
         return super().create(path, size)
 
 
-def save(world: SaverWorld, rank: Rank, step: int) -> dict | None:
+def save(world: SaverWorld, rank: Rank, step: int, intent: Intent = NO_INTENT) -> dict | None:
     """Save a step to its end: None once it is verified and rotated, else the problem that the ticket says."""
     rank.outcomes.pop(step, None)
-    rank.save(step)
+    rank.save(step, intent=intent)
     outcome = rank.wait(step)
     world.checked()
     assert outcome.problem is not None or world.catalog.checkpoint(RUN, step).verified
@@ -158,7 +159,7 @@ def test_what_a_launch_restored_is_held_until_it_saves_or_parts() -> None:
             assert world.decisions.choose(RUN, next_rank.attempt, 0, 1, ()) == 1
             assert list(readers.held(RUN)) == [1]
             if way == "commits":
-                assert save(world, next_rank, 3) is None
+                assert save(world, next_rank, 3, Intent(restored=1, turn=1)) is None
             else:
                 next_rank.leave()
             assert readers.held(RUN) == {}

@@ -34,43 +34,57 @@ class SavePlace(NamedTuple):
     over: bool
 
 
-def place(
-    there: Sequence[ListedCheckpoint], run: str, save: tuple[int, int], intent: Intent, anew: bool = False
-) -> SavePlace:
+def place(there: Sequence[ListedCheckpoint], run: str, save: tuple[int, int], intent: Intent) -> SavePlace:
     """The place of a save, of a step and an attempt, among the checkpoints that are there.
 
-    `anew` says that its launch has begun the run anew, by a save before.
-
     Raises `AlreadyCommitted` for a step that is a checkpoint on the way to this save, unless that is damaged, unhealthy and
-    of another turn, or to be replaced; and for a launch that has restored nothing and would go back behind what is there.
+    of another turn, or to be replaced; and for a launch that has restored nothing of what is there, below it or above it.
     """
     step, attempt = save
-    launch = (attempt, intent.turn)
-    rewinds = lineage.went_on(there, launch, intent.restored, intent.again)
+    rewinds = lineage.went_on(there, (attempt, intent.turn), intent.restored, intent.again)
+    standing = next((c for c in there if c.step == step), None)
     if (
         intent.restored is None
         and all(c.attempt != attempt for c in there)
-        and (newer := lineage.others(there, launch, step, intent.again))
+        and (newest := _not_continued(there, standing, save, intent)) is not None
     ):
-        if intent.existing != "replace" and not anew:
-            raise AlreadyCommitted(
-                f"{run} already has step {newer[-1]} of an earlier launch, but this launch has restored "
-                f"nothing and saves step {step}",
-                hint="call restore() first, or use another run; existing='replace' starts the run from scratch and "
-                "abandons its checkpoints",
-            )
-        rewinds = (Rewind(attempt, intent.turn, lineage.NOTHING),)
-    standing = next((c for c in there if c.step == step), None)
+        if intent.existing != "replace" and not intent.again:
+            raise _refusal(run, step, newest)
+        if newest > step:  # what is below stays, for several trainings may be kept under one run, by their steps
+            rewinds = (Rewind(attempt, intent.turn, lineage.NOTHING),)
     found = SavePlace(Lineage(intent.restored, intent.turn, rewinds), standing is not None)
     if standing is None or not standing.sound or intent.existing == "replace" or not lineage.is_on(rewinds, standing):
         return found
-    if standing.healthy is False and not lineage.is_own(standing, launch, intent.again):
+    if standing.healthy is False and not lineage.is_own(standing, (attempt, intent.turn), intent.again):
         return found
     raise AlreadyCommitted(
         f"{run}@{step} is already committed",
         hint="pass existing='same' to count it as saved, or 'replace' to replace it, or remove it first",
         same=set(intent.groups) <= set(standing.groups),
         attempt=standing.attempt,
+    )
+
+
+def _not_continued(
+    there: Sequence[ListedCheckpoint], standing: ListedCheckpoint | None, save: tuple[int, int], intent: Intent
+) -> int | None:
+    """The newest step that a launch that has restored nothing would supersede, or go back behind.
+
+    Nothing is superseded by a save of the newest step that is to count as saved, nor a damaged one by a save above it.
+    """
+    step, attempt = save
+    unsound = {c.step for c in there if not c.sound and c.step <= step}
+    steps = [found for found in lineage.others(there, (attempt, intent.turn), -1, intent.again) if found not in unsound]
+    counts = intent.existing == "same" and standing is not None and standing.healthy is not False
+    return None if not steps or (counts and steps[-1] == step) else steps[-1]
+
+
+def _refusal(run: str, step: int, newest: int) -> AlreadyCommitted:
+    does = "starts the run from scratch and abandons its checkpoints" if newest > step else "saves it all the same"
+    return AlreadyCommitted(
+        f"{run} already has step {newest} of an earlier launch, but this launch has restored nothing and saves step {step}",
+        hint="call restore() before the first save, or goes_on_from(step) if you have loaded the state by other means, or "
+        f"use another run; save({step}, existing='replace') {does}",
     )
 
 

@@ -37,7 +37,6 @@ class Standing:
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
         self._begun: dict[str, Key] = {}
-        self._anew: set[tuple[str, int]] = set()  # run and attempt of launches that begin their run anew
 
     def learn(self, run: str) -> None:
         """Look at the run's directories now, so that no save has to."""
@@ -53,7 +52,6 @@ class Standing:
         with self._lock:
             self._runs.pop(run, None)
             self._begun.pop(run, None)
-            self._anew = {launch for launch in self._anew if launch[0] != run}
 
     def begins(self, run: str, launch: Key) -> None:
         """A launch restores: launches before it may have replaced checkpoints by way of other nodes."""
@@ -93,18 +91,13 @@ class Standing:
         at = next((number for number, found in enumerate(there) if found.step == step), None)
         if at is not None and not stands(self._store.files, run, step):
             there[at] = there[at]._replace(sound=False)
-        launch = (run, attempt)
         try:
-            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
+            return lines.place(there, run, (step, attempt), intent)
         except AlreadyCommitted:  # unless something speaks against what stands there: only here is SQL asked, and waited for
             if at is None:
                 raise
             there[at] = self._judged(run, there[at])
-            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
-        if found.lineage.rewinds[-1:] and found.lineage.rewinds[-1].step == lineage.NOTHING:
-            with self._lock:
-                self._anew.add(launch)
-        return found
+            return lines.place(there, run, (step, attempt), intent)
 
     def _judged(self, run: str, found: ListedCheckpoint) -> ListedCheckpoint:
         """What is known of a checkpoint besides; where nobody can say, nothing speaks against it."""
