@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from holdfast.tensors.fragments import Storable
 from holdfast.tensors.leaves import Content, Key, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import InvalidRequest
+
+
+class Taken(dict[str, Any]):
+    """Tensors that an adapter saves as they are now, as an entry of the state. Live objects may have their memory, because
+    the adapter restores them by itself.
+    """
 
 
 class Given:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.state import optimizer_wrappers, streams
-from holdfast.state.given import Given
+from holdfast.state.given import Given, Taken
 from holdfast.state.named import modules_of
 from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.json_values import DEPTH_MAX, Trail, render
@@ -94,7 +94,7 @@ class Temporaries:
 
 def _is_plain(key: str, value: object) -> bool:
     """Whether an entry is stored as the values that it is, and not as an object that is asked for them."""
-    asked = bool(modules_of(value)) or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value)
+    asked = bool(modules_of(value)) or isinstance(value, Given | Taken) or optimizer_wrappers.is_optimizer(value)
     return not asked and streams.stateful(key, value) is None
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import contents, framework
+from holdfast.state.given import Taken
 from holdfast.state.modules import is_tensors
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
@@ -90,7 +91,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
                 return
         self._state.clear()
         if model is not None:
-            self._state["model"] = dict(checkpoint[model])
+            self._state["model"] = Taken(checkpoint[model])
         self._state[contents.PLUGIN_KEY] = _Given({"model": model, "rest": rest})
         ticket = self._connected().save(step, wait="staged", existing="replace")
         self._link(ticket, path)  # before the commit: retention leaves what has a name
