@@ -14,7 +14,7 @@ from holdfast_formats.errors import CatalogUnavailable, RunBusy, StaleAttempt
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts, make_one
-from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.cluster.cluster import Cluster, Crew
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
 
@@ -86,6 +86,26 @@ def test_a_run_that_trains_on_another_node_is_busy(site: Site) -> None:
     assert "HOLDFAST_TAKE_OVER" in str(busy.value.hint) and b.newest(RUN) == 0
     assert b.declare(RUN, "second", list, Member(0, "t", 1, take_over=True)) == (2, True)
     assert b.declare("other", "first", list, Member(0, "t", 1)) == (1, True)
+
+
+def test_a_run_whose_ranks_are_silent_on_another_node_is_free_soon(site: Site) -> None:
+    """Killed over HTTP, its ranks may live as far as their node knows: the refusal says how long that is waited for."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    here = {RUN: Crew(1, 1, 1, 7.25)}
+    site.clusters["a"].crews.here = lambda: here
+    site.clusters["a"].crews.tell()
+    with pytest.raises(RunBusy) as busy:
+        b.declare(RUN, "second", list, Member(0, "t", 1))
+    assert busy.value.members["retry_after_s"] == 7.2
+    here = {RUN: Crew(1, 1, 1)}
+    site.clusters["a"].crews.tell()
+    with pytest.raises(RunBusy) as busy:
+        b.declare(RUN, "second", list, Member(0, "t", 1))
+    assert busy.value.members["retry_after_s"] == 0
+    here = {RUN: Crew(1, 1, 1, 0.0)}
+    site.clusters["a"].crews.tell()
+    assert b.declare(RUN, "second", list, Member(0, "t", 1)) == (2, True)
 
 
 def test_ranks_of_one_launch_have_one_attempt_on_all_nodes(site: Site) -> None:

@@ -43,6 +43,20 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
     assert elsewhere(b, "run") == {}
 
 
+def test_silent_ranks_count_as_gone_by_and_by(nodes: Nodes) -> None:
+    """As their node says of ranks over HTTP; and those of a node that has missed a beat, when its lease ends."""
+    a, b = nodes.add("a", lease_s=30.0), nodes.add("b", lease_s=30.0)
+    a.crews.here = lambda: {"run": Crew(1, 8, 8, 12.5)}
+    a.crews.tell()
+    assert elsewhere(b, "run") == {"a": Crew(1, 8, 8, 12.5)}
+    nodes.left(a, 9)
+    assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 9
+    nodes.left(a, 30)
+    a.crews.here = lambda: {"run": Crew(1, 8, 8)}
+    a.crews.tell()
+    assert elsewhere(b, "run") == {"a": Crew(1, 8, 8)}
+
+
 def test_ranks_of_a_node_that_is_gone_are_gone(nodes: Nodes) -> None:
     """Nobody is kept out of a run by a node that nobody hears any more."""
     a, b = nodes.add("a"), nodes.add("b")

@@ -302,9 +302,12 @@ def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempt
 
 
 def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
-    if not crews or member.take_over:
+    """As `run_busy.let_in`, for ranks at other nodes."""
+    living = {node: crew for node, crew in crews.items() if crew.left_s != 0}
+    if not living or member.take_over:
         return
-    node, crew = max(crews.items(), key=lambda item: item[1].attempt)
+    node, crew = max(living.items(), key=lambda item: item[1].attempt)
+    left = [crew.left_s for crew in living.values()]
     raise RunBusy(
         f"another job is training {run!r} on node {node}: attempt {crew.attempt}, {crew.ranks} of {crew.world} ranks are "
         "connected there",
@@ -312,7 +315,7 @@ def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
         attempt=crew.attempt,
         ranks=crew.ranks,
         node=node,
-        retry_after_s=0.0,
+        retry_after_s=0.0 if None in left else round(max(0.1, *filter(None, left)), 1),
     )
 
 

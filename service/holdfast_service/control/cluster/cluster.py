@@ -27,15 +27,21 @@ log = logging.getLogger(__name__)
 HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
 REPLICA = "replica "  # what the names of such duties begin with
 _SECRET, _SECRET_BEFORE = "exchange", "exchange-before"
+LATE_S = 5.0  # a beat that comes so much later than it should is missed
 ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
 
 
 class Crew(NamedTuple):
-    """Connected ranks of a run: how many of a world, of which attempt."""
+    """Connected ranks of a run: how many of a world, of which attempt.
+
+    `left_s`: in how many seconds all of them count as gone, unless something is heard of them; None where one certainly
+    lives.
+    """
 
     attempt: int
     world: int
     ranks: int
+    left_s: float | None = None
 
 
 class Crews:
@@ -49,11 +55,18 @@ class Crews:
         membership.heard.append(self.tell)
 
     def elsewhere(self, session: Session, run: str) -> dict[str, Crew]:
-        """The ranks of a run at other nodes that are members, by node."""
-        me = self._membership.me
+        """The ranks of a run at other nodes that are members, by node. Those of a node that has missed a beat count as gone
+        when its lease ends.
+        """
+        me, late_s = self._membership.me, self._membership.lease_s - self._membership.beat_s - LATE_S
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
-        found = select(CrewRow).join(NodeRow, live).where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)
-        return {row.node: Crew(row.attempt, row.world, row.ranks) for row in session.scalars(found)}
+        found = select(CrewRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, live)
+        crews = {}
+        for row, lease_s in session.execute(found.where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)):
+            left = [row.left_s, float(lease_s) if lease_s < late_s else None]
+            left_s = min((one for one in left if one is not None), default=None)
+            crews[row.node] = Crew(row.attempt, row.world, row.ranks, left_s)
+        return crews
 
     def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
         """How many ranks of an attempt are connected to each node that is a member, and which ranks have ever been."""

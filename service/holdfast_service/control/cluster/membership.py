@@ -121,7 +121,7 @@ class Membership:
         beat_s: float = BEAT_S,
     ) -> None:
         self.database, self.me, self.about = database, me, about
-        self.lease_s, self._beat_s = lease_s, beat_s
+        self.lease_s, self.beat_s = lease_s, beat_s
         self.heard: list[Callable[[], None]] = []
         self.joined = False
         self._came_back = False  # this node was lost before it joined
@@ -138,7 +138,7 @@ class Membership:
 
         One of this machine is not waited for: it has ended, because this daemon has the lock of their name here.
         """
-        limit = time.monotonic() + (self.lease_s + 2 * self._beat_s if wait_s is None else wait_s)
+        limit = time.monotonic() + (self.lease_s + 2 * self.beat_s if wait_s is None else wait_s)
         told = False
         with self._lock:
             while (other := self._joined_or_other()) is not None:
@@ -235,7 +235,7 @@ class Membership:
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(self._beat_s)
+            self._thread.join(self.beat_s)
         if not self.joined:
             return
         try:
@@ -250,7 +250,7 @@ class Membership:
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(self._beat_s)
+            self._wake.wait(self.beat_s)
             self._wake.clear()
             if self._closed:
                 return

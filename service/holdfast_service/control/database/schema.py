@@ -378,6 +378,7 @@ class CrewRow(CatalogTable):
     attempt: Mapped[int]
     world: Mapped[int]
     ranks: Mapped[int]
+    left_s: Mapped[float | None] = mapped_column(Float(53))
 
 
 class SpeakerRow(CatalogTable):

@@ -125,8 +125,8 @@ class _Unheard(Participant):
 
     heard = False
 
-    def silent_s(self) -> float:
-        return float("inf")
+    def left_s(self) -> float:
+        return 0.0
 
 
 def _participant(owner: SegmentOwner) -> Participant:

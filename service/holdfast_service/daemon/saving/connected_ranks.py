@@ -42,12 +42,16 @@ class ConnectedRanks:
         """The ranks of an attempt."""
         return {who.rank for who in self.of(run) if who.attempt == attempt}
 
-    def counts(self) -> dict[str, tuple[int, int, int]]:
-        """Of each run's newest attempt that has ranks here: its number, its world, and how many they are."""
-        found: dict[str, tuple[int, int, int]] = {}
+    def counts(self) -> dict[str, tuple[int, int, int, float | None]]:
+        """Of each run's newest attempt that has ranks here: its number, its world, how many they are, and in how many
+        seconds all of them count as gone unless one speaks again; None where one certainly lives.
+        """
+        found: dict[str, tuple[int, int, int, float | None]] = {}
         for (run, attempt), crew in sorted(self._crews.items()):
+            left = [who.left_s() for who in crew.present]
             for who in crew.present:
-                found[run] = attempt, who.world, len({other.rank for other in crew.present})
+                ranks = len({other.rank for other in crew.present})
+                found[run] = attempt, who.world, ranks, None if None in left else max(filter(None, left), default=0.0)
         return found
 
     def join(self, who: Participant) -> None:

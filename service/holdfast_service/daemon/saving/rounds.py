@@ -25,7 +25,6 @@ class Participant:
     """A rank as the saver sees it: its identity, and how to tell it the outcome of a save."""
 
     process = ""  # which process speaks, as it names itself; "" for one that does not
-    remote = False
     parted = False  # it has said goodbye
     newest: int | None = None  # the step that it began to save last
     closing = False  # it begins no save any more
@@ -43,9 +42,9 @@ class Participant:
         """Whether its process has certainly ended, although its connection may not have."""
         return False
 
-    def silent_s(self) -> float:
-        """Seconds since it was last heard of; 0 for a connection that the kernel keeps."""
-        return 0.0
+    def left_s(self) -> float | None:
+        """In how many seconds it counts as gone, unless it speaks again; None for a connection that the kernel keeps."""
+        return None
 
     @property
     def owner(self) -> SegmentOwner:

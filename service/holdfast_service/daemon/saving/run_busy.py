@@ -30,8 +30,6 @@ ALONE_HINT = "; Checkpointer.alone() is for one rank of a job, and no other rank
 class DistantParticipant(Participant):
     """A rank over HTTP: its death is not reported, so it counts as gone after a long silence."""
 
-    remote = True
-
     def __init__(
         self, hello: Introduction, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
     ) -> None:
@@ -39,8 +37,8 @@ class DistantParticipant(Participant):
         super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
         self.process, self._heard = hello.process, heard
 
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard()
+    def left_s(self) -> float:
+        return max(BUSY_SILENCE_MAX_S - (time.monotonic() - self._heard()), 0.0)
 
 
 class NearParticipant(Participant):
@@ -58,8 +56,8 @@ class NearParticipant(Participant):
     def is_gone(self) -> bool:
         return self._has_ended()
 
-    def silent_s(self) -> float:
-        return float("inf") if self.is_gone() else 0.0
+    def left_s(self) -> float | None:
+        return 0.0 if self.is_gone() else None
 
 
 _Made = TypeVar("_Made")
@@ -86,8 +84,8 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
     Checking and joining are one atomic step per run: of two jobs that start at once, one finds the other.
 
     A process that creates another checkpointer for its run is the same job, even if it has closed the previous one
-    before other ranks have. `retry_after_s` says when silent ranks over HTTP count as gone; it is 0 if a living
-    process is connected.
+    before other ranks have. `retry_after_s` says when silent ranks over HTTP count as gone, here or on another node; it is
+    0 if a living process is connected.
     """
     saver.giving_way.expect()
     keep_last = hello.keep_last if asker.owner else None
@@ -103,12 +101,13 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
                     if hello.info is not None:
                         decisions.launched(hello.run, attempt, hello.world, hello.info)
                     return joined
-                except RunBusy:  # on another node, where it may be dying
-                    if time.monotonic() > limit:
+                except RunBusy as busy:  # on another node, where it may be dying
+                    if busy.members["retry_after_s"] or time.monotonic() > limit:
                         raise
                     time.sleep(POLL_S)
                     continue
-        if all(other.remote for other in living) or time.monotonic() > limit:
+        left = [other.left_s() for other in living]
+        if None not in left or time.monotonic() > limit:
             break
         time.sleep(POLL_S)
     newest = max(living, key=lambda other: other.attempt)
@@ -118,17 +117,13 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
         hint=HINT + (ALONE_HINT if hello.world == newest.world == 1 else ""),
         attempt=newest.attempt,
         ranks=len(living),
-        retry_after_s=round(max(_until_gone(other) for other in living), 1) if all(o.remote for o in living) else 0.0,
+        retry_after_s=0.0 if None in left else round(max(0.1, *filter(None, left)), 1),
     )
 
 
 def _others(saver: Saver, decisions: Decisions, hello: Introduction) -> list[Participant]:
     """The living ranks of another job."""
-    living = [other for other in saver.present(hello.run) if other.silent_s() < BUSY_SILENCE_MAX_S]
+    living = [other for other in saver.present(hello.run) if other.left_s() != 0]
     if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []
     return [] if saver.belongs(hello.run, hello.process) else living
-
-
-def _until_gone(other: Participant) -> float:
-    return max(BUSY_SILENCE_MAX_S - other.silent_s(), 0.1) if other.remote else 0.0

@@ -159,8 +159,10 @@ class Saver:
             self.restores.join(who)
             self._end_older(who.run, who.attempt)
 
-    def crews(self) -> dict[str, tuple[int, int, int]]:
-        """Of each run's newest attempt that has ranks here: its number, its world, and how many they are."""
+    def crews(self) -> dict[str, tuple[int, int, int, float | None]]:
+        """Of each run's newest attempt that has ranks here: its number, its world, how many they are, and when they count as
+        gone.
+        """
         with self._lock:
             return self._connected.counts()
 
