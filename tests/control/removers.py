@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast_formats import lineage, naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import Conflict, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointError, Conflict, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.lineage import Rewind
+from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.retention import replaced
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.daemon.checking.verifier import examine
-from holdfast_service.storage import MemoryTier
+from holdfast_service.daemon.copying.replicas import Replicator
+from holdfast_service.storage import MemoryTier, PosixStore, Tier
 from tests.control.published import a_manifest, put_checkpoint
 from tests.databases import sqlite_url
 from tests.in_memory import memory
 
-RUN = "run"
+RUNS = ("run", "renamed")
+DAY_S = 86_400.0
 GROUPS = (("model",), ("model", "optim"))
 FILES = (naming.COMMIT, naming.MANIFEST, naming.STATE)
 CLOCKS = ("1970-01-01T00:00:00.000Z", "2026-11-28T01:00:00.000Z", "2026-11-28T03:00:00.000Z", "9999-01-01T00:00:00.000Z")
+HOWS = st.sampled_from(["gone", "flipped", "cut"])
 OFTEN = st.sampled_from([True, True, True, False])
 AGES = st.integers(0, 3)  # how many there are that are newer
 POLICIES = st.builds(
@@ -41,45 +52,107 @@ POLICIES = st.builds(
 )
 
 
+class Killed(BaseException):
+    """The process is killed here: nothing is caught, and nothing goes on."""
+
+
+class MortalTier:
+    """The storage as one process has it: after so many changes it is killed, and changes nothing any more."""
+
+    def __init__(self, tier: MemoryTier) -> None:
+        self._tier, self.left = tier, float("inf")
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._tier, name)
+        if name not in _CHANGES:
+            return act
+
+        def change(*arguments: Any) -> Any:
+            if self.left <= 0:
+                raise Killed if threading.current_thread() is threading.main_thread() else StorageFailed("it was killed")
+            self.left -= 1
+            return act(*arguments)
+
+        return change
+
+
+_CHANGES = ("put", "replace", "publish", "exchange", "link", "remove_file", "remove_tree", "sync_directory", "supplant")
+Restorable = dict[tuple[str, ...], int | None]  # the newest step that could be restored with each set of groups
+
+
 class Removers(RuleBasedStateMachine):
-    """Saves with any clock, time that passes, damage of any file, policies, and everything that removes."""
+    """Saves with any clock, also in the place of others, time that passes, damage of any file, policies, deaths of the
+    daemon, and everything that removes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory(dir=memory())
-        self.tier, self.time = MemoryTier(), 0.0
+        self.tier, self.far, self.time, self.clock = MemoryTier(), MemoryTier(), 0.0, 1.7e9
+        self.patched = patch.object(replaced, "MEND_S", 0.0)
+        self.patched.start()
+        self.run, self.next, self.launches = RUNS[0], 0, 0
+        self.open()
+        self.launch()
+
+    def open(self) -> None:
+        """A daemon starts on this root."""
+        self.mortal = MortalTier(self.tier)
         database = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite")).database
         self.catalog = Catalog(database, clock=lambda: self.time)
-        self.decisions = Decisions(self.tier, self.catalog, None)
+        self.decisions = Decisions(self.mortal, self.catalog, None)  # type: ignore[arg-type]
+        self.decisions.trash._clock = lambda: self.clock
         self.decisions.recover()
-        self.decisions.hello(RUN, "launch", 1, None)
         assert self.decisions.recorded(30)
         self.rotation = self.decisions.rotation
-        self.next, self.attempt = 0, 1
+        assert self.rotation.settle()
+        self.replicator = Replicator(
+            "far",
+            self.mortal,
+            lambda: self.far,
+            self.decisions.replica_book(),
+            news=lambda seconds: False,  # type: ignore[arg-type]
+        )
+
+    def close(self) -> None:
+        self.decisions.close()
+        self.catalog.close()
+
+    def launch(self) -> None:
+        """A training begins at nothing."""
+        self.launches += 1
+        self.attempt = self.decisions.hello(self.run, f"launch-{self.launches}", 1, None)
+        assert self.decisions.recorded(30)
         self.way: lineage.Way = ()
-        self.made: dict[int, Manifest] = {}
         self.saved_at: dict[int, float] = {}
-        self.within: int | None = None
+
+    def standing(self, tier: MemoryTier, run: str) -> dict[int, Manifest]:
+        """What a restore could read, every byte of it, of a run in a tier; at once, or when what it replaced is back."""
+        there: dict[int, list[str]] = {}
+        for step in PosixStore(tier).steps(run):
+            there[step] = [naming.checkpoint_path(run, step)]
+        for place in PosixStore(tier).replaced(run):
+            there.setdefault(place.step, []).append(place.path)
+        found = {step: [m for path in paths if (m := sound(tier, path)) is not None] for step, paths in there.items()}
+        return {step: made[0] for step, made in found.items() if made}
 
     @property
     def sound(self) -> dict[int, Manifest]:
-        """What a restore could read, every byte of it."""
-        return {step: made for step, made in self.made.items() if self.is_sound(step)}
+        return self.standing(self.tier, self.run)
+
+    def is_sound(self, step: int) -> bool:
+        return sound(self.tier, naming.checkpoint_path(self.run, step)) is not None
 
     def step_of(self, age: int) -> int:
         """The newest that stands, or one before it."""
-        there = self.decisions.store.steps(RUN)
+        there = self.decisions.store.steps(self.run)
         return there[-1 - age] if age < len(there) else 0
 
-    def is_sound(self, step: int) -> bool:
-        found = examine(self.tier, naming.checkpoint_path(RUN, step))
-        return found.manifest is not None and not found.damages
-
-    def restorable(self) -> dict[tuple[str, ...], int | None]:
-        """The newest step that could be restored with each set of groups, of the line of training that lives."""
-        sound = self.sound
-        way = lineage.way(sound.values())
-        living = [made for made in sound.values() if lineage.is_on(way, made)]
+    def restorable(self, there: dict[int, Manifest] | None = None) -> Restorable:
+        """Of the line of training that lives."""
+        there = self.sound if there is None else there
+        way = lineage.way(there.values())
+        living = [made for made in there.values() if lineage.is_on(way, made)]
         return {g: max((m.step for m in living if set(g) <= set(m.tensors)), default=None) for g in GROUPS}
 
     @initialize(groups=st.sampled_from(GROUPS))
@@ -91,11 +164,11 @@ class Removers(RuleBasedStateMachine):
     def save(self, groups: tuple[str, ...], clock: str, verified: bool, healthy: bool) -> None:
         self.next += 1
         self.time += 1.0
-        base = a_manifest(RUN, self.next, self.attempt, groups)
+        base = a_manifest(self.run, self.next, self.attempt, groups)
         made = Manifest(**{**{f: getattr(base, f) for f in base.__struct_fields__}, "created": clock, "rewinds": self.way})
         put_checkpoint(self.tier, made)
         self.catalog.record_checkpoint(bodies.describe(made).model_copy(update={"healthy": healthy}))
-        self.made[self.next], self.saved_at[self.next] = made, self.time
+        self.saved_at[self.next] = self.time
         if verified:
             self.check(self.next)
 
@@ -105,11 +178,126 @@ class Removers(RuleBasedStateMachine):
 
     def check(self, step: int) -> None:
         """As the daemon does: read back, then recorded."""
-        if step in self.made and self.is_sound(step):
-            before = self.restorable()
-            self.decisions.findings.sound(RUN, step)  # after which the policy is applied
-            assert self.rotation.settle()
+        before = self.restorable()
+        found = examine(self.tier, naming.checkpoint_path(self.run, step))
+        if not found.damages and found.manifest is not None:
+            self.decisions.findings.sound(self.run, step)  # after which the policy is applied
+        elif self.tier.list(naming.checkpoint_path(self.run, step)):
+            self.decisions.findings.damaged(self.run, step, found.damages[0], checked=True)
+        assert self.rotation.settle()
+        assert self.restorable() == before
+
+    @rule(age=AGES, clock=st.sampled_from(CLOCKS), flips=st.booleans(), killed=st.integers(0, 24))
+    def replace(self, age: int, clock: str, flips: bool, killed: int) -> None:
+        """Another checkpoint takes the place of one of its step; a bit of it flips before it is read back, or the daemon is
+        killed at any of its acts.
+        """
+        step = self.step_of(age)
+        try:
+            groups = tuple(roots.load_manifest(self.tier, self.run, step).groups)
+        except CheckpointError:
+            groups = GROUPS[-1]
+        begins_a_line = lineage.way(self.sound.values()) != self.way  # and so leaves behind what is newer
+        if begins_a_line or not self.tier.list(naming.checkpoint_path(self.run, step)):
+            return
+        before = self.restorable()
+        base = a_manifest(self.run, step, self.attempt, groups)
+        made = msgspec.structs.replace(base, created=clock, rewinds=self.way)
+        place, encoded = Place(self.run, step, self.attempt), manifest.encode(made)
+        self.tier.remove_tree(place.path)
+        self.tier.put(f"{place.path}/{naming.STATE}", b"{}")
+        self.mortal.left = killed if killed < 20 else float("inf")
+        try:
+            with self.rotation.replacing(self.run, step):
+                commit.publish_copy(self.decisions.store, place, encoded, manifest.encode_commit(made, encoded), over=True)
+            self.decisions._publishing._replaced(self.run, step)
+            self.mortal.left = float("inf")
+        except Killed:
+            self.restart()
+        self.saved_at[step] = self.time
+        if flips and any(sound(self.tier, p.path) for p in self.decisions.store.replaced(self.run) if p.step == step):
+            self.damage(age, naming.STATE, "flipped")
+            self.check(step)
+        after = self.restorable()
+        assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS)
+
+    @rule()
+    def restart(self) -> None:
+        before = self.restorable()
+        self.mortal.left = 0
+        self.close()
+        self.open()
+        assert self.restorable() == before
+
+    @rule(jump_s=st.sampled_from([0.0, 3600.0, 400 * DAY_S, -400 * DAY_S]), room=st.booleans())
+    def empty_the_trash(self, jump_s: float, room: bool) -> None:
+        """By age, with any clock, or for room: what was deleted stays while what came in its place is not sound."""
+        self.clock += jump_s
+        before, entries = self.restorable(), {entry.entry: entry.run for entry in self.decisions.trash.entries()}
+        if room:
+            self.decisions.trash.make_room(2**60, "a save")
+        else:
+            self.decisions.trash.expire()
+        assert self.restorable() == before
+        gone = entries.keys() - {entry.entry for entry in self.decisions.trash.entries()}
+        for entry in gone:
+            assert not self.decisions.store.steps(entries[entry]) or self.standing(self.tier, entries[entry])
+
+    @rule(jump_s=st.sampled_from([0.0, 3600.0, 400 * DAY_S, -400 * DAY_S]))
+    def delete_and_bring_back(self, jump_s: float) -> None:
+        """Also where a clock jumps in between."""
+        before = self.restorable()
+        with suppress(Conflict):
+            made = self.decisions.trash.delete(self.run, marked=True)
+            self.decisions.trash.expire()
+            self.clock += jump_s
+            self.decisions.trash.expire()
+            self.decisions.trash.undelete(self.run, made.entry)
+        assert self.rotation.settle()
+        assert self.restorable() == before
+
+    @rule(clock=st.sampled_from(CLOCKS), verified=st.booleans())
+    def delete_and_begin_again(self, clock: str, verified: bool) -> None:
+        try:
+            self.decisions.trash.delete(self.run, marked=True)
+        except Conflict:
+            return
+        self.far.remove_tree(self.run)
+        self.launch()
+        self.save(GROUPS[-1], clock, verified, healthy=True)
+
+    @rule()
+    def rename(self) -> None:
+        name, before = next(one for one in RUNS if one != self.run), self.restorable()
+        try:
+            self.decisions.renaming.rename(self.run, name)
+        except CheckpointError:
             assert self.restorable() == before
+            return
+        self.run = name
+        assert self.rotation.settle()
+        assert self.restorable() == before
+
+    @rule()
+    def copy(self) -> None:
+        """To a replica, where copies follow what became of their checkpoints, and go."""
+        before, here = self.anywhere(), self.restorable()
+        for _ in range(50):
+            if not self.replicator.look():
+                break
+        after = self.anywhere()
+        assert self.restorable() == here
+        assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS)
+
+    @rule(age=AGES, file=st.sampled_from(FILES), how=HOWS)
+    def damage_a_copy(self, age: int, file: str, how: str) -> None:
+        there = PosixStore(self.far).steps(self.run)
+        if age < len(there):
+            hurt(self.far, f"{naming.checkpoint_path(self.run, there[-1 - age])}/{file}", how)
+
+    def anywhere(self) -> Restorable:
+        copies = [self.standing(self.far, run) for run in RUNS]
+        return self.restorable({**copies[0], **copies[1], **self.sound})
 
     @rule(seconds=st.floats(0.1, 1000))
     def time_passes(self, seconds: float) -> None:
@@ -123,50 +311,44 @@ class Removers(RuleBasedStateMachine):
         self.attempt += 1
         self.way = (*self.way, Rewind(self.attempt, 1, steps[-min(back, len(steps))]))
 
-    @rule(age=AGES, file=st.sampled_from(FILES), how=st.sampled_from(["gone", "flipped", "cut"]))
+    @rule(age=AGES, file=st.sampled_from(FILES), how=HOWS)
     def damage(self, age: int, file: str, how: str) -> None:
-        path = f"{naming.checkpoint_path(RUN, self.step_of(age))}/{file}"
-        if self.tier.size(path) is None:
-            return
-        data = self.tier.read(path)
-        self.tier.remove_file(path)
-        if how != "gone":
-            self.tier.put(path, data[:-1] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])
+        hurt(self.tier, f"{naming.checkpoint_path(self.run, self.step_of(age))}/{file}", how)
 
     @rule(age=AGES)
     def remove_by_hand_one(self, age: int) -> None:
         step = self.step_of(age)
-        self.tier.remove_tree(naming.checkpoint_path(RUN, step))
+        self.tier.remove_tree(naming.checkpoint_path(self.run, step))
 
     @rule(policy=POLICIES)
     def keep(self, policy: RetentionPolicy) -> None:
         before, there = self.restorable(), self.sound
-        self.rotation.set_policy(RUN, policy, "*")
+        self.rotation.set_policy(self.run, policy, "*")
         assert self.rotation.settle()
         assert self.restorable() == before
         if policy.within_seconds is not None:
-            newest = max((self.saved_at[step] for step in self.made), default=0.0)
+            newest = max(self.saved_at.values(), default=0.0)
             gone = there.keys() - self.sound.keys()
             assert all(newest - self.saved_at[step] > policy.within_seconds for step in gone)
 
     @rule()
     def apply_again(self) -> None:
         before = self.restorable()
-        self.rotation.apply(RUN)
+        self.rotation.apply(self.run)
         assert self.restorable() == before
 
     @rule()
     def make_room(self) -> None:
         before = self.restorable()
-        self.rotation.make_room(RUN, Candidate(self.next + 1, 0.0, groups=frozenset(GROUPS[-1])))
+        self.rotation.make_room(self.run, Candidate(self.next + 1, 0.0, groups=frozenset(GROUPS[-1])))
         assert self.restorable() == before
 
     @rule(age=AGES)
     def remove_one(self, age: int) -> None:
         step = self.step_of(age)
-        before, verified = self.restorable(), self.decisions.findings.found(RUN, step) == "sound"
+        before, verified = self.restorable(), self.decisions.findings.found(self.run, step) == "sound"
         with suppress(Conflict, NoSuchCheckpoint):
-            self.rotation.remove(RUN, step)
+            self.rotation.remove(self.run, step)
         if verified:  # of what nobody has verified, a person says whether it goes
             assert self.restorable() == before
 
@@ -174,7 +356,7 @@ class Removers(RuleBasedStateMachine):
     def thin(self) -> None:
         """What is thinned loses its optimizer, so a newer one has that."""
         before = self.restorable()
-        for due in self.decisions.thinning.due(RUN):
+        for due in self.decisions.thinning.due(self.run):
             assert due.step not in before.values()
 
     @rule()
@@ -182,15 +364,29 @@ class Removers(RuleBasedStateMachine):
         before = self.restorable()
         self.decisions.watch.look()
         assert self.restorable() == before
-        listed = {made.step for made in self.catalog.checkpoints(RUN, None, 100).items}
-        assert listed <= set(self.decisions.store.steps(RUN))
-        assert all(self.is_sound(made.step) for made in self.catalog.checkpoints(RUN, None, 100).items if made.verified)
+        listed = {made.step for made in self.catalog.checkpoints(self.run, None, 100).items}
+        assert listed <= set(self.decisions.store.steps(self.run))
+        assert all(self.is_sound(made.step) for made in self.catalog.checkpoints(self.run, None, 100).items if made.verified)
 
     @invariant()
     def nothing_is_left_half_removed(self) -> None:
-        assert self.tier.list(f"{RUN}/{naming.TRASH}") == []
+        assert self.tier.list(f"{self.run}/{naming.TRASH}") == []
 
     def teardown(self) -> None:
-        self.decisions.close()
-        self.catalog.close()
+        self.close()
+        self.patched.stop()
         self.directory.cleanup()
+
+
+def sound(tier: Tier, directory: str) -> Manifest | None:
+    found = examine(tier, directory)
+    return None if found.damages else found.manifest
+
+
+def hurt(tier: MemoryTier, path: str, how: str) -> None:
+    if tier.size(path) is None:
+        return
+    data = tier.read(path)
+    tier.remove_file(path)
+    if how != "gone":
+        tier.put(path, data[:-1] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])

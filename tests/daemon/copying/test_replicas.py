@@ -359,6 +359,18 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
     assert told == {"tier": "far"}
 
 
+def test_a_copy_stays_while_what_was_brought_back_is_not_read_back(world: CopiesWorld, tmp_path: Path) -> None:
+    """The run was deleted, and came back with a checkpoint that lacks a file: its copy is the only sound one."""
+    world.copy()
+    world.decisions.trash.delete(RUN)
+    world.decisions.trash.undelete(RUN)
+    world.decisions.findings.sound(RUN, 5)
+    (world.path(15) / naming.STATE).unlink()
+    world.copy()
+    verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(RUN, 15))
+    assert world.states(5) == {"far": "present"} and world.states(15) == {"far": "gone"}
+
+
 @pytest.mark.parametrize("damaged", ["replacement", "replaced"])
 def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, tmp_path: Path, damaged: str) -> None:
     """A start finds both: the one that stands, if it is sound, else the one that it had replaced."""

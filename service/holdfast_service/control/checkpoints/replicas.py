@@ -62,9 +62,13 @@ class ReplicaBook:
             self._found(name, tier, run, step)
 
     def removals(self, name: str) -> list[tuple[str, int]]:
-        """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name."""
+        """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where a
+        checkpoint of the step stands again, brought back or saved anew, that is read back first.
+        """
         wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
-        wanted = wanted.where(~_awaits(name))
+        same = (CheckpointRow.run == ReplicaRow.run, CheckpointRow.step == ReplicaRow.step)
+        unproven = select(CheckpointRow.run).where(*same, CheckpointRow.verified.is_(False)).exists()
+        wanted = wanted.where(~_awaits(name), ~unproven)
         with self._database.read() as session:
             return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
 
