@@ -216,7 +216,7 @@ class Removers(RuleBasedStateMachine):
             self.restart()
         self.saved_at[step] = self.time
         if flips and any(sound(self.tier, p.path) for p in self.decisions.store.replaced(self.run) if p.step == step):
-            self.damage(age, naming.STATE, "flipped")
+            hurt(self.tier, f"{naming.checkpoint_path(self.run, step)}/{naming.STATE}", "flipped")
             self.check(step)
         after = self.restorable()
         assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS)
