@@ -221,7 +221,7 @@ def test_a_save_has_the_group_that_was_asked_for(daemon: RunningDaemon, run: str
 
 
 def test_what_a_restart_finds_different_is_said(daemon: RunningDaemon, run: str) -> None:
-    """Another decay goes on with the same average, a checkpoint without one begins anew; both are in the notes."""
+    """Another decay goes on with the same average, a checkpoint without one starts again; both are in the notes."""
     trainer = Trainer()
     with Checkpointer(run, trainer.state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
         trainer.train(range(1, 3), checkpointer)
@@ -234,7 +234,7 @@ def test_what_a_restart_finds_different_is_said(daemon: RunningDaemon, run: str)
         assert "decay was 0.9, and is 0.95 now" in "".join(checkpointer.last_restore.notes)
         wait_until(lambda: checkpointer.ema.n == 2)
         checkpointer.restore(3)
-        assert "begins anew" in "".join(checkpointer.last_restore.notes)
+        assert "starts again" in "".join(checkpointer.last_restore.notes)
         wait_until(lambda: checkpointer.ema.n == 0)
 
 
