@@ -293,6 +293,13 @@ def removed(database: Database, run: str, step: int) -> None:
         session.execute(update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).values(state="gone"))
 
 
+def returned(database: Database, run: str, steps: Sequence[int]) -> None:
+    """Checkpoints were brought back: so are those of their copies that were not removed yet."""
+    gone = (ReplicaRow.run == run, ReplicaRow.step.in_(steps), ReplicaRow.state == "gone", ReplicaRow.heir.is_(None))
+    with database.write() as session:
+        session.execute(update(ReplicaRow).where(*gone).values(state="present"))
+
+
 def _forget_deleted(session: Session, run: str) -> None:
     """Of a deleted run nothing is left in the catalog with its last copy (`retention/run_removal.py`)."""
     row = session.get(RunRow, run, with_for_update=True)

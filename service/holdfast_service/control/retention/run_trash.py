@@ -24,7 +24,7 @@ from holdfast_formats.rest.runs import Trash, TrashedRun
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints import replicas, roots
 from holdfast_service.control.database.visible import visible
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
@@ -156,7 +156,10 @@ class RunTrash:
             with self._catalog.database.told_later(f"{run} was brought back"):
                 for problem in roots.list_run(self._store, self._catalog, run):
                     log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
-        self.restored([CheckpointId(run, step) for step in roots.committed(self._store, run)])
+        standing = roots.committed(self._store, run)
+        with self._catalog.database.told_later(f"copies of {run} count again"):
+            replicas.returned(self._catalog.database, run, standing)
+        self.restored([CheckpointId(run, step) for step in standing])
         self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
         return found
 
