@@ -31,6 +31,7 @@
     │   ├── CorruptExtent            corrupt-extent
     │   ├── CorruptManifest          corrupt-manifest
     │   ├── NotCommitted             not-committed
+    │   ├── CheckpointsMissing       checkpoints-missing
     │   ├── TornSnapshot             torn-snapshot
     │   └── CorruptStatistics        corrupt-statistics
     └── Unavailable                  503: try again, or mend the machine
@@ -245,6 +246,12 @@ class NotCommitted(Damaged):
     code = "not-committed"
 
 
+class CheckpointsMissing(Damaged):
+    """A run's checkpoints are gone from its root, and nobody removed them through Holdfast."""
+
+    code = "checkpoints-missing"
+
+
 class TornSnapshot(Damaged):
     code = "torn-snapshot"
 
@@ -360,6 +367,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     CorruptExtent,
     CorruptManifest,
     NotCommitted,
+    CheckpointsMissing,
     TornSnapshot,
     CorruptStatistics,
     DaemonGone,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +26,17 @@ from holdfast.threads.latch import Latch
 from holdfast.threads.pulse import Pulse
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
-from holdfast_formats import choosing
+from holdfast_formats import choosing, naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, StateMismatch, from_problem
+from holdfast_formats.errors import (
+    CheckpointError,
+    DaemonGone,
+    Damaged,
+    DeadlineExceeded,
+    NoSuchCheckpoint,
+    StateMismatch,
+    from_problem,
+)
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
@@ -36,6 +45,7 @@ log = logging.getLogger(__name__)
 SETTLE_WAIT_S = 3600.0
 ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
 REPLY_SPARE_S = 60.0
+TELL_S = 10.0  # how often it is said what a restore waits for
 
 
 class Who(NamedTuple):
@@ -158,6 +168,12 @@ class Session:
         """The directory of the daemon's root, if it is on this machine."""
         return self._readable(self.connected(start=True))
 
+    @property
+    def has_catalog(self) -> bool:
+        """Whether the directory without a daemon is one that a daemon has served, which knows what was there."""
+        directory = self._place.directory
+        return directory is not None and (directory / naming.CATALOG).is_file()
+
     def watch_links(self, directory: str) -> None:
         """Tell the daemon that links in this directory keep checkpoints of the run."""
         assert self._link is not None
@@ -192,10 +208,8 @@ class Session:
                 log.info("no daemon is available to agree on a step: %s", gone.detail)
             return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
         assert self._link is not None
-        question = wire.Choose(
-            id=self._link.next_id(), turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S
-        )
-        chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
+        question = wire.Choose(id=0, turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S)
+        chosen = _patiently(self._link, question)
         turn, self._turn = self._turn, self._turn + 1
         return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes, welcome.root)
 
@@ -277,6 +291,22 @@ class Session:
         if self._link is not None:
             self._link.close(ended)
             self._link = None
+
+
+def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:
+    """The answer, which is asked for again while the daemon says what it waits for."""
+    limit = time.monotonic() + SETTLE_WAIT_S
+    told_at = 0.0
+    while True:
+        try:
+            asked = question.model_copy(update={"id": link.next_id()})
+            return link.request(asked, wire.Chosen, max(limit - time.monotonic(), REPLY_SPARE_S))
+        except DeadlineExceeded as waits:
+            if time.monotonic() > limit:
+                raise
+            if time.monotonic() > told_at + TELL_S:
+                told_at = time.monotonic()
+                log.warning("restore waits: %s", waits.detail)
 
 
 def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:

@@ -81,7 +81,10 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
 
 def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | None) -> Choice:
     try:
-        return session.choose(asked.step, asked.groups, start, below, asked.healthy)
+        found = session.choose(asked.step, asked.groups, start, below, asked.healthy)
+        if found.step is None and found.turn is None and below is None and asked.training and session.has_catalog:
+            return session.choose(asked.step, asked.groups, True, below, asked.healthy)  # which knows what was there
+        return found
     except StateMismatch as lacking:
         offered, missing = (tuple(lacking.members.get(name, ())) for name in ("offered", "missing"))
         if asked.part.strict or not offered:  # without `strict`, the most of the groups that there is will do

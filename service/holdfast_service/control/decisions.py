@@ -16,6 +16,7 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
+    Damaged,
     StorageFailed,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -49,6 +50,7 @@ from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding, repairing, replica_duty
 from holdfast_service.control.cluster.duties import THINNING, UPKEEP
+from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.findings.shared_checks import SharedChecks
@@ -207,6 +209,7 @@ class Decisions:
         return self.attempts.settled_elsewhere(run, wait_s)
 
     def _returned(self) -> None:
+        before = missing.living(self._catalog)
         self._following.returned(self.claim)
         try:
             self.renaming.recover()
@@ -218,6 +221,8 @@ class Decisions:
         for run in roots.runs(self._tier):
             if self.store.replaced(run):  # an earlier daemon has not come to let go of it
                 self.rotation.due(run)
+        for run, step in missing.lost_since(self._catalog, before):
+            log.error("%s: %s", run, missing.tell(self.events, run, step))
 
     def hello(  # noqa: PLR0913 - each is one thing that a rank says
         self,
@@ -386,6 +391,14 @@ class Decisions:
         if self._cluster is not None:
             self.standing.begins(run, (attempt, turn))
         return self._choices.choose(RestoreQuestion(run, attempt, turn, step, groups, healthy))
+
+    def mend_first(
+        self,
+        mend: Callable[[tuple[str, int, int], int, Damaged | None], object],
+        copies: Callable[[str], Mapping[str, Collection[int]]],
+    ) -> None:
+        """What a restore would pass over is mended first, by `mend`; `copies` says which steps stand in which replicas."""
+        self._choices.mend, self._choices.lost.stands = mend, copies
 
     def recorded(self, wait_s: float) -> bool:
         """Wait until the catalog knows all that was decided; False when the time is over."""

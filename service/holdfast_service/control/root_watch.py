@@ -17,6 +17,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.roots import Absences
 from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import Store
@@ -123,9 +124,7 @@ class RootWatch:
                 log.error("cannot read %s@%s: %s", run, problem.step, problem.error.detail)
             after = set(self._catalog.stamps(run))
         for step in sorted(before - after):
-            text = f"step {step} is gone: its directory was removed from the storage, and not by Holdfast"
-            log.error("%s: %s", run, text)
-            self._events.add("checkpoint-missing", text, run, step, level="error")
+            log.error("%s: %s", run, missing.tell(self._events, run, step))
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
             self._check_soon(new)
 

@@ -42,7 +42,8 @@ def start_jobs(node: str, workers: Workers, membership: Membership | None = None
 
     def exists(request: JobRequest) -> None:
         assert request.run is not None and request.step is not None  # requirements are checked first
-        catalog.checkpoint(request.run, request.step)
+        if not (request.arguments.get("repair") and transfers.repairer.has_copy(request.run, request.step)):
+            catalog.checkpoint(request.run, request.step)
 
     def verify(job: Job, progress: Progress) -> dict[str, Any]:
         return (transfers.repair_job if job.arguments.get("repair") else workers.checks.verify)(job, progress)

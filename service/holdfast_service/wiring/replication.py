@@ -12,19 +12,23 @@ from functools import partial
 from pathlib import Path
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
 from holdfast_service.config import Config, check_apart
+from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairBook
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
-from holdfast_service.storage import PosixTier, RootLock, Tier, lock_root
+from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
+from holdfast_service.storage import PosixStore, PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.wiring.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
 REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # how long a start waits for replicas before it repairs without them
+FIRST_TRY_S = 4.0  # how long a restore waits for replicas that were not tried to be reached yet, or do not answer
 CLOSE_S = 10.0
 
 
@@ -58,6 +62,49 @@ class MendedAtStart:
                 self._repairer.run(run, step)
         except CheckpointError as error:
             log.error("cannot look for damaged checkpoints: %s", error.detail)
+
+
+class RestoreCare:
+    """What repairs and replicas do for a restore: what it would pass over is mended first, and what replicas have counts."""
+
+    def __init__(self, decisions: Decisions, checker: Checker, transfers: Transfers) -> None:
+        self._decisions, self._checker, self._transfers = decisions, checker, transfers
+
+    def begin(self) -> None:
+        """Restores wait for repairs from now on."""
+        self._decisions.mend_first(AwaitedRepairs(self.mend).settle, self.stands)
+
+    def mend(self, run: str, step: int, error: Damaged | None) -> None:
+        """Repair a checkpoint that has this damage, or copy back one that is gone."""
+        self._await_first_tries()
+        if error is None:
+            with self._decisions.repairing(run, step):
+                self._transfers.repairer.run(run, step)
+        elif self._checker.suspect(run, step, error) is None and self._checker.found(run, step) == "damaged":
+            self._checker.check(run, step)  # it was mended: only now it counts
+
+    def stands(self, run: str) -> dict[str, list[int]]:
+        """The steps of a run in each replica that this node copies to, and that answers soon."""
+        self._await_first_tries()
+        found: dict[str, list[int]] = {}
+
+        def look() -> None:
+            for name, tier in reached(self._transfers.replicators).items():
+                try:
+                    found[name] = roots.committed(PosixStore(tier), run)
+                except CheckpointError as error:
+                    log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
+
+        looking = threading.Thread(target=look, name="holdfast-replicas-of-a-run", daemon=True)
+        looking.start()
+        looking.join(FIRST_TRY_S)
+        return dict(found)
+
+    def _await_first_tries(self) -> None:
+        limit = time.monotonic() + FIRST_TRY_S
+        mine = [one for one in self._transfers.replicators.values() if one.is_mine()]
+        while any(one.tier is None and one.problem is None for one in mine) and time.monotonic() < limit:
+            time.sleep(REACH_POLL_S)
 
 
 class Reached:
@@ -102,8 +149,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Iterator[Transfers]:
-    """The configured replicas, each with a running worker, for the length of the block.
+def copying(config: Config, tier: Tier, decisions: Decisions, checker: Checker, lend: Lend) -> Iterator[Transfers]:
+    """The configured replicas, each with a running worker, for the length of the block. What `checker` finds is repaired.
 
     Yields the object that copies on request.
     """
@@ -130,6 +177,8 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
         try:
             transfers = Transfers(tier, decisions, repairer, config.export_root)
             transfers.replicators = replicators
+            checker.repairs = repairer
+            RestoreCare(decisions, checker, transfers).begin()
             yield transfers
         finally:
             for one in replicators.values():

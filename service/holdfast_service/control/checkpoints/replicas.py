@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
@@ -267,6 +267,39 @@ class RepairBook:
         where = f"replica {detail['replica']}: " if "replica" in detail else ""
         text = f"{where}{detail['file']} of step {step} was repaired from {detail['source']}"
         self._events.add("checkpoint-repaired", text, run, step, "warning", **detail)
+
+    def removed(self, run: str, step: int) -> set[str]:
+        """The replicas that still have a copy of this checkpoint, although it was removed."""
+        there = (ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.state == "gone")
+        with self._catalog.database.read() as session:
+            return set(session.scalars(select(ReplicaRow.tier).where(*there)))
+
+    def admit(self, made: Manifest) -> None:
+        """`StateMismatch` for a checkpoint of a launch that this root has never heard of: it would shut out all that there
+        are (I6).
+        """
+        newest = self._catalog.newest_attempt(made.run)
+        if newest and made.attempt > newest:
+            raise StateMismatch(
+                f"{made.run}@{made.step} was saved by attempt {made.attempt}, and this root knows {newest} attempts: it is "
+                "from another root, or from before this one was lost",
+                hint=f"stop the daemon, and run `holdfast import REPLICA/{naming.checkpoint_path(made.run, made.step)} "
+                f"{made.run}@{made.step} --root ROOT`; or train under another run name",
+            )
+
+    def bring(self, source: Tier, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
+        """Publish a checkpoint that was gone, and is staged and proven; with the run's file, if that is gone too."""
+        path = f"{place.run}/{naming.RUN_FILE}"
+        if self._tier.size(path) is None:
+            data = vouched.read_whole(source, path, RUN_FILE_BYTES_MAX)
+            if data is not None:
+                self._tier.replace(path, data)
+        made = commit.publish_copy(PosixStore(self._tier), place, encoded, commit_bytes)
+        self._catalog.record_checkpoint(bodies.describe(made))
+        detail: dict[str, Any] = {"file": naming.COMMIT, "source": label}
+        text = f"step {made.step} was gone, and was copied back from {label}"
+        self._events.add("checkpoint-repaired", text, made.run, made.step, "warning", **detail)
+        self._events.add("checkpoint-verified", f"step {made.step} was copied back and verified", made.run, made.step)
 
     def sound(self, run: str, step: int) -> None:
         """A checkpoint was read back whole: it is listed, verified, and what was wrong with it is forgotten."""

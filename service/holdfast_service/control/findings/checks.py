@@ -22,6 +22,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.findings import missing
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +207,9 @@ class Findings:
             return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
 
     def passed_over(self, run: str, step: int | None) -> list[str]:
-        """What to say where this step was chosen as the newest: which newer ones are damaged, and how; newest first."""
+        """What to say where this step was chosen as the newest: which newer ones are damaged, and how, or gone; newest
+        first.
+        """
         newer = CheckpointRow.step > (-1 if step is None else step)
         damaged = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(False))
         wanted = select(CheckpointRow.step, CheckpointRow.damage).where(CheckpointRow.run == run, newer, *damaged)
@@ -214,10 +217,14 @@ class Findings:
         try:
             with self._database.read() as session:
                 found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+            gone = [] if step is None else [at for at in missing.missing(self._database, run) if at > step]
         except CatalogUnavailable as away:
             known = "nothing" if step is None else f"step {step}"
             return [f"{known} was found in the directory, because the catalog does not answer: {away.detail}"]
-        return [f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found]
+        said = {newer: f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found}
+        back = "`holdfast repair {0}@{1}` copies it back if a replica has it"
+        said |= {at: f"step {at} is gone, and was not removed by Holdfast: {instead}; {back.format(run, at)}" for at in gone}
+        return [said[newer] for newer in sorted(said, reverse=True)]
 
 
 def as_damage(problem: Mapping[str, Any] | None) -> Damaged | None:

@@ -225,8 +225,8 @@ def _warned(facts: Facts) -> Iterator[Attention]:
 
 
 _STORED = {
-    "checkpoint-missing": "find out what removed it, and put it back from a replica or a backup if you need it; retention "
-    "keeps what is there",
+    "checkpoint-missing": "find out what removed it; `holdfast repair RUN@STEP` copies it back from a replica, else put it "
+    "back from a backup if you need it; retention keeps what is there",
     "removal-waits": "check the disk or network of the root, and verify what is there; removal goes on when what stays is "
     "sound",
 }

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.moments import seconds_of
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
+from holdfast_service.control.findings.missing import is_over
 from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save, Warned
 
 WARNINGS = ("checkpoint-missing", "removal-waits")
@@ -212,15 +213,13 @@ def declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
 
 @lru_cache(1)
 def _warned() -> Executable:
-    row, newer = EventRow, aliased(EventRow)
+    row = EventRow
     newest = select(func.max(row.id)).where(row.kind.in_(WARNINGS), row.run.in_(RUNS)).group_by(row.run, row.kind)
-    verified = (newer.run == row.run, newer.id > row.id, newer.kind == "checkpoint-verified")
-    over = select(newer.id).where(*verified, newer.step >= func.coalesce(row.step, -1)).exists()
-    return select(row.run, row.kind, row.text, row.step, row.at).where(row.id.in_(newest), ~over).order_by(row.id)
+    return select(row.run, row.kind, row.text, row.step, row.at).where(row.id.in_(newest), ~is_over()).order_by(row.id)
 
 
 def warned(session: Session, runs: Collection[str]) -> dict[str, list[Warned]]:
-    """What was found of each run's checkpoints, until the same one or a newer one is verified after it."""
+    """What was found of each run's checkpoints, until it is over."""
     found: dict[str, list[Warned]] = defaultdict(list)
     for run, *values in session.execute(_warned(), {RUNS.key: list(runs)}):
         found[run].append(Warned(*values))

@@ -18,6 +18,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.launches.lost import LostCheckpoints
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Readable, Store
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
 SEEN_POLL_S = 0.5
+MENDED_MAX = 8  # damaged checkpoints that a restore has mended first
 ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
 
 
@@ -68,6 +70,9 @@ class Choices:
         self.relist: Callable[[str], object] = lambda run: roots.list_run(store, catalog, run, self.absences)
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+        self.lost = LostCheckpoints(catalog)
+        # Has a checkpoint mended that is damaged in this way, or gone, and waits for that.
+        self.mend: Callable[[tuple[str, int, int], int, Damaged | None], object] = lambda question, step, error: None
 
     def choose(self, asked: RestoreQuestion) -> int | None:
         """The step that every rank of this attempt restores; None when there is nothing to restore.
@@ -79,6 +84,7 @@ class Choices:
         """
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             self._await_seen(asked)  # not under the lock: other runs do not wait for it
+            self._have_mended(asked)
             with self._choosing:
                 chosen = self._chosen(asked)
             tell(**{"holdfast.step": chosen})
@@ -139,6 +145,35 @@ class Choices:
             log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, min(hidden))
             time.sleep(SEEN_POLL_S)
 
+    def _have_mended(self, asked: RestoreQuestion) -> None:
+        """What would be passed over because it is damaged is mended first, the newest first, until one is; and where nothing
+        is left, the newest that a replica has is copied back. `DeadlineExceeded` while that goes on.
+        """
+        tried: set[int] = set()
+        while asked.step is None and len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
+            try:
+                found = self._book.ask(lambda: self._mendable(asked, tried), ANSWER_S)
+            except (CatalogUnavailable, NoSuchRun):
+                return
+            if found is None:
+                return
+            tried.add(found[0])
+            self.mend((asked.run, asked.attempt, asked.turn), *found)
+
+    def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
+        """What to mend first, and its damage; None as damage for one that is gone."""
+        run = asked.run
+        if not roots.agrees(self._store, self._catalog, run):
+            self.relist(run)
+        newest = self._catalog.newest(run, asked.groups)
+        listed = roots.all_checkpoints(self._catalog, run)
+        for made in listed:  # newest first
+            damage = as_damage(made.damage)
+            if damage is not None and not made.abandoned and made.step not in tried and made.step > (newest or -1):
+                return made.step, damage
+        copies = set() if listed or tried else {step for held in self.lost.copies(run).values() for step in held}
+        return (max(copies), None) if copies else None  # an older one instead would be chosen in silence
+
     def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
 
@@ -187,6 +222,7 @@ class Choices:
             raise damage
         if offers:
             raise lacking(run, offers, asked.groups)
+        self.lost.refuse(run)
         return None
 
     def _refuse_if_none_will_do(self, run: str, groups: Collection[str]) -> None:
@@ -202,6 +238,7 @@ class Choices:
                 f"no sound checkpoint of {run} is left; remove the damaged ones (`holdfast rm`) to start from scratch"
             )
             raise damage
+        self.lost.refuse(run)
 
 
 def stands(tier: Readable, run: str, step: int) -> bool:

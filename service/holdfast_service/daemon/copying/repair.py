@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
+from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, StorageFailed
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.copies import Going, carry, read_pair
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
 from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
@@ -27,6 +29,7 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 PRIMARY = "primary"
+ALL_FILES = "all files"
 
 Lend = Callable[[str, int], tuple[tuple[HeldPart, ...], tuple[int, ...]]]
 
@@ -82,7 +85,9 @@ class Repairer:
         return self.run(run, step, error).source
 
     def run(self, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
-        """As `repair`, and tells all that was done; without an error it looks for damage first."""
+        """As `repair`, and tells all that was done; without an error it looks for damage first. A checkpoint that is gone as
+        a whole is copied back from a replica, unless it was removed.
+        """
         outcome = self._mend(self._tier, CheckpointId(run, step), error, None)
         if outcome.left is None:
             self._records.sound(run, step)
@@ -92,11 +97,18 @@ class Repairer:
         """Repair a replica from the checkpoint itself, from other replicas, or from the in-memory checkpoint."""
         return self._mend(self._replicas()[name], CheckpointId(run, step), error, name)
 
+    def has_copy(self, run: str, step: int) -> bool:
+        """Whether a replica has a checkpoint that was not removed."""
+        removed, directory = self._records.removed(run, step), naming.checkpoint_path(run, step)
+        return any(name not in removed and tier.list(directory) for name, tier in self._replicas().items())
+
     def _mend(self, target: Tier, which: CheckpointId, error: CheckpointError | None, name: str | None) -> RepairOutcome:
         tiers = {f"replica {other}": tier for other, tier in self._replicas().items() if other != name}
         if name is not None:
             tiers = {PRIMARY: self._tier, **tiers}
         with self._lock, self._decisions.reading(*which):
+            if name is None and not target.list(naming.checkpoint_path(*which)):
+                return bring_back(target, which, tiers, self._records)
             outcome = mend(target, which, error, Elsewhere(tiers, self._held, self._records.known(*which)))
         where = {} if name is None else {"replica": name}
         for mended in outcome.mended:
@@ -131,6 +143,40 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
     except CheckpointError as left:
         return RepairOutcome(tuple(mended), left)
     return RepairOutcome(tuple(mended), None)
+
+
+def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairRecords) -> RepairOutcome:
+    """Copy a checkpoint that is gone from `tier` back from the first of the `tiers` that has it whole (I3).
+
+    Raises `NoSuchCheckpoint` where none has it, or where it was removed; any other failure is in the outcome.
+    """
+    directory, removed = naming.checkpoint_path(*which), records.removed(*which)
+    left: CheckpointError = NoSuchCheckpoint(
+        f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists them"
+    )
+    for label, source in tiers.items():
+        if label.removeprefix("replica ") in removed or not source.list(directory):
+            continue
+        place = naming.job_place(*which, digest(f"bring back {label}".encode()))
+        try:
+            pair = read_pair(source, directory)
+            if (pair.made.run, pair.made.step) != tuple(which):
+                raise CorruptManifest(f"{label} has {pair.made.run}@{pair.made.step} in {directory}", file=naming.MANIFEST)
+            records.admit(pair.made)
+            tier.remove_tree(place.path)
+            carry(source, directory, tier, place.path, pair.made, Going())
+            records.bring(source, label, place, pair.encoded, pair.commit)
+        except CheckpointError as error:
+            log.error("%s@%s cannot be copied back from %s: %s", *which, label, error.detail)
+            left = error
+            with suppress(CheckpointError):
+                tier.remove_tree(place.path)
+            continue
+        log.warning("%s@%s was gone, and was copied back from %s", *which, label)
+        return RepairOutcome((FileRepair(ALL_FILES, (), (label,)),), None)
+    if isinstance(left, NoSuchCheckpoint):
+        raise left
+    return RepairOutcome((), left)
 
 
 def _mend_files(

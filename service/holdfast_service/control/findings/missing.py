@@ -1,0 +1,65 @@
+"""Checkpoints that are gone from a root although nobody removed them through Holdfast: told of by event until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.orm import aliased
+
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow, EventRow, RunRow
+
+KIND = "checkpoint-missing"
+
+
+def is_over() -> ColumnElement[bool]:
+    """Of what an event tells of a checkpoint: the same one or a newer one was verified since, or the run was deleted."""
+    later = aliased(EventRow)
+    verified = (later.kind == "checkpoint-verified") & (later.step >= func.coalesce(EventRow.step, -1))
+    ends = or_(verified, later.kind == "run-deleted")
+    return select(later.id).where(later.run == EventRow.run, later.id > EventRow.id, ends).exists()
+
+
+def missing(database: Database, run: str) -> list[int]:
+    """The steps of a run that are missing, the newest first; without those that are listed again, or were outlived."""
+    listed = select(CheckpointRow.step).where(CheckpointRow.run == run)
+    wanted = select(EventRow.step).where(EventRow.kind == KIND, EventRow.run == run, ~is_over())
+    with database.read() as session:
+        steps = session.scalars(wanted.where(EventRow.step.is_not(None), EventRow.step.not_in(listed)))
+        return sorted({step for step in steps if step is not None}, reverse=True)
+
+
+def tell(events: Events, run: str, step: int) -> str:
+    """Record that a checkpoint is missing; the text."""
+    text = f"step {step} is gone: its directory was removed from the storage, and not by Holdfast"
+    events.add(KIND, text, run, step, level="error")
+    return text
+
+
+def living(catalog: Catalog) -> dict[str, set[int]]:
+    """The steps that are listed of runs that were trained, but for those that training has left behind."""
+    columns = select(CheckpointRow.run, CheckpointRow.step).join(RunRow, RunRow.name == CheckpointRow.run)
+    found: dict[str, set[int]] = {}
+    with catalog.database.read() as session:
+        for run, step in session.execute(columns.where(CheckpointRow.abandoned.is_(False), RunRow.attempt > 0)):
+            found.setdefault(run, set()).add(step)
+    return found
+
+
+def lost_since(catalog: Catalog, before: Mapping[str, set[int]]) -> list[tuple[str, int]]:
+    """What was listed `before` and is no more, although nothing newer is: no policy removes that. A run that was deleted or
+    renamed has no attempt any more.
+    """
+    now = living(catalog)
+    with catalog.database.read() as session:
+        trained = set(session.scalars(select(RunRow.name).where(RunRow.attempt > 0)))
+    return [
+        (run, step)
+        for run, steps in before.items()
+        if run in trained
+        for step in sorted(steps - now.get(run, set()))
+        if step > max(now.get(run, set()), default=-1)
+    ]

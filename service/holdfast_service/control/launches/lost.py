@@ -1,0 +1,70 @@
+"""Refuses to say that there is nothing to restore where checkpoints of the run are gone, or replicas have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from sqlalchemy import select
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, CheckpointsMissing
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.schema import ReplicaRow
+from holdfast_service.control.findings import missing
+
+SHOWN_MAX = 10  # steps that a message names
+AFRESH = "to train from the beginning, delete what is known of the run (`holdfast rm {run}`), or use another run name"
+
+
+class LostCheckpoints:
+    """What was committed of runs of a root and is there no more, as catalog and replicas know it. Thread-safe."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        # The steps of a run that stand in replicas, by replica, as far as they can be reached now.
+        self.stands: Callable[[str], Mapping[str, Collection[int]]] = lambda run: {}
+
+    def copies(self, run: str) -> dict[str, set[int]]:
+        """The steps of which replicas have a copy, by replica, but for those that were removed."""
+        found = {name: set(steps) for name, steps in self.stands(run).items()}
+        try:
+            with self._catalog.database.read() as session:
+                columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
+                for name, step, state in session.execute(columns.where(ReplicaRow.run == run)):
+                    if state == "present":
+                        found.setdefault(name, set()).add(step)
+                    elif state == "gone":
+                        found.get(name, set()).discard(step)
+        except CatalogUnavailable:
+            pass  # what stands there counts
+        return {name: steps for name, steps in sorted(found.items()) if steps}
+
+    def refuse(self, run: str) -> None:
+        """`CheckpointsMissing` for a run of which nothing is left here, and something was."""
+        copies = self.copies(run)
+        try:
+            gone = missing.missing(self._catalog.database, run)
+        except CatalogUnavailable:
+            gone = []
+        if not gone and not copies:
+            return
+        steps = sorted({*gone, *(step for held in copies.values() for step in held)}, reverse=True)
+        text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
+        text += "was there" if len(steps) == 1 else "were there"
+        text += ", and nobody removed them through Holdfast" if gone else ", as replicas show"
+        if copies:
+            text += (
+                f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
+            )
+            newest = max(step for held in copies.values() for step in held)
+            hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
+        else:
+            hint = "put the directory back (mount its disk, or take it from a backup): it is seen within seconds"
+        raise CheckpointsMissing(text, hint=f"{hint}; {AFRESH.format(run=run)}", run=run, steps=steps[:SHOWN_MAX])
+
+
+def _steps(steps: Collection[int]) -> str:
+    """Some steps, the newest first."""
+    shown = list(steps)[:SHOWN_MAX]
+    more = f" and {len(steps) - len(shown)} older ones" if len(steps) > len(shown) else ""
+    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, shown))}{more}"

@@ -1,0 +1,72 @@
+"""Repairs that a restore waits for: one thread for each checkpoint, and an answer every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded
+from holdfast_formats.naming import CheckpointId
+
+log = logging.getLogger(__name__)
+
+ASK_S = 1.5  # after so long a rank is told that it goes on, and asks again
+ASKED_MAX = 1000
+LIMIT_S = 900.0  # after so long a restore goes on without it
+
+Repair = Callable[[str, int, Damaged | None], object]
+
+
+Question = tuple[str, int, int]  # run, attempt and turn: what a launch asks
+
+
+class _Repair:
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.over = threading.Event()
+
+
+class AwaitedRepairs:
+    """Thread-safe. `repair` mends a checkpoint that has this damage, or copies back one that is gone."""
+
+    def __init__(self, repair: Repair, ask_s: float = ASK_S, limit_s: float = LIMIT_S) -> None:
+        self._repair, self._ask_s, self._limit_s = repair, ask_s, limit_s
+        self._lock = threading.Lock()
+        self._going: dict[CheckpointId, _Repair] = {}
+        self._asked: dict[tuple[Question, int], _Repair] = {}  # the newest questions last: nothing is tried twice for one
+
+    def settle(self, question: Question, step: int, error: Damaged | None) -> None:
+        """Return when the repair has ended, well or not, or has taken too long. `DeadlineExceeded` while it goes on."""
+        run = question[0]
+        place = CheckpointId(run, step)
+        with self._lock:
+            current = self._asked.get((question, step)) or self._going.get(place)
+            if current is None:
+                current = self._going[place] = _Repair()
+                begin = (place, error, current)
+                threading.Thread(target=self._run, args=begin, name="holdfast-awaited-repair", daemon=True).start()
+            self._asked[question, step] = current
+            while len(self._asked) > ASKED_MAX:
+                del self._asked[next(iter(self._asked))]
+        if current.over.wait(self._ask_s):
+            return
+        took_s = time.monotonic() - current.began
+        what = "is being copied back from a replica" if error is None else "is damaged and is being repaired"
+        if took_s > self._limit_s:
+            log.warning("%s@%s %s, for %.0f s: the restore goes on without it", run, step, what, took_s)
+            return
+        raise DeadlineExceeded(f"step {step} of {run} {what}, for {took_s:.0f} s so far", hint="ask again")
+
+    def _run(self, place: CheckpointId, error: Damaged | None, current: _Repair) -> None:
+        try:
+            self._repair(*place, error)
+        except CheckpointError as failure:
+            log.warning("%s@%s could not be mended for a restore: %s", *place, failure.detail)
+        except Exception:
+            log.exception("the repair of %s@%s for a restore failed", *place)
+        finally:
+            with self._lock:
+                self._going.pop(place, None)
+            current.over.set()
