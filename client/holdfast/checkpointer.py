@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -143,8 +144,13 @@ class Checkpointer:
         self._stopped = False
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         said = run_info.check(info)
+        told_to_stop = weakref.WeakMethod(self._told_to_stop)  # no cycle: a closed Checkpointer is free at once
         self._session = Session(
-            who, meant.place, self._tickets, RunInfo(said) if who.rank == 0 else None, self._told_to_stop
+            who,
+            meant.place,
+            self._tickets,
+            RunInfo(said) if who.rank == 0 else None,
+            lambda: None if (stop := told_to_stop()) is None else stop(),
         )
         self._links = CheckpointLinks(run, self._session)
         self._reservation = Reservation(self._session, slots, self._launch.peers)

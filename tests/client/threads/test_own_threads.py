@@ -41,7 +41,7 @@ from holdfast import Checkpointer
 warnings.simplefilter("ignore")
 at, ending, number, pid = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 state = {"model": {f"w{i}": torch.ones(64, 64) for i in range(3000)}}
-checkpointer = Checkpointer(ending, state, at=at)
+checkpointer = Checkpointer(f"{ending}-{number}", state, at=at)
 if ending == "prepared":
     checkpointer.restore()
 if ending == "closed":

@@ -59,7 +59,7 @@ def test_names_that_cannot_be_made_durable_are_an_unknown_outcome() -> None:
 
 
 def test_a_late_committer_of_a_replacement_does_not_undo_it() -> None:
-    """What was replaced stands in the directory of the round until it is removed, with files of the same names and sizes: it
+    """What was replaced stands in staging until what replaced it was read back, with files of the same names and sizes: it
     is not taken for what the round has written.
     """
     tier = MemoryTier()
@@ -68,10 +68,11 @@ def test_a_late_committer_of_a_replacement_does_not_undo_it() -> None:
     site, staged = written(tier)
     late = JointlyStaged(staged.place, staged.receipts, LATER)
     made = commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
-    replaced, files = tier.read(f"{STAGED.path}/{naming.MANIFEST}"), files_of(tier)
+    (aside,) = PosixStore(tier).replaced("r")
+    replaced, files = tier.read(f"{aside.path}/{naming.MANIFEST}"), files_of(tier)
     assert commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True)) == made
     assert files_of(tier) == files and verify(tier, TARGET) == made
-    assert tier.read(f"{STAGED.path}/{naming.MANIFEST}") == replaced
+    assert tier.read(f"{aside.path}/{naming.MANIFEST}") == replaced
 
 
 class Unreadable(MemoryTier):

@@ -215,7 +215,7 @@ class Audit:
             spans = session.execute(select(func.min(AuditRow.at), func.max(AuditRow.at))).one()
             if spans[0] is not None and moments.later(spans[0], self._days * 86_400) <= spans[1]:
                 seen = session.execute(select(AuditRow.id, AuditRow.node, AuditRow.at).order_by(AuditRow.id.desc()))
-                if (last := horizon(seen.tuples(), self._days)) is not None:
+                if (last := horizon(((one.id, one.node, one.at) for one in seen), self._days)) is not None:
                     session.execute(delete(AuditRow).where(AuditRow.id <= last))
             excess = (session.scalar(select(func.count()).select_from(AuditRow)) or 0) - ENTRIES_MAX
             if excess > 0:
