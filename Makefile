@@ -65,7 +65,7 @@ browser: $(READY) ## the dashboard in a real Chromium, while a training run save
 	$(BIN)/python -m pytest -m browser tests/dashboard
 
 engine: $(READY) ## run what deploy/ has: images and Compose files with a real engine (root, docker.io, docker-compose, debootstrap), Slurm's script
-	$(BIN)/python -m pytest -m engine tests/test_engine.py tests/cluster/test_slurm.py
+	$(BIN)/python -m pytest -m engine tests/containers tests/cluster/test_slurm.py
 
 versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and with the oldest packages that pyproject.toml allows
 	$(BIN)/python -m pytest -m versions tests/versions

@@ -5,130 +5,24 @@ watcher over two daemons; and Holdfast behind a login proxy.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.containers.projects import ASK_OWN, HEALTHY_S, TOP, Project, inside, project
 from tests.daemons import wait_until
-from tests.engine import BUILD_S, Engine, base_image, engine, missing
+from tests.engine import Engine
 
-TOP = Path(__file__).parent.parent
 EXAMPLES = TOP / "deploy" / "compose"
-HEALTHY_S = 300.0
-PATIENT = {"interval": "2s", "timeout": "120s", "retries": 60}  # a busy machine takes longer to ask after health
-# What the daemon of this container answers to its owner; and what one that is reached by name answers, with its status.
-ASK_OWN = """
-import httpx, sys
-from holdfast.rest.owner_token import OwnersToken
-url = "http://127.0.0.1:8420"
-print(httpx.get(url + sys.argv[1], auth=OwnersToken(url), trust_env=False).raise_for_status().text)
-"""
+# What a daemon that is reached by name answers, with its status.
 ASK = """
 import httpx, json, sys
 answer = httpx.get(sys.argv[1], headers=json.loads(sys.argv[2]), trust_env=False)
 print(json.dumps([answer.status_code, answer.text]))
 """
-# A rank of the crash lab, whose standard input ends, and with it the rank, when each of its saves has ended.
-ACT = """
-import subprocess, sys
-rank = ["/data", "/run/holdfast/holdfast.sock", "demo", "0", "1", sys.argv[1], "1,2,3", "1048576"]
-command, ended = [sys.executable, "-m", "tests.crash.acting_rank", *rank], 0
-with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
-    for line in started.stdout:
-        print(line, end="", flush=True)
-        ended += line.startswith(("committed", "aborted", "refused"))
-        if ended == 3:
-            started.stdin.close()
-sys.exit(started.returncode)
-"""
 pytestmark = pytest.mark.engine
-
-
-class Project(NamedTuple):
-    """A Compose file that is run."""
-
-    made: Engine
-    name: str
-    file: Path
-
-    def run(self, *words: str) -> str:
-        return self.made.run("docker-compose", "--project-name", self.name, "--file", str(self.file), *words)
-
-    def up(self, *services: str) -> None:
-        """Start services, and wait until they are healthy."""
-        self.run("up", "--detach", *services)
-        for service in services:
-            container = self.run("ps", "--quiet", service).strip()
-            limit = time.monotonic() + HEALTHY_S
-            while health(self.made, container) != "healthy":
-                assert time.monotonic() < limit, self.made.docker("logs", container)
-                time.sleep(0.5)
-
-
-@contextmanager
-def project(made: Engine, name: str, directory: Path, compose: Mapping[str, Any]) -> Iterator[Project]:
-    """A Compose file without what is built, and without ports of this machine; all that it made is removed in the end."""
-    services = {service: {**about} for service, about in compose["services"].items()}
-    for about in services.values():
-        about.pop("build", None)
-        about.pop("ports", None)
-        about["healthcheck"] = PATIENT
-    file = directory / "docker-compose.yml"
-    file.write_text(yaml.safe_dump({**compose, "services": services}))
-    found = Project(made, name, file)
-    try:
-        yield found
-    finally:
-        found.run("down", "--volumes", "--timeout", "30")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine that has built the service's image."""
-    why = missing()
-    if why:
-        pytest.skip(why)
-    directory = tmp_path_factory.mktemp("engine")
-    with engine(directory) as found:
-        build = ["build", "--network=host", "-f", "deploy/Dockerfile", "--target", "service", "-t", "holdfast"]
-        found.docker(*build, "--build-arg", f"BASE={base_image(found, directory)}", str(TOP), timeout_s=BUILD_S)
-        yield found
-
-
-@pytest.fixture(scope="module")
-def run(made: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """The Compose file with a trainer that needs no torch: a rank of the crash lab's, in the service's image."""
-    compose = yaml.safe_load((TOP / "docker-compose.yml").read_text())
-    services = {name: compose["services"][name] for name in ("holdfast", "trainer")}
-    trainer = services["trainer"]
-    trainer["image"] = "holdfast"
-    trainer["volumes"] += [f"{TOP}/tests:/tests/tests:ro"]
-    trainer["environment"] = {"PYTHONPATH": "/tests"}
-    trainer["entrypoint"], trainer["command"] = ["python", "-c", ACT], ["launch-1"]
-    volumes: dict[str, Any] = {name: {} for name in ("data", "socket")}
-    directory = tmp_path_factory.mktemp("compose")
-    with project(made, "holdfast-test", directory, {"services": services, "volumes": volumes}) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def up(run: Project) -> str:
-    """The daemon's container, healthy."""
-    run.up("holdfast")
-    return run.run("ps", "--quiet", "holdfast").strip()
-
-
-def health(made: Engine, container: str) -> str:
-    return made.docker("inspect", "--format", "{{.State.Health.Status}}", container).strip()
-
-
-def inside(made: Engine, container: str, *command: str) -> str:
-    return made.docker("exec", container, *command)
 
 
 def test_image_is_small_and_nobodys_root(made: Engine) -> None:
