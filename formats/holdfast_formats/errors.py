@@ -247,7 +247,7 @@ class NotCommitted(Damaged):
 
 
 class CheckpointsMissing(Damaged):
-    """A run's checkpoints are gone from its root, and nobody removed them through Holdfast."""
+    """A run's checkpoints are gone from its root, and were not removed through Holdfast."""
 
     code = "checkpoints-missing"
 

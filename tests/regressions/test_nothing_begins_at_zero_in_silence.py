@@ -64,7 +64,7 @@ def restored(at: str | Path, run: str = RUN) -> int:
 
 
 def _lives(pid: int) -> bool:
-    """Whether this process, which may be nobody's child any more, still runs."""
+    """Whether this process, which may be orphaned, still runs."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1]
     except OSError:

@@ -1,4 +1,4 @@
-"""Checkpoints that are gone from a root although nobody removed them through Holdfast: told of by event until it is over."""
+"""Checkpoints that are gone from a root and were not removed through Holdfast: recorded as events until that is over."""
 
 from __future__ import annotations
 

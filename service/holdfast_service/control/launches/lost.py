@@ -51,7 +51,7 @@ class LostCheckpoints:
         steps = sorted({*gone, *(step for held in copies.values() for step in held)}, reverse=True)
         text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
         text += "was there" if len(steps) == 1 else "were there"
-        text += ", and nobody removed them through Holdfast" if gone else ", as replicas show"
+        text += ", and not removed through Holdfast" if gone else ", as replicas show"
         if copies:
             text += (
                 f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
