@@ -227,7 +227,8 @@ class Removers(RuleBasedStateMachine):
         self.mortal.left = 0
         self.close()
         self.open()
-        assert self.restorable() == before
+        after = self.restorable()  # a save that was killed when it was whole may have come in the place of a damaged one
+        assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS), (before, after)
 
     @rule(jump_s=st.sampled_from([0.0, 3600.0, 400 * DAY_S, -400 * DAY_S]), room=st.booleans())
     def empty_the_trash(self, jump_s: float, room: bool) -> None:
