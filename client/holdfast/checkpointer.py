@@ -683,7 +683,7 @@ class Checkpointer:
 
     def _reached(self, silence: Silence | None) -> Welcome:
         """The daemon's welcome; one that was lost is looked for in an errand."""
-        if self._task is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+        if self._task is not None:  # a slot that was given back may be leased again: nothing still writes into it
             self._task.leave(lambda written: self._errands.until(written, silence))
         self._errands.settle(silence)
         if self._session.link is not None and self._session.link.alive:
@@ -740,8 +740,8 @@ class Checkpointer:
         """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
         if given and not self._closed and not self._calls.forked:
             self._state.unsaved.gradients.stepped(given[0])
-        if self._averaging is not None and given and not self._closed and not self._calls.forked:
-            self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
+            if self._averaging is not None:
+                self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
     def _task_of(

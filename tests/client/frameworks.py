@@ -149,6 +149,34 @@ class Lookahead(torch.optim.Optimizer):
                 self.state[parameter].setdefault("slow", parameter.detach().clone())
 
 
+class CountingLookahead(torch.optim.Optimizer):
+    """Shares groups and state with the optimizer inside, and counts in attributes that its state_dict() lacks."""
+
+    def __init__(self, inner: torch.optim.Optimizer, every: int = 2) -> None:
+        self.inner, self.every, self.count, self.rate, self.warm = inner, every, 0, 1.0, False
+        self.total = torch.zeros(1)
+        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        self.rate *= 0.5
+        self.warm = True
+        self.total += 3
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p]
+                if "slow" not in held:
+                    held["slow"] = p.clone()
+                if self.count % self.every == 0:
+                    held["slow"].lerp_(p, 0.5)
+                    p.copy_(held["slow"])
+
+
 class Helped(torch.optim.SGD):
     """An optimizer of matrices that has another one for everything else."""
 
@@ -199,3 +227,13 @@ class Homemade:
 
     def load_state_dict(self, state: Any) -> None:
         self.velocity = state["velocity"]
+
+
+class Unlisted(nn.Module):
+    """An average whose warm-up is counted in an attribute, with a table that is not persistent: no state_dict() has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.n = nn.Linear(2, 2), 0
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.table: torch.Tensor

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.link import session
 from holdfast.rest.api import Api
 from holdfast.rest.summaries import summary
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointsMissing
+from holdfast_formats.errors import CheckpointsMissing, DeadlineExceeded
 from holdfast_formats.rest.operations import Event
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import flip
@@ -169,6 +170,25 @@ def test_a_restore_waits_for_the_repair_of_the_newest(tmp_path: Path) -> None:
         path.unlink()
         assert restored(daemon.socket) == 2
         assert PosixTier(place.root).size(f"{directory}/{path.name}") is not None
+
+
+def test_a_restore_does_not_wait_for_a_daemon_that_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is stopped repairs nothing: its silence is told after seconds, and it is not asked again."""
+    monkeypatch.setattr(session, "SETTLE_WAIT_S", 40.0)
+    place = Place(tmp_path, replica=False)
+    with place.served() as daemon:
+        place.save(daemon, 1)
+        with Checkpointer(RUN, {"x": torch.zeros(1000)}, at=daemon.socket) as checkpointer:
+            checkpointer.prepare(wait=True)
+            daemon.freeze()
+            try:
+                with pytest.raises(DeadlineExceeded, match="did not answer"):
+                    checkpointer.restore()
+            finally:
+                daemon.thaw()
+    assert "restore waits" not in caplog.text
 
 
 def test_an_older_step_is_told_as_one(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ class Session:
 
 
 def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:
-    """The answer, which is asked for again while the daemon says what it waits for."""
+    """The answer; asked for again while the daemon says what it repairs, and not where it does not answer."""
     limit = time.monotonic() + SETTLE_WAIT_S
     told_at = 0.0
     while True:
@@ -302,7 +302,7 @@ def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:
             asked = question.model_copy(update={"id": link.next_id()})
             return link.request(asked, wire.Chosen, max(limit - time.monotonic(), REPLY_SPARE_S))
         except DeadlineExceeded as waits:
-            if time.monotonic() > limit:
+            if "repairing" not in waits.members or time.monotonic() > limit:
                 raise
             if time.monotonic() > told_at + TELL_S:
                 told_at = time.monotonic()

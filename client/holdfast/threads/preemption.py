@@ -18,7 +18,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any, Protocol
 
-from holdfast.threads import background_requests, child_deaths
+from holdfast.threads import background_requests, child_deaths, own_threads
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
 from holdfast_formats.staging.wire import NOWHERE, StopAt
@@ -66,7 +66,7 @@ class Preemption:
         for one in self._signals:
             self._before[one] = signal.getsignal(one)
             signal.signal(one, self._hear)
-        background_requests.start(self._agree, "holdfast-preemption")
+        own_threads.begin(self._agree, "holdfast-preemption", self._end_waits)
 
     @property
     def left_s(self) -> float:
@@ -99,12 +99,15 @@ class Preemption:
 
     def close(self) -> None:
         """Put the handlers back."""
-        self._closed.set()
-        self._came.set()
+        self._end_waits()
         self._restore()
         if self._deaths is not None:
             self._deaths.forget()
             self._deaths = None
+
+    def _end_waits(self) -> None:
+        self._closed.set()
+        self._came.set()
 
     def leave_to_parent(self) -> None:
         """A forked child has the signals as they were before: else it would not end by them."""

@@ -103,7 +103,7 @@ class Publishing:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
         try:
             made = bodies.describe(roots.load_manifest(self._store.files, run, step))
-        except (Damaged, NotFound):  # removed or damaged at this moment, as whoever looks at it next will find
+        except (Damaged, NotFound):  # removed or damaged at this moment: the next look finds that
             self._rotation.listed(run, step)
             return
         try:

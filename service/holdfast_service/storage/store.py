@@ -90,7 +90,7 @@ class Store(Protocol):
         """Make what is staged a checkpoint, complete and durable (I1): small files, manifest, then COMMIT (I3); one stroke.
 
         Another checkpoint of the step stays, or if this is to be put `over` it, is replaced: readers find one or the other.
-        The replaced one is kept until `release`, since nobody has read back what stands there now.
+        The replaced one is kept until `release`, since what stands there now was not read back yet.
         Of two nodes that commit the same round, both succeed (I12). Where an answer is lost, what stands is read (I14).
         """
 

@@ -271,28 +271,6 @@ def test_memory_that_overlaps_itself_is_refused_at_the_first_save(kind: str, pla
         restore(plain, PLACES[place](make()))
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Shares groups and state with the optimizer inside; its state_dict() lacks the number that it counts."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.count = inner, 0
-        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        with torch.enable_grad():
-            closure()
-        self.inner.step()
-        self.count += 1
-        if self.count % 2 == 0:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.mul_(0.5)
-
-
 def trained(seed: int, make: Callable[[nn.Module], Any]) -> Made:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -325,7 +303,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "accelerate": lambda module: frameworks.Accelerated(torch.optim.AdamW(module.parameters())),
     "titan": lambda module: frameworks.Container([module], torch.optim.AdamW),
     "helped": lambda module: frameworks.Helped(module.parameters()),
-    "lookahead": lambda module: Lookahead(torch.optim.AdamW(module.parameters())),
+    "lookahead": lambda module: frameworks.CountingLookahead(torch.optim.AdamW(module.parameters())),
 }
 
 
@@ -407,37 +385,19 @@ def test_everything_else_comes_back_or_is_refused_by_name(kind: str) -> None:
     assert held(twin) == held(live)
 
 
-class Unlisted(nn.Module):
-    """What its state_dict() lacks: a number in an attribute, and a buffer that is not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(2, 2), 0
-        self.register_buffer("table", torch.zeros(2), persistent=False)
-        self.table: torch.Tensor
+def count(module: frameworks.Unlisted) -> None:
+    module.n += 1
 
 
-def count(module: Unlisted) -> None:
-    module.calls += 1
-
-
-def fill(module: Unlisted) -> None:
-    module.table += 1
-
-
-def replace(module: Unlisted) -> None:
+def replace(module: frameworks.Unlisted) -> None:
     module.table = torch.ones(2)
 
 
-def accumulate(module: Unlisted) -> None:
-    module.linear(torch.ones(2)).sum().backward()
-
-
-UNLISTED: dict[str, tuple[Callable[[Unlisted], None], str]] = {
-    "number": (count, "model.calls"),
-    "buffer, written": (fill, "model.table"),
+UNLISTED: dict[str, tuple[Callable[[frameworks.Unlisted], object], str]] = {
+    "number": (count, "model.n"),
+    "buffer, written": (lambda module: module.table.add_(1), "model.table"),
     "buffer, replaced": (replace, "model.table"),
-    "gradients": (accumulate, "gradients"),
+    "gradients": (lambda module: module.linear(torch.ones(2)).sum().backward(), "gradients"),
 }
 
 
@@ -445,13 +405,13 @@ UNLISTED: dict[str, tuple[Callable[[Unlisted], None], str]] = {
 def test_what_no_state_dict_lists_is_named_once_it_changes(kind: str) -> None:
     """By the save and by the restore, which goes on without it."""
     change, name = UNLISTED[kind]
-    live = Unlisted()
+    live = frameworks.Unlisted()
     state = TrainState({"model": live, "optim": torch.optim.SGD(live.parameters(), lr=0.1)}, 0, 1)
     assert not state.snapshot().notes
     change(live)
     taken = state.snapshot()
     assert [name in note and isinstance(note, LeftOutNote) for note in taken.notes] == [True]
-    other = Unlisted()
+    other = frameworks.Unlisted()
     done = restore(Checkpoint(taken), {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.1)})
     assert [name in note and isinstance(note, LeftOutNote) for note in done.notes] == [True]
 

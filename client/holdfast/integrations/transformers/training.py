@@ -88,8 +88,8 @@ class TrainerRun:
             try:
                 with tempfile.TemporaryDirectory(prefix="holdfast-resume-") as place:
                     source, directory = self._choose(wanted, place)
-                    anew = wanted.anew or (source is None and directory is not None)  # what it resumes from is not the run's
-                    return self._train(source, anew, partial(start, directory))
+                    elsewhere = source is None and directory is not None  # it resumes from files outside the run
+                    return self._train(source, wanted.anew or elsewhere, partial(start, directory))
             except _OtherStep as other:
                 if self.trainer.args.neftune_noise_alpha is not None:  # train() would add its noise a second time
                     raise InvalidRequest(

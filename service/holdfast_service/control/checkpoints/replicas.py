@@ -63,7 +63,7 @@ class ReplicaBook:
 
     def removals(self, name: str) -> list[tuple[str, int]]:
         """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where a
-        checkpoint of the step stands again, brought back or saved anew, that is read back first.
+        checkpoint of the step stands again, brought back or saved again, that is read back first.
         """
         wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
         same = (CheckpointRow.run == ReplicaRow.run, CheckpointRow.step == ReplicaRow.step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -121,7 +121,7 @@ class Replicator:
         tier = self._reached()
         if tier is not self._tier:
             self._book.opened(self.name, tier)
-            self._settle(tier)
+            self._settle(tier, filter(naming.is_run_name, tier.list("")))
             self._tier = tier
         if self._rename(self._tier):
             return True
@@ -280,13 +280,13 @@ class Replicator:
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 store.discard(place)
-        self._settle(tier)
+        self._settle(tier, (made.run,))
         return True
 
-    def _settle(self, tier: Tier) -> None:
+    def _settle(self, tier: Tier, runs: Iterable[str]) -> None:
         """Of a copy and the one that it replaced, keep the sound one; the one that stands where both are."""
         store = PosixStore(tier)
-        for run in filter(naming.is_run_name, tier.list("")):
+        for run in runs:
             for place in store.replaced(run):
                 gone = store.take_back(place) if self._is_replaced_by_damage(tier, place) else store.release(place)
                 if gone is not None:

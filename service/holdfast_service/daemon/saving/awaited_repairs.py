@@ -57,7 +57,8 @@ class AwaitedRepairs:
         if took_s > self._limit_s:
             log.warning("%s@%s %s, for %.0f s: the restore goes on without it", run, step, what, took_s)
             return
-        raise DeadlineExceeded(f"step {step} of {run} {what}, for {took_s:.0f} s so far", hint="ask again")
+        detail = f"step {step} of {run} {what}, for {took_s:.0f} s so far"
+        raise DeadlineExceeded(detail, hint="ask again", repairing=step)
 
     def _run(self, place: CheckpointId, error: Damaged | None, current: _Repair) -> None:
         try:

@@ -10,35 +10,8 @@ from torch import nn
 
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest
+from tests.client import frameworks
 from tests.client.checkpoint_in_memory import Checkpoint, restore
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Shares groups and state with the optimizer inside, and counts its steps in attributes."""
-
-    def __init__(self, inner: torch.optim.Optimizer, every: int = 2) -> None:
-        self.inner, self.every, self.count, self.rate, self.warm = inner, every, 0, 1.0, False
-        self.total = torch.zeros(1)
-        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.count += 1
-        self.rate *= 0.5
-        self.warm = True
-        self.total += 3
-        for group in self.param_groups:
-            for p in group["params"]:
-                held = self.state[p]
-                if "slow" not in held:
-                    held["slow"] = p.clone()
-                if self.count % self.every == 0:
-                    held["slow"].lerp_(p, 0.5)
-                    p.copy_(held["slow"])
 
 
 class Counting(torch.optim.SGD):
@@ -56,10 +29,12 @@ class Counting(torch.optim.SGD):
 
 
 MAKES = {
-    "lookahead": lambda module: Lookahead(torch.optim.AdamW(module.parameters(), lr=0.01)),
-    "lookahead of two": lambda module: [Lookahead(torch.optim.SGD([p], lr=0.01)) for p in module.parameters()],
+    "lookahead": lambda module: frameworks.CountingLookahead(torch.optim.AdamW(module.parameters(), lr=0.01)),
+    "lookahead of two": lambda module: [
+        frameworks.CountingLookahead(torch.optim.SGD([p], lr=0.01)) for p in module.parameters()
+    ],
     "in itself": lambda module: Counting(module.parameters()),
-    "lookahead of one that counts": lambda module: Lookahead(Counting(module.parameters())),
+    "lookahead of one that counts": lambda module: frameworks.CountingLookahead(Counting(module.parameters())),
 }
 
 
@@ -144,7 +119,7 @@ def test_another_wrapper_has_its_own_first_look() -> None:
     """A wrapper that takes another one's place in the state has changed nothing yet."""
     whole = Training("lookahead", 1)
     whole.step(0)
-    other = Lookahead(whole.optim.inner)
+    other = frameworks.CountingLookahead(whole.optim.inner)
     state: dict[str, Any] = {"model": whole.model, "optim": whole.optim}
     kept = TrainState(state, 0, 1)
     kept.snapshot()

@@ -12,33 +12,24 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
+from tests.client import frameworks
 from tests.client.checkpoint_in_memory import Checkpoint
 from tests.daemons import RunningDaemon, running
 
 
-class Averaged(nn.Module):
-    """An average whose warm-up is counted in an attribute, with a table that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.n = nn.Linear(2, 2), 0
-        self.register_buffer("table", torch.zeros(3), persistent=False)
-        self.table: torch.Tensor
-
-
-def counted(model: Averaged) -> None:
+def counted(model: frameworks.Unlisted) -> None:
     model.n += 1
 
 
-def replaced(model: Averaged) -> None:
+def replaced(model: frameworks.Unlisted) -> None:
     model.table = torch.ones(3)
 
 
-def written(model: Averaged) -> None:
+def written(model: frameworks.Unlisted) -> None:
     model.table += 1
 
 
-CHANGES: dict[str, tuple[Callable[[Averaged], None], str, str]] = {
+CHANGES: dict[str, tuple[Callable[[frameworks.Unlisted], None], str, str]] = {
     "number": (counted, "plain attributes and that have changed: model.0.n", "model.0.n (was 1, is 0)"),
     "buffer, replaced": (replaced, "have changed: model.0.table", "not persistent: model.0.table"),
     "buffer, in place": (written, "have changed: model.0.table", "not persistent: model.0.table"),
@@ -50,7 +41,7 @@ CHANGES: dict[str, tuple[Callable[[Averaged], None], str, str]] = {
 def test_what_changed_and_is_not_saved_is_named_twice(kind: str, saves: int) -> None:
     """By each save after it, the first one too, and by the restore. Without a change there is nothing to tell."""
     change, at_save, at_restore = CHANGES[kind]
-    model, other = nn.Sequential(Averaged()), nn.Sequential(Averaged())
+    model, other = nn.Sequential(frameworks.Unlisted()), nn.Sequential(frameworks.Unlisted())
     state, live = TrainState({"model": model}, 0, 1), TrainState({"model": other}, 0, 1)
     for _ in range(saves):
         taken = state.snapshot()
@@ -69,7 +60,7 @@ def test_what_changed_and_is_not_saved_is_named_twice(kind: str, saves: int) -> 
 
 def test_a_module_that_is_moved_has_not_changed() -> None:
     """To another device. Anything else that takes a buffer's place counts."""
-    model = nn.Sequential(Averaged())
+    model = nn.Sequential(frameworks.Unlisted())
     state = TrainState({"model": nn.Sequential(nn.Linear(1, 1)), "other": model}, 0, 1)
     state.snapshot()
     model[0]._buffers["table"] = torch.zeros(3, device="meta")
