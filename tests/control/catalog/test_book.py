@@ -12,6 +12,7 @@ from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.visible import limited_to
+from tests.daemons import wait_until
 
 
 def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,7 @@ def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Pa
     book = Book(Database.open(f"sqlite:///{tmp_path}/catalog.sqlite"))
     done: list[int] = []
     for question in (book.settle, book.recorded):
+        wait_until(lambda: book._thread is None or bool(book._changed._waiters))  # type: ignore[attr-defined]  # idle again
         book.tell("a number", lambda: done.append(len(done)))
         told = len(done)
         book.tell("another", lambda: done.append(len(done)))

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.errors import Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint
 from holdfast_formats.lineage import Intent
 from holdfast_service.control import root_care
+from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.retention import replaced
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import MemoryTier
@@ -90,6 +91,20 @@ def test_it_goes_once_its_replacement_was_read_back(world: SaverWorld, tier: Fli
     settled(world)
     assert verify(tier, PATH) == made
     assert tier.list(f"{RUN}/{naming.STAGING}") == tier.list(f"{RUN}/{naming.TRASH}") == []
+
+
+def test_a_run_is_not_renamed_before_its_replacement_was_read_back(world: SaverWorld) -> None:
+    """What was replaced may have to come back, and does not go along."""
+    rank = launch(world)
+    world.saver.checks.close()
+    replace(rank)
+    world.decisions.recorded(30)
+    with pytest.raises(InUse, match=r"step 1 of .* was replaced"):
+        world.decisions.renaming.rename(RUN, "other")
+    world.decisions.findings.sound(RUN, 1)
+    settled(world)
+    world.decisions.renaming.rename(RUN, "other")
+    assert roots.committed(world.decisions.store, "other") == [1]
 
 
 def test_it_comes_back_where_its_replacement_is_damaged(world: SaverWorld, tier: FlippingTier) -> None:

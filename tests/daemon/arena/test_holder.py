@@ -315,6 +315,16 @@ def test_a_daemon_below_the_holder_is_started_again_when_it_is_killed(path: Path
     above.communicate()
 
 
+def test_a_signal_that_comes_before_the_daemon_is_started_again_ends_the_holder(path: Path) -> None:
+    """A container is stopped in that second: no daemon is started that would not hear of it."""
+    above = supervise(path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    assert above.stdout is not None and above.stderr is not None
+    os.kill(int(above.stdout.readline()), signal.SIGKILL)
+    assert "is started again" in above.stderr.readline()
+    above.terminate()
+    assert above.communicate(timeout=60) == ("", "") and above.returncode == 137
+
+
 def test_a_daemon_below_the_holder_that_refuses_to_serve_ends_it(path: Path) -> None:
     """A flag is wrong, or the root is in use: the container ends, with that status, instead of trying for ever."""
     above = supervise(path, "import sys; sys.exit(4)")

@@ -124,6 +124,12 @@ class RunRenaming:
     def _refuse(self, run: str, name: str) -> None:
         run_removal.refuse(self._catalog, self._rotation, run, marked=True)
         run_removal.refuse_lone_copies(self._catalog, self._rotation, run)
+        for place in PosixStore(self._tier).replaced(run):
+            if self._rotation.looks.is_whole(place):  # it may have to come back, under this name
+                raise InUse(
+                    f"step {place.step} of {run} was replaced, and what replaced it was not read back yet",
+                    hint="try again in a minute",
+                )
         if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
             raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
 

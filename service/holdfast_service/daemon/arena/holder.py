@@ -36,6 +36,7 @@ ALONE_S = 120.0  # longer than ranks look for the next daemon
 RETRY_S, RETRY_S_MAX = 300.0, 3600.0  # until a daemon is started again that has ended without taking over
 GONE_S = 600.0  # of a root that is not there: it may only be mounted late
 GIVE_UP_S = 86_400.0  # without any daemon
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to the daemon below
 BACK_OFF_S, BACK_OFF_S_MAX = 1.0, 30.0  # above a daemon that is killed again and again
 CHECK_S = 0.5
 PACKET_BYTES_MAX = 131_072
@@ -77,13 +78,19 @@ class Child:
         self.killed = False  # whether a signal ended it
 
     def start(self, how: Start, *more: str) -> None:
-        pid = os.fork()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none comes between the fork and its number
+        try:
+            pid = os.fork()
+            if pid:
+                self.pid = pid
+            else:
+                for number in PASSED_ON:
+                    signal.signal(number, signal.SIG_DFL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if pid:
-            self.pid = pid
             return
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
             if self._output is not None:
                 os.setsid()
                 log = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
@@ -166,6 +173,8 @@ class Holder:
     def _look_after(self, how: Start) -> bool:
         """Start the daemon below again if it was killed, or ended while something is sealed; False if this ends with it."""
         if not self._child.ended():
+            if self._child.pid is None and self._stopping:  # the signal came before it was started again
+                return False
             if self._child.pid is None and time.monotonic() >= self._try_at:
                 self._child.start(how)
             return True
@@ -348,7 +357,7 @@ def main() -> int:
     with socket.socket(fileno=arguments.listener) as listener:
         holder = Holder(listener, arguments.socket, supervised)
         if supervised is not None:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for number in PASSED_ON:
                 signal.signal(number, holder.stop)
         status = holder.serve()
         if arguments.socket.exists() and arguments.socket.stat().st_ino == ours:  # another holder may have come since
