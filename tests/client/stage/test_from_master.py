@@ -410,7 +410,7 @@ def test_a_model_without_short_floats(daemon: RunningDaemon, run: str) -> None:
 
 
 def test_weights_are_repaired_from_masters_in_memory(daemon: RunningDaemon, run: str) -> None:
-    """A flipped bit in the files, while the save's slots are held: by the job, or by the daemon when it sees the change first."""
+    """A flipped bit in the files, while the slots of the save are held: by the job, or by the daemon that saw the change."""
     training = Training()
     with Checkpointer(run, training.state, at=daemon.socket, **FROM_MASTER) as rounded, Api(daemon.about["url"]) as api:
         rounded.save(1, wait="durable")

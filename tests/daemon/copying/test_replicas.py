@@ -335,6 +335,30 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
     assert told == {"tier": "far"}
 
 
+@pytest.mark.parametrize("removed_by", ["policy", "request"])
+def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
+    world: CopiesWorld, tmp_path: Path, removed_by: str
+) -> None:
+    """Step 10 went because 15 stood. Then that was lost: 5 is no reason to remove the copy of 10, unless a person has."""
+    world.copy()
+    if removed_by == "policy":
+        world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+        world.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+        assert world.decisions.rotation.settle() and not world.path(10).exists() and world.path(5).exists()
+    else:
+        world.decisions.rotation.remove(RUN, 10)
+    shutil.rmtree(far(tmp_path, 15))
+    with world.catalog.database.write() as session:
+        session.execute(delete(ReplicaRow).where(ReplicaRow.step == 15))
+    lost = tmp_path / "lost"
+    world.path(15).rename(lost)
+    world.replicators["far"]._remove(world.replicators["far"]._open())
+    assert far(tmp_path, 10).exists() == (removed_by == "policy")
+    lost.rename(world.path(15))
+    world.copy()
+    assert not far(tmp_path, 10).exists() and far(tmp_path, 15).exists()
+
+
 @pytest.mark.parametrize("how", ["gone", "lacks a file"])
 def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_path: Path, how: str) -> None:
     """Its checkpoint was thinned because newer ones had an optimizer. These were lost before the copy was thinned, too."""

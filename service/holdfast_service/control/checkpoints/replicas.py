@@ -7,13 +7,14 @@ it. One of a renamed run is removed only after there is one under the new name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session, aliased
 
-from holdfast_formats import naming
+from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
 from holdfast_formats.naming import CheckpointId, Place
@@ -135,9 +136,11 @@ class ReplicaBook:
         return True
 
     def may_follow(self, name: str, tier: Tier, made: Manifest, copy: Manifest) -> bool:
-        """Whether a copy may become what is left of its checkpoint: another sound one has the groups that it loses."""
+        """Whether a copy may become what is left of its checkpoint: a sound one that is not older has the groups that it
+        loses.
+        """
         which = CheckpointId(made.run, made.step)
-        if set(copy.groups) <= set(made.groups) or self._stands_elsewhere(name, tier, which, set(copy.groups)):
+        if set(copy.groups) <= set(made.groups) or self._stands_elsewhere(name, tier, which, copy):
             return True
         self._tell_kept(name, which, "stays whole")
         return False
@@ -150,33 +153,41 @@ class ReplicaBook:
             self._events.add("removal-waits", text, *which, "error", tier=name)
 
     def _is_dispensable(self, name: str, tier: Tier, which: CheckpointId) -> bool:
-        """Whether a sound checkpoint with all groups of this copy stands, in the root or here; or its run was deleted."""
+        """Whether a sound checkpoint with all groups of this copy stands, in the root or here, that is not older unless the
+        removal was requested; or its run was deleted.
+        """
         run, step = which
         with self._database.read() as session:
-            copy = session.get(ReplicaRow, (run, step, name))
-            heir = run if copy is None or copy.heir is None else copy.heir
+            row = session.get(ReplicaRow, (run, step, name))
+            heir = run if row is None or row.heir is None else row.heir
             known = session.get(RunRow, heir)
             if known is None or (known.attempt == 0 and heir == run):
                 return True
+            requested = row is not None and row.requested
         try:
-            groups = set(roots.load_manifest(tier, run, step).groups)
+            copy = roots.load_manifest(tier, run, step)
         except (Damaged, NoSuchCheckpoint):
             return True  # it cannot be restored
-        return self._stands_elsewhere(name, tier, CheckpointId(heir, step), groups)
+        return self._stands_elsewhere(name, tier, CheckpointId(heir, step), copy, or_older=requested)
 
-    def _stands_elsewhere(self, name: str, tier: Tier, which: CheckpointId, groups: set[str]) -> bool:
-        """Whether a sound checkpoint of this run with these groups stands in the root, or another copy of one here."""
-        row, run = CheckpointRow, which.run
+    def _stands_elsewhere(
+        self, name: str, tier: Tier, which: CheckpointId, copy: Manifest, *, or_older: bool = False
+    ) -> bool:
+        """Whether a sound checkpoint of this run with the groups of this copy stands in the root, or another copy of one
+        here, which is not older. It is not where the training has left the line of the copy behind.
+        """
+        run = which.run
+        listed = [c for c in roots.all_checkpoints(self._catalog, run) if c.verified]
+        there = (ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.state == "present")
         with self._database.read() as session:
-            listed = select(row.step, row.groups).where(row.run == run, row.verified).order_by(row.step.desc())
-            sound = [(at, set(held)) for at, held in session.execute(listed)]
-            there = (ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.state == "present")
             others = session.scalars(select(ReplicaRow.step).where(*there).order_by(ReplicaRow.step.desc()))
             copies = [at for at in others if at != which.step]
-        if any(groups <= held and self._looks.proof(run, at) for at, held in sound):
-            return True
+        in_the_root = (c for c in listed if self._looks.proof(run, c.step))
         looks = Looks(tier)
-        return any(looks.proof(run, at) and groups <= set(roots.load_manifest(tier, run, at).groups) for at in copies)
+        here = (roots.load_manifest(tier, run, at) for at in copies if looks.proof(run, at))
+        standing: Iterator[bodies.CheckpointInfo | Manifest] = chain(in_the_root, here)
+        needed = set(copy.groups)
+        return any(needed <= set(made.groups) and (or_older or _is_not_older(made, copy)) for made in standing)
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""
@@ -313,6 +324,12 @@ class RepairBook:
             session.execute(sound.values(verified=True, damage=None, checked=self._events.now(), proven=proven))
 
 
+def _is_not_older(made: lineage.PlacedCheckpoint, copy: lineage.PlacedCheckpoint) -> bool:
+    """Whether a training that restores the newest one would not go back from this copy to what was made."""
+    living = lineage.way([made, copy])
+    return lineage.is_on(living, made) and (made.step >= copy.step or not lineage.is_on(living, copy))
+
+
 def listed(database: Database, run: str, step: int) -> list[Replica]:
     """The copies of a checkpoint, by tier."""
     wanted = select(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).order_by(ReplicaRow.tier)
@@ -320,17 +337,18 @@ def listed(database: Database, run: str, step: int) -> list[Replica]:
         return [Replica.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
 
 
-def removed(database: Database, run: str, step: int) -> None:
+def removed(database: Database, run: str, step: int, requested: bool = False) -> None:
     """A checkpoint was removed: so are its copies, as soon as their tiers can be reached."""
+    gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step)
     with database.write() as session:
-        session.execute(update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).values(state="gone"))
+        session.execute(gone.values(state="gone", requested=requested))
 
 
 def returned(database: Database, run: str, steps: Sequence[int]) -> None:
     """Checkpoints were brought back: so are those of their copies that were not removed yet."""
     gone = (ReplicaRow.run == run, ReplicaRow.step.in_(steps), ReplicaRow.state == "gone", ReplicaRow.heir.is_(None))
     with database.write() as session:
-        session.execute(update(ReplicaRow).where(*gone).values(state="present"))
+        session.execute(update(ReplicaRow).where(*gone).values(state="present", requested=False))
 
 
 def _forget_deleted(session: Session, run: str) -> None:

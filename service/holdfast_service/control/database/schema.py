@@ -210,7 +210,9 @@ class StatisticsRow(CatalogTable):
 
 
 class ReplicaRow(CatalogTable):
-    """A copy of a checkpoint in another tier, as far as it is known. `heir`: its run was renamed to that."""
+    """A copy of a checkpoint in another tier, as far as it is known. `heir`: its run was renamed to that. `requested`: the
+    removal of its checkpoint was requested by name.
+    """
 
     __tablename__ = "replicas"
     __table_args__ = (Index("replicas_summed", "run", "tier", "state", "step"),)
@@ -224,6 +226,7 @@ class ReplicaRow(CatalogTable):
     checked: Mapped[str | None] = mapped_column(_TIME)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     heir: Mapped[str | None] = mapped_column(_NAME)
+    requested: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 
 
 class EventRow(CatalogTable):

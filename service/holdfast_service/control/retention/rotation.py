@@ -431,7 +431,8 @@ class Rotation:
                         raise InUse(f"{run}@{step} is being read")
                     self.refuse_foreign(run, step)
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
-                    replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
+                    # First: to copy it again costs less than a copy that is left.
+                    replicas.removed(self._catalog.database, run, step, requested=why == "request")
                     trashed[step] = removal.discard(self._store, run, step)
                 except NoSuchCheckpoint:
                     log.info("%s@%s was already gone", run, step)
