@@ -548,8 +548,6 @@ class Checkpointer:
     def _see_through(self, task: SaveTask, asked: SaveRequest, wait: Wait) -> None:
         began = time.monotonic()
         task.complete(self._session.until)
-        if wait == "durable":
-            self._session.waits(asked.ticket.step)
         asked.ticket.await_promise(wait, asked.within_s)
         task.held(time.monotonic() - began, last=True)
 

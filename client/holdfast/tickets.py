@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, Protocol
 
 from holdfast.left_out import LeftOutNote
 from holdfast.save_warning import warn
@@ -29,7 +29,16 @@ log = logging.getLogger(__name__)
 
 _END = "end"
 
-Until = Callable[[Latch, float | None], bool]  # waits for it, as long as the daemon may still set it
+
+class Until(Protocol):
+    def __call__(self, ended: Latch, timeout: float | None, awaits: int | None) -> bool:
+        """Wait for it, as long as the daemon may still set it. This rank begins no save before the one that it `awaits` has
+        ended.
+        """
+
+
+def _wait(ended: Latch, timeout: float | None, awaits: int | None) -> bool:
+    return ended.wait(timeout)
 
 
 class SaveResult(NamedTuple):
@@ -43,9 +52,9 @@ class SaveResult(NamedTuple):
 class SaveTicket:
     """The result of one save. You need not check it: the next `save()` and `close()` also report a failure."""
 
-    def __init__(self, run: str, step: int, attempt: int, until: Until = Latch.wait) -> None:
+    def __init__(self, run: str, step: int, attempt: int, until: Until = _wait) -> None:
         self.run, self.step, self.attempt = run, step, attempt
-        self._until = until
+        self._until, self._saving = until, threading.current_thread()
         self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
         self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
@@ -92,7 +101,8 @@ class SaveTicket:
         seconds, and where the daemon does not answer at all for 10 s; it may still commit the step then.
         """
         self._refuse_to_wait_for_oneself()
-        if not self._until(self._ended, timeout):
+        bare = timeout is None and threading.current_thread() is self._saving
+        if not self._until(self._ended, timeout, self.step if bare else None):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
         if self.error is not None:
             raise self.error
@@ -103,7 +113,7 @@ class SaveTicket:
         `DeadlineExceeded` where the daemon does not answer at all for 10 s.
         """
         self._refuse_to_wait_for_oneself()
-        self._until(self._decided, timeout)
+        self._until(self._decided, timeout, None)
         return self.staged
 
     def await_promise(self, wait: Literal["staged", "durable"], within_s: float | None = None) -> None:

@@ -65,6 +65,7 @@ PUT    /v1/ranks/{rank_id}/uploads/{number}/{part}               write rank octe
 POST   /v1/ranks/{rank_id}/uploads/{number}/seal                 write rank json
 POST   /v1/ranks/{rank_id}/uploads/{number}/abandon              write rank json
 GET    /v1/ranks/{rank_id}/outcomes                              read  rank
+PUT    /v1/ranks/{rank_id}/waiting                               write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}                        write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}/end                    write rank json
 GET    /v1/tokens                                                admin all
@@ -237,6 +238,7 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/ranks/{rank_id}/uploads/{number}": _json({"step": 7}),
     "/v1/ranks/{rank_id}/uploads/{number}/seal": _json({"data_bytes": 8, "table_bytes": 0, "table_digest": "0" * 16}),
     "/v1/ranks/{rank_id}/uploads/{number}/abandon": _json({"problem": {"code": "round-aborted", "detail": "no"}}),
+    "/v1/ranks/{rank_id}/waiting": _json({"step": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}": _json({"step": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}/end": _json({"step": 5}),
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have

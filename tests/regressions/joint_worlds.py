@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from holdfast import Checkpointer, Fragment
 from holdfast.launch import Launch, assigned
 from holdfast_formats.errors import CheckpointError
-from tests.regressions.test_many_daemons import Daemon
 
 ROWS, COLUMNS = 264, 1200
 _Made = TypeVar("_Made")
@@ -49,10 +49,17 @@ def state(rank: int, world: int, step: int | None) -> dict[str, Any]:
     }
 
 
+class Place(Protocol):
+    """A daemon that ranks reach by its socket, or by what stands for it."""
+
+    @property
+    def socket(self) -> Path | str: ...
+
+
 class Ranks:
     """The checkpointers of a launch: rank r is at `places[r]`."""
 
-    def __init__(self, run: str, places: Sequence[Daemon], name: str, **options: Any) -> None:
+    def __init__(self, run: str, places: Sequence[Place], name: str, **options: Any) -> None:
         self.run, self.world, self.name = run, len(places), name
         self.states = [state(rank, self.world, None) for rank in range(self.world)]
         self.checkpointers = []
@@ -111,7 +118,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(run: str, places: Sequence[Daemon], name: str, **options: Any) -> Iterator[Ranks]:
+def ranks(run: str, places: Sequence[Place], name: str, **options: Any) -> Iterator[Ranks]:
     made = Ranks(run, places, name, **options)
     try:
         yield made

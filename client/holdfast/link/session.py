@@ -120,9 +120,13 @@ class Session:
         """Whether the daemon answers; None before the first contact."""
         return None if self._link is None else self._link.pulse
 
-    def until(self, ended: Latch, timeout: float | None = None) -> bool:
-        """Wait for what the daemon brings about, as `Pulse.until`."""
-        return ended.wait(timeout) if self._link is None else self._link.pulse.until(ended, timeout)
+    def until(self, ended: Latch, timeout: float | None = None, awaits: int | None = None) -> bool:
+        """Wait for what the daemon brings about, as `Pulse.until`. This rank begins no save before the one of the step that
+        it `awaits` has ended: the daemon is told, and the next one as well.
+        """
+        if self._link is None:
+            return ended.wait(timeout)
+        return self._link.pulse.until(ended, timeout, bool if awaits is None else lambda: self.waits(awaits))
 
     def waits(self, step: int | None = None) -> None:
         """Tell the daemon that this rank begins no other save before this one has ended; without a step, none any more."""

@@ -94,6 +94,7 @@ class ChunkSender:
         began = time.monotonic()
         assert save.whole is not None, "only a sealed slot can be uploaded"
         reached = self._api.open_upload(self._rank_id, save.number, save.wanted)
+        save.open = True
         if reached.state != "open":
             return reached
         data, table = save.contents()

@@ -27,7 +27,7 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.messages import Room, SlotRequest, restate
 from holdfast_formats.whereabouts import RootMark
 
@@ -99,7 +99,9 @@ class RemoteLink:
         raise DaemonGone("a rank without shared memory cannot exchange file descriptors")
 
     def tell(self, message: wire.Request) -> None:
-        """Send, with the seal, how long training stood still, if the upload has not been sealed yet."""
+        """Send, with the seal, how long training stood still, if the upload has not been sealed yet; or that it waits."""
+        if self._courier is not None and isinstance(message, wire.Waits):
+            self._courier.waits(restate(message, messages.Waiting))
         save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
         if save is not None and isinstance(message, wire.Measured):
             save.stall_s = message.stall_s

@@ -105,6 +105,7 @@ class OwnSave:
     def __init__(self, run: str, number: int, wanted: SlotRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
         self.staging = True
+        self.open = False  # the present daemon has begun it
         self.begun = False  # its upload, which nothing here takes back any more
         self.delivered = False  # a daemon has all of it
         self.arrived = 0  # bytes at the daemon
@@ -161,6 +162,12 @@ class OwnSaves:
 
     def find(self, step: int) -> OwnSave | None:
         return self._saves.get(step)  # in one step of Python: the training asks, which signals interrupt
+
+    @property
+    def all_open(self) -> bool:
+        """Whether the present daemon has begun all of them."""
+        with self._lock:
+            return all(save.open or save.told for save in self._saves.values())
 
     def oldest(self) -> OwnSave | None:
         """The oldest save that has not ended yet."""
@@ -231,6 +238,8 @@ class OwnSaves:
     def bring_again(self) -> list[OwnSave]:
         """Saves that a daemon had completely and that its successor does not know."""
         with self._lock:
+            for save in self._saves.values():
+                save.open = False
             again = [save for save in self._saves.values() if save.delivered and not save.told]
             for save in again:
                 save.delivered = False

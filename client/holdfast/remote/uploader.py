@@ -104,7 +104,7 @@ class Uploader:
         """Ask whether the step may be saved; raises a refusal. A link that is slow to answer stops no save."""
         self.saves.add(save)
         try:
-            self.ask(save.number, wanted)
+            save.open = self.ask(save.number, wanted)
         except CheckpointError:
             self.saves.forget(save)
             raise
@@ -179,6 +179,15 @@ class Uploader:
         end = restate(said, bodies.RestoreEnd, wait_s=min(said.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + said.wait_s
         return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
+
+    def waits(self, said: messages.Waiting) -> None:
+        """Tell the daemon that this rank begins no other save, once it has begun all of them there. It may be lost."""
+        if self._silent or not self.saves.all_open:
+            return
+        try:
+            self._api.waits(self._rank_id, said, OPEN_TIMEOUT_S)
+        except CheckpointError as unheard:
+            log.debug("could not tell %s what this rank waits for: %s", self._api.url, unheard.detail)
 
     def close(self) -> None:
         """Disconnect from the daemon; what it has not received by now is given up."""

@@ -273,6 +273,11 @@ class Api(JobsApi):
         """Abandon an upload, and the save of its step with it."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
+    def waits(self, rank_id: str, said: messages.Waiting, timeout_s: float) -> None:
+        with self._translated():
+            path = f"{_rank_path(rank_id)}/waiting"
+            self._checked(self._http.put(path, json=said.model_dump(mode="json"), timeout=timeout_s))
+
     def outcomes(self, rank_id: str, after: int, wait_s: float) -> bodies.Outcomes:
         """Uploads that have ended, after waiting for one. The request also tells that the rank is alive."""
         with self._translated():

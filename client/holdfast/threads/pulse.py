@@ -13,6 +13,7 @@ from collections.abc import Callable
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded
 
+FIRST_SIGN_S = 0.5  # after which a wait counts as one
 SIGN_EVERY_S = 2.0  # while something is waited for
 SIGN_WAIT_S = 2.0
 SILENCE_MAX_S = 10.0  # of a daemon that a caller waits for
@@ -43,15 +44,17 @@ class Pulse:
         self._silent_since = None
         return True
 
-    def until(self, ended: Latch, timeout: float | None = None) -> bool:
-        """Wait until it is set; return whether it is, within `timeout` seconds.
+    def until(self, ended: Latch, timeout: float | None = None, remind: Callable[[], object] = bool) -> bool:
+        """Wait until it is set; return whether it is, within `timeout` seconds. `remind` is called now and then meanwhile.
 
         Raises `DeadlineExceeded` where the daemon gives no sign of life for `SILENCE_MAX_S`.
         """
-        limit = math.inf if timeout is None else time.monotonic() + timeout
-        while not ended.wait(max(min(SIGN_EVERY_S, limit - time.monotonic()), 0.0)):
+        limit, pause_s = math.inf if timeout is None else time.monotonic() + timeout, FIRST_SIGN_S
+        while not ended.wait(max(min(pause_s, limit - time.monotonic()), 0.0)):
             if time.monotonic() >= limit:
                 return False
+            remind()
+            pause_s = SIGN_EVERY_S
             if not self.answers(SIGN_WAIT_S) and self._silence_s >= SILENCE_MAX_S and not ended.is_set():
                 raise self.unanswered(self._silence_s)
         return True

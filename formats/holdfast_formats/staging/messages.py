@@ -117,6 +117,14 @@ class AbandonRequest(Body):
     problem: Reported
 
 
+class Waiting(Body):
+    """This rank begins no other save before the one of this step has ended; without a step, none any more: it closes. Where
+    every rank that a save lacks waits like that, the save is never complete, and ends.
+    """
+
+    step: int | None = Field(default=None, ge=0, le=COUNT_MAX)
+
+
 class StepQuestion(Body):
     """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
 

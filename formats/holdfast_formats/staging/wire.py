@@ -255,13 +255,10 @@ class AttachAverage(Request):
     type: Literal["attach-average"] = "attach-average"
 
 
-class Waits(Request):
-    """This rank begins no other save before the one of this step has ended; without a step, none any more: it closes. There
-    is no reply. Where every rank that a save lacks waits like that, the save is never complete, and ends.
-    """
+class Waits(Request, messages.Waiting):
+    """Said again and again while the rank waits. There is no reply."""
 
     type: Literal["waits"] = "waits"
-    step: int | None = Field(default=None, ge=0)
 
 
 class Stopping(Request):

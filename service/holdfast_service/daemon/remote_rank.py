@@ -191,6 +191,10 @@ class RemoteRank:
                 self._end(upload, "aborted", error)
             return self._describe(upload)
 
+    def waits(self, step: int | None) -> None:
+        """It begins no other save before the one of this step has ended; without a step, none any more."""
+        self._saver.waits(self.who, step)
+
     def outcomes(self, after: int) -> bodies.Outcomes:
         """Ended uploads from the `after`-th on; the oldest are not kept."""
         with self._lock:

@@ -53,6 +53,7 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
     (wire.Chosen, messages.Answer): {},
     (wire.Ended, bodies.RestoreEnd): {"turn": PATH},
     (wire.Judged, messages.RestoreVerdict): {},
+    (wire.Waits, messages.Waiting): {},
     (wire.Outcome, bodies.Upload): {
         "left_out": "an average is in shared memory",
         "number": "a rank may open several uploads of one step, one after the other",
@@ -69,7 +70,6 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Failed: "over HTTP the status and the whole body",
     wire.Farewell: "over HTTP DELETE",
     wire.Withdraw: "over HTTP a lease that is not answered is still wanted: the rank has a slot of its own",
-    wire.Waits: "a rank over HTTP ends by itself, when its uploads have",
     **dict.fromkeys(
         (wire.Stopping, wire.StopAt, wire.Stop), "a rank over HTTP hears nothing unasked: on_preemption() says so"
     ),

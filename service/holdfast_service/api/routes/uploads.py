@@ -175,6 +175,16 @@ def abandon_upload(rank: Known, number: Number, why: messages.AbandonRequest) ->
     return rank.abandon(number, from_problem(why.problem))
 
 
+@router.put(
+    f"{_RANK}/waiting",
+    dependencies=WRITES_STATED_JSON,
+    status_code=204,
+    summary="This rank begins no other save before that of a step has ended; saves that lack only such ranks end",
+)
+def put_waiting(rank: Known, said: messages.Waiting) -> None:
+    rank.waits(said.step)
+
+
 @router.get(
     f"{_RANK}/outcomes",
     dependencies=READS_STATED,

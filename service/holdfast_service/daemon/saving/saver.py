@@ -364,6 +364,7 @@ class Saver:
                     lease.segment.release(lease.slot)
                     continue
                 current.participants[who.rank] = who
+                who.newest = step if who.newest is None else max(step, who.newest)
                 unknown.discard(step)
         for step in sorted(unknown):
             committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])
