@@ -402,6 +402,7 @@ class StoreSuite:
         store = storage.open()
         empty = storage.used()
         save(store, ALONE, FIRST)
+        assert store.bring_back(RUN, STEP, store.remove(RUN, STEP)) and store.steps(RUN) == [STEP]
         removed = store.remove(RUN, STEP)
         assert standing(store) is None
         assert save(store, Place(RUN, STEP, 2), SECOND).outcome == "published"

@@ -161,7 +161,7 @@ class Decisions:
         self.care.absences = self._absences
         self.shared_checks = SharedChecks(cluster.membership, self.findings)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
-        self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
+        self.rotation.elsewhere = lambda run, insists: cluster.locks.locked(deciding(run), insists=insists)
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
         cluster.holds.here = self.readers.places
         self.thinning.is_mine = lambda: cluster.duties.has(THINNING)
@@ -420,7 +420,7 @@ class Decisions:
         with ExitStack() as held:
             if self._cluster is not None:
                 try:
-                    held.enter_context(self._cluster.locks.locked(repairing(run, step)))
+                    held.enter_context(self._cluster.locks.locked(repairing(run, step), asks=False))
                 except CatalogUnavailable as away:
                     if self.book.trouble is None:
                         raise

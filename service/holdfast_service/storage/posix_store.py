@@ -140,6 +140,13 @@ class PosixStore:
             return target
         raise AssertionError("no free name in trash/")
 
+    def bring_back(self, run: str, step: int, removed: str) -> bool:
+        try:
+            self._tier.publish(removed, naming.checkpoint_path(run, step))
+        except AlreadyCommitted:
+            return False
+        return True
+
     def free(self, removed: str) -> None:
         self._tier.remove_tree(removed)
 

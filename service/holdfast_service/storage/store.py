@@ -119,6 +119,9 @@ class Store(Protocol):
         `NoSuchCheckpoint` without one.
         """
 
+    def bring_back(self, run: str, step: int, removed: str) -> bool:
+        """Undo a `remove` whose bytes are there yet; False where another checkpoint has taken its place."""
+
     def free(self, removed: str) -> None:
         """Free the bytes of what `remove`, `release` or `take_back` has returned."""
 

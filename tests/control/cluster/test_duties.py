@@ -9,8 +9,10 @@ from sqlalchemy import select, text
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.cluster.membership import later
+from holdfast_service.control.database import engines
 from holdfast_service.control.database.schema import DutyRow
 from tests.control.cluster.nodes import Nodes, nodes
+from tests.databases import Postgres
 
 __all__ = ["nodes"]
 
@@ -86,12 +88,47 @@ def test_a_lock_is_one_nodes_at_a_time(nodes: Nodes) -> None:
 def test_a_lock_ends_with_its_nodes_connection(nodes: Nodes) -> None:
     """A node that is cut off holds up nobody, and learns that it has lost the lock."""
     a, b = nodes.add("a"), nodes.add("b")
-    with pytest.raises(CatalogUnavailable), a.locks.locked("deciding run"):
+    with a.locks.locked("deciding run") as still:
+        still()
         with b.database.apart() as session:
             others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
             session.execute(text(f"{others} AND datname = current_database()"))
-        with b.locks.locked("deciding run"):
+        with b.locks.locked("deciding run"), pytest.raises(CatalogUnavailable):
+            still()
+        with pytest.raises(CatalogUnavailable):
+            still()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_lock_is_taken_from_a_node_that_is_gone(postgres: Postgres, monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    """Unless what is done under it never asks whether it was lost. A member keeps it, but from who insists."""
+    monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 1)
+    url = postgres.take()
+    made = Nodes(url)
+    a, b = made.add("a"), made.add("b")
+    with a.locks.locked("deciding run", asks=asks) as still:
+        with (
+            pytest.raises(CatalogUnavailable, match="daemon of node a" if asks else "another daemon"),
+            b.locks.locked("deciding run"),
+        ):
             pass
+        still()
+        made.lapse(a)
+        if asks:
+            with b.locks.locked("deciding run"), pytest.raises(CatalogUnavailable):
+                still()
+        else:
+            with pytest.raises(CatalogUnavailable), b.locks.locked("deciding run", insists=True):
+                pass
+            still()
+    with (
+        b.locks.locked("deciding run") as still,
+        a.locks.session("deciding run", shared=True, insists=True),
+        pytest.raises(CatalogUnavailable),
+    ):
+        still()
+    made.close()
+    postgres.give_back(url)
 
 
 def test_a_beat_takes_over_the_duties_of_a_node_that_is_gone(nodes: Nodes) -> None:

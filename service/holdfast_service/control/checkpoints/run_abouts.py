@@ -94,8 +94,9 @@ class RunAbouts:
             log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, refused)
             return
         try:
-            with self._files.exclusively(run):
+            with self._files.exclusively(run) as still:
                 self._files.refuse_gone(run)
+                still()
                 self._records.note(run, made)
             self._list(run)
         except CatalogUnavailable:

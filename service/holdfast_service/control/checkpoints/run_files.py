@@ -119,25 +119,27 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
 class RunFiles:
     """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
 
-    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any. Of a run without a directory,
-    `is_run` says whether it is one, such as a launch that has saved nothing, and `has_saved` whether its newest launch has
-    saved something: then it had a directory.
+    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any; it yields what raises once it is
+    lost. Of a run without a directory, `is_run` says whether it is one, such as a launch that has saved nothing, and
+    `has_saved` whether its newest launch has saved something: then it had a directory.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.usual = RetentionPolicy()  # of runs without a policy of their own, besides how many are kept
-        self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
+        self.elsewhere: Callable[[str], AbstractContextManager[Callable[[], object]]] = lambda run: nullcontext(bool)
         self.is_run: Callable[[str], bool] = lambda run: True
         self.has_saved: Callable[[str], bool] = lambda run: False
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
         self._leaving: set[str] = set()  # runs that are being deleted
 
     @contextmanager
-    def exclusively(self, run: str) -> Iterator[None]:
-        """Nobody changes the run's file within the block, on no node."""
-        with self.changing, self.elsewhere(run):
-            yield
+    def exclusively(self, run: str) -> Iterator[Callable[[], object]]:
+        """Nobody changes the run's file within the block, on no node. Call what it yields before the file is written: this
+        process may have stood still for so long that another node has changed it.
+        """
+        with self.changing, self.elsewhere(run) as still:
+            yield still
 
     @contextmanager
     def leaving(self, run: str) -> Iterator[None]:
@@ -160,11 +162,12 @@ class RunFiles:
         before = self.read(run)
         if act(before) == before:
             return before
-        with self.exclusively(run):
+        with self.exclusively(run) as still:
             self.refuse_gone(run)
             before = self.read(run)
             after = act(before)
             if after != before:
+                still()
                 write_run_file(self._tier, run, after)
             return after
 

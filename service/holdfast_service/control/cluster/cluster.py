@@ -137,7 +137,7 @@ class SharedHolds:
         While the catalog is away no node removes anything, so there is nothing to be told.
         """
         try:
-            with self._locks.session(deciding(run), shared=True) as session:
+            with self._locks.session(deciding(run), shared=True, insists=True) as session:
                 self._put(session, run, step, opened)
         except CatalogUnavailable as away:
             log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from sqlalchemy import delete, exists, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_service.control.cluster.membership import Membership, later, now
 from holdfast_service.control.database.database import translated
 from holdfast_service.control.database.schema import DutyRow, NodeRow
@@ -21,6 +22,21 @@ log = logging.getLogger(__name__)
 UPKEEP = "upkeep"  # the care of the root
 THINNING = "thinning"  # takes optimizer and masters out of old checkpoints
 _HELD_S = 600  # a removal on slow storage keeps its lock for so long without a statement
+_LOCK_TIMEOUT = "55P03"
+_HOLDER = "holdfast boot "  # what connections that have a lock are called, before their daemon's boot
+_KEEPER = "holdfast, never ended"  # where what is done under the lock does not ask whether it was lost
+_HOLDERS = text(
+    """
+    WITH wanted AS (SELECT hashtextextended(:name, 0) AS key)
+    SELECT held.pid, node.name, session.application_name = :keeper FROM wanted, pg_locks held
+    JOIN pg_stat_activity session ON session.pid = held.pid
+    LEFT JOIN nodes node ON session.application_name = :holder || node.boot AND node.until > clock_timestamp()
+    WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 1 AND session.datname = current_database()
+    AND held.classid = ((key >> 32) & 4294967295)::oid AND held.objid = (key & 4294967295)::oid
+    AND (session.application_name LIKE :holder || '%' OR session.application_name = :keeper)
+    AND held.pid <> pg_backend_pid()
+    """
+)
 
 
 class Duties:
@@ -111,30 +127,64 @@ class Duties:
 
 
 class ClusterLocks:
-    """Locks that at most one node has, by name. The database frees them when the node's connection ends."""
+    """Locks that at most one node has, by name. The database frees them when the node's connection ends. A node whose lease
+    has ended may stand still: the next one who wants its lock ends its connection.
+    """
 
     def __init__(self, membership: Membership) -> None:
-        self._database = membership.database
+        self._membership, self._database = membership, membership.database
 
     @contextmanager
-    def locked(self, name: str, shared: bool = False) -> Iterator[Callable[[], None]]:
-        """Hold the lock `name` for the length of a block; call what it yields before what must not be done without it.
+    def locked(
+        self, name: str, shared: bool = False, *, insists: bool = False, asks: bool = True
+    ) -> Iterator[Callable[[], None]]:
+        """Hold the lock `name` for the length of a block; call what it yields before what must not be done without it, and
+        after what can be taken back. Who does not, says that it never `asks`: then nobody takes its lock.
 
         `CatalogUnavailable` if another node has it for too long, if it was lost, or if the database does not answer.
-        `shared` with others who share it.
+        `shared` with others who share it. Who `insists` goes on in any case: whoever has the lock for too long loses it.
         """
-        with self.session(name, shared) as session:
-            yield lambda: self._check(session)
+        done = False
+        try:
+            with self.session(name, shared, insists=insists, asks=asks) as session:
+                yield lambda: self._check(session)
+                done = True
+        except CatalogUnavailable as lost:
+            if not done:
+                raise
+            log.info("the lock %r was lost while what it was for was done: %s", name, lost.detail)
 
     def _check(self, session: Session) -> None:
         with translated():
             session.execute(select(1))
 
     @contextmanager
-    def session(self, name: str, shared: bool = False) -> Iterator[Session]:
+    def session(self, name: str, shared: bool = False, *, insists: bool = False, asks: bool = True) -> Iterator[Session]:
         """As `locked`, for statements in the lock's own transaction."""
-        lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
         with self._database.apart() as session:
-            session.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_HELD_S}s'"))
-            session.execute(select(lock(func.hashtextextended(name, 0))))
+            is_mine = func.set_config("application_name", f"{_HOLDER}{self._membership.me.boot}" if asks else _KEEPER, True)
+            session.execute(select(is_mine, func.set_config("idle_in_transaction_session_timeout", f"{_HELD_S}s", True)))
+            lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
+            taken = select(lock(func.hashtextextended(name, 0)))
+            try:
+                with session.begin_nested():
+                    session.execute(taken)
+            except OperationalError as waited:
+                if getattr(waited.orig, "sqlstate", None) != _LOCK_TIMEOUT:
+                    raise
+                self._end_holders(session, name, insists)
+                session.execute(taken)
             yield session
+
+    def _end_holders(self, session: Session, name: str, insists: bool) -> None:
+        """End the connections that have the lock; `CatalogUnavailable` where one is a member's, unless it is insisted on, or
+        is not to be ended.
+        """
+        for pid, node, is_kept in session.execute(_HOLDERS, {"name": name, "holder": _HOLDER, "keeper": _KEEPER}).all():
+            if is_kept or (node is not None and not insists):
+                raise CatalogUnavailable(
+                    f"{f'the daemon of node {node}' if node else 'another daemon'} has had the lock {name!r} for too long",
+                    hint="try again. If that stays, it is stopped, or its storage is slow: `holdfast nodes` lists them",
+                )
+            log.warning("ending what the %s has begun under the lock %r", f"node {node}" if node else "lost node", name)
+            session.execute(select(func.pg_terminate_backend(pid)))

@@ -14,7 +14,15 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError, ResourceClosedError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    PendingRollbackError,
+    ResourceClosedError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -232,7 +240,7 @@ def translated() -> Iterator[None]:
     except (DataError, OverflowError, UnicodeEncodeError) as error:
         cause = getattr(error, "orig", None) or error
         raise InvalidRequest(f"the catalog cannot store this: {_first_line(cause)}") from error
-    except (DBAPIError, PoolTimeoutError, ResourceClosedError) as error:
+    except (DBAPIError, PoolTimeoutError, ResourceClosedError, PendingRollbackError) as error:
         cause = getattr(error, "orig", None) or error
         if _SQLITE_FULL in str(cause):
             raise NoSpace(f"the catalog: {cause}", hint="free space, or keep fewer checkpoints") from error

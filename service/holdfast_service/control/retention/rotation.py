@@ -65,9 +65,9 @@ class Rotation:
         self._replaced = Replaced(store, catalog, self.proofs, readers)
         self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
         self._local = threading.Lock()
-        # A lock of a run against the daemons of other nodes, if there may be any.
-        # It yields what raises once that lock is lost.
-        self.elsewhere: Callable[[str], AbstractContextManager[Callable[[], None]]] = lambda run: nullcontext(_nothing)
+        # A lock of a run against the daemons of other nodes, if there may be any; who insists takes it from one that has it
+        # for too long. It yields what raises once that lock is lost.
+        self.elsewhere: Callable[[str, bool], AbstractContextManager[Callable[[], None]]] = _alone
         self._still_deciding: Callable[[], None] = _nothing
         self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
@@ -85,11 +85,11 @@ class Rotation:
     @contextmanager
     def deciding(self, run: str, without: bool = False) -> Iterator[None]:
         """One decision at a time, also of all nodes that serve this root. `without` the others if they cannot be asked: then
-        none of them decides either.
+        none of them decides either. One of them that stands still in a decision does not carry it out.
         """
         with self._local, ExitStack() as stack:
             try:
-                self._still_deciding = stack.enter_context(self.elsewhere(run))
+                self._still_deciding = stack.enter_context(self.elsewhere(run, without))
                 stack.callback(self._decided)
             except CatalogUnavailable as away:
                 if not without:
@@ -433,7 +433,7 @@ class Rotation:
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
                     # First: to copy it again costs less than a copy that is left.
                     replicas.removed(self._catalog.database, run, step, requested=why == "request")
-                    trashed[step] = removal.discard(self._store, run, step)
+                    trashed[step] = self._taken_away(run, step)
                 except NoSuchCheckpoint:
                     log.info("%s@%s was already gone", run, step)
                 except Conflict as error:
@@ -451,6 +451,18 @@ class Rotation:
             if step in trashed:
                 self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
         return trashed
+
+    def _taken_away(self, run: str, step: int) -> str:
+        """Its path in the trash. It is back where this process has stood still just before: others may want it by now."""
+        path = removal.discard(self._store, run, step)
+        try:
+            self._still_deciding()
+        except CatalogUnavailable:
+            self._store.bring_back(run, step, path)
+            with self._catalog.database.told_later(f"copies of {run}@{step} count again"):
+                replicas.returned(self._catalog.database, run, [step])
+            raise
+        return path
 
     def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         if self.events is not None:
@@ -528,6 +540,10 @@ class Rotation:
 
 def _nothing() -> None:
     """Nobody but this process decides."""
+
+
+def _alone(run: str, insists: bool) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(_nothing)
 
 
 _READ = "it is being read"

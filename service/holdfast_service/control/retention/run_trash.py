@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
@@ -131,7 +132,19 @@ class RunTrash:
             self._tier.replace(path, said)
         self._rotation.still_deciding()
         with self._rotation.files.exclusively(run):
-            return self._told(self._moved(run), note)
+            return self._told(self._put_away(run), note)
+
+    def _put_away(self, run: str) -> str:
+        """Its name in the trash. It is back where this process has stood still just before: others may use it by now."""
+        name = self._moved(run)
+        try:
+            self._rotation.still_deciding()
+        except CatalogUnavailable:
+            with suppress(AlreadyCommitted):  # there is a new run of its name: this one stays in the trash, whole
+                self._tier.publish(f"{naming.RUN_TRASH}/{name}", run)
+                self._tier.remove_file(f"{run}/{naming.DELETED_FILE}")
+            raise
+        return name
 
     def undelete(self, run: str, entry: str | None = None) -> TrashedRun:
         """Bring a run back, by default as it was deleted last; it is read back again before it counts as verified.

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast_formats import naming
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, InUse, NotFound
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NotFound
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
@@ -64,6 +64,7 @@ class Thinning:
                 self._rotation.is_replaced(run, step)
                 try:
                     made = publish_copy(self._store, place, encoded, commit, over=True)
+                    self._take_back_if_late(run, step, commit)
                 finally:  # whatever has come of it
                     self.was_done(run, step)
         self.made(made)
@@ -72,6 +73,17 @@ class Thinning:
             if before.step == step:
                 self.clear(before)
         return made
+
+    def _take_back_if_late(self, run: str, step: int, commit: bytes) -> None:
+        """The whole one is back where this process has stood still just before: others may want it by now."""
+        try:
+            self._rotation.still_deciding()
+        except CatalogUnavailable:
+            if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") == commit:
+                for before in self._store.replaced(run):
+                    if before.step == step and (thinned := self._store.take_back(before)) is not None:
+                        self._store.free(thinned)
+            raise
 
     def was_done(self, run: str, step: int) -> None:
         """Tell the catalog soon what stands there now."""
