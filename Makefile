@@ -15,6 +15,7 @@ ONLY ?=
 TESTERS ?= 4
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
+FROZEN_S ?= 150
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -22,7 +23,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash fuzz attack cluster soak e2e browser engine versions lock integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -43,6 +44,10 @@ test: $(READY) $(TOOLS) tools ## all tests but the long ones
 
 crash: $(READY) ## kill and fault injection, the long lanes included
 	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py
+
+# Some twelve minutes, in which the machine mostly waits.
+frozen: $(READY) ## stop daemons (SIGSTOP) at every point for FROZEN_S seconds, and print for how long training stood still
+	$(BIN)/python -m pytest -m crash_slow -s --frozen-s $(FROZEN_S) tests/crash/test_frozen_daemons.py
 
 fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_S seconds each
 	$(BIN)/python -m pytest -m "" -s --fuzz-s $(FUZZ_S) tests/fuzz

@@ -1,8 +1,8 @@
-"""A trainer that goes on whatever its daemon does, in a process of its own: AT DAEMON_PID POINT SAVES, as one rank.
+"""A trainer that goes on whatever its daemon does, in a process of its own: AT DAEMON_PID POINT SAVES SECONDS, as one rank.
 
 At step 3 it stops the daemon itself (SIGSTOP) at one of its own points, or says "ready" and leaves that to the test. Then it
-saves on, step after step, and reports how long each save() took, with the fence before it. When it is told to "go", it
-saves once more, waits for the commit, and says which steps were committed.
+saves on, half of its saves at once and the others spread over so many seconds, and reports how long each save() took, with
+the fence before it. When it is told to "go", it saves once more, waits for the commit, and says which steps were committed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_S = 300.0
 
 
 def main() -> None:
-    at, daemon, point, saves = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    at, daemon, point, saves, spread_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
     warnings.simplefilter("ignore", SaveWarning)
     rank = int(os.environ["RANK"])
     weight = torch.full((SIZE,), float(rank))
@@ -64,7 +64,10 @@ def main() -> None:
         freeze("idle")
     print("saving", flush=True)
     assert sys.stdin.readline() == "go\n"
+    later = saves - saves // 2
     for step in range(FROZEN_AT + 1, FROZEN_AT + 1 + saves):
+        if step > FROZEN_AT + saves - later:
+            time.sleep(spread_s / later)
         stalls.append(save(step))
     print("stalls", *(f"{stall:.3f}" for stall in stalls), flush=True)
     assert sys.stdin.readline() == "go\n"
