@@ -12,6 +12,7 @@ from holdfast.left_out import LeftOutNote
 from holdfast.tensors import casting
 from holdfast.tensors.casting import Cast
 from holdfast.tensors.leaves import RANK_PREFIX, Key, LackingCopy, Leaf, OfferedLeaves, PartPlan, Selection
+from holdfast.tensors.overlaps import Overlap, overlaps
 from holdfast.tensors.torch_dtypes import torch_dtype
 from holdfast_formats.errors import StateMismatch
 
@@ -33,6 +34,10 @@ class TiedPair(NamedTuple):
         pieces = [tuple(p._replace(tensor=torch.empty_like(p.tensor, dtype=made)) for p in live.pieces) for _ in range(2)]
         first = live._replace(dtype=dtype, pieces=pieces[0])
         return TiedPair(first, first._replace(group=other[0], name=other[1], pieces=pieces[1]))
+
+    @property
+    def text(self) -> str:
+        return f"{self.other.path} is {self.first.path} here"
 
     def is_equal(self) -> bool:
         return all(
@@ -64,29 +69,36 @@ class MatchedLeaves(NamedTuple):
     @property
     def live(self) -> Iterator[Leaf]:
         """The leaves in the memory where their bytes end up."""
+        return (cast.live for cast in self.filled)
+
+    @property
+    def filled(self) -> Iterator[Cast]:
+        """Every leaf in the memory where its bytes end up, and in that into which they are read."""
         apart = {id(cast.stored) for cast in self.casts}
-        yield from (leaf for leaf in self.leaves if id(leaf) not in apart)
-        yield from (cast.live for cast in self.casts)
+        yield from (Cast(leaf, leaf) for leaf in self.leaves if id(leaf) not in apart)
+        yield from self.casts
 
     def check_ties(self, fill: Callable[[Sequence[Leaf]], object]) -> None:
-        """Compare stored tensors that are one tensor here, before anything live changes: `fill` fills leaves apart from it.
+        """Compare stored tensors that share memory here, before anything live changes: `fill` fills leaves apart from it.
 
-        Raises `StateMismatch`, by name, where they differ and the restore is strict; else they are noted.
+        Raises `StateMismatch`, by name, where they differ. If the restore is not strict, two that are one tensor are noted.
         """
-        if not self.ties:
+        pairs: list[TiedPair | Overlap] = [*self.ties, *overlaps(self.filled)]
+        if not pairs:
             return
-        fill([leaf for tie in self.ties for leaf in tie])
-        differing = [f"{tie.other.path} is {tie.first.path} here" for tie in self.ties if not tie.is_equal()]
-        if not differing:
-            return
-        if self.strict:
+        fill([leaf for pair in pairs for leaf in (pair.first, pair.other)])
+        differing = [pair for pair in pairs if not pair.is_equal()]
+        refused = [pair.text for pair in differing if self.strict or isinstance(pair, Overlap)]
+        if refused:
             raise StateMismatch(
-                f"tensors that differ in the checkpoint are one tensor in the live state: {_short(differing)}",
-                hint="untie them in the live state; or exclude=('GROUP/NAME',) leaves one out; strict=False takes the first",
-                mismatched=differing,
+                f"tensors that differ in the checkpoint share memory in the live state: {_short(refused)}",
+                hint="give each memory of its own; or exclude=('GROUP/NAME',) leaves one out; where both are one tensor, "
+                "strict=False takes the first",
+                mismatched=refused,
             )
-        text = f"tensors that differ in the checkpoint are one tensor in the live state: {_short(differing)}"
-        self.notes.append(LeftOutNote(f"{text}: restored from the second name"))
+        if differing:
+            text = f"tensors that differ in the checkpoint are one tensor here: {_short([one.text for one in differing])}"
+            self.notes.append(LeftOutNote(f"{text}: restored from the second name"))
 
     def apply(self) -> None:
         """Install everything but tensor memory: new optimizer state, schedulers, loaders, plain values,

@@ -168,6 +168,10 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
         return f"quantized ({tensor.dtype})"
     if tensor.is_meta:
         return "on the meta device, without memory"
+    if tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
+        return "one of torch's own, without memory"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "without memory: its storage was freed"
     if tensor.is_conj() or tensor.is_neg():
         return "a lazy conjugate or negative view (call resolve_conj() or resolve_neg())"
     return None

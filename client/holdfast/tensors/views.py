@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,13 +40,27 @@ class _Term(NamedTuple):
 
 def any_share_memory(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether two of these tensors have a byte of memory in common; those without plain memory do not count."""
-    active: list[torch.Tensor] = []
-    for tensor in sorted((t for t in tensors if has_memory(t) and t.numel()), key=torch.Tensor.data_ptr):
-        active = [other for other in active if other.data_ptr() + extent(other) * other.element_size() > tensor.data_ptr()]
-        if any(_share_memory(other, tensor) for other in active):
-            return True
-        active.append(tensor)
-    return False
+    return next(sharing(tensors), None) is not None
+
+
+class Shared(NamedTuple):
+    """The places, in a list of tensors, of two that have a byte of memory in common."""
+
+    first: int
+    second: int
+
+
+def sharing(tensors: Iterable[torch.Tensor]) -> Iterator[Shared]:
+    """All pairs of these tensors with a byte of memory in common; those without plain memory do not count."""
+    placed = [(number, tensor) for number, tensor in enumerate(tensors) if has_memory(tensor) and tensor.numel()]
+    active: list[tuple[int, torch.Tensor]] = []
+    for number, tensor in sorted(placed, key=lambda one: one[1].data_ptr()):
+        start = tensor.data_ptr()
+        active = [one for one in active if one[1].data_ptr() + extent(one[1]) * one[1].element_size() > start]
+        for before, other in active:
+            if _share_memory(other, tensor):
+                yield Shared(*sorted((before, number)))
+        active.append((number, tensor))
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,10 +1,11 @@
-"""Tensors that were saved as two and are one tensor in the live state, through a Checkpointer."""
+"""Tensors that were saved as two and share memory in the live state, through a Checkpointer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from holdfast import Checkpointer, LeftOutWarning
@@ -43,3 +44,34 @@ def test_two_tensors_into_one_are_refused_unless_allowed(tmp_path: Path) -> None
             checkpointer.restore()
             assert checkpointer.notices == ()
             assert live.e.weight.eq(3).all()
+
+
+class Transposed(nn.Module):
+    """An autoencoder, whose decoder may have the encoder's weight as a view."""
+
+    def __init__(self, tied: bool, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Parameter(torch.randn(3, 4))
+        self.decoder = nn.Parameter(self.encoder.detach().t() if tied else torch.randn(4, 3))
+
+
+def test_two_tensors_into_overlapping_memory_are_refused_unless_they_agree(tmp_path: Path) -> None:
+    """A weight and its transpose: what was saved of two comes back into two, what was saved of one into either."""
+    with running(tmp_path / "root") as daemon:
+        for run, tied in (("two", False), ("one", True)):
+            with Checkpointer(run, {"model": Transposed(tied, 1)}, at=daemon.socket) as checkpointer:
+                checkpointer.save(1).result()
+        live = Transposed(True, 2)
+        before = live.encoder.detach().clone()
+        with Checkpointer("two", {"model": live}, at=daemon.socket) as checkpointer:
+            for options in ({}, {"strict": False}):
+                with pytest.raises(StateMismatch, match=r"model/(decoder|encoder) overlaps model/(encoder|decoder)"):
+                    checkpointer.restore(**options)  # type: ignore[arg-type]
+            assert torch.equal(live.encoder, before)
+        for other in (live, Transposed(False, 3)):
+            with Checkpointer("one", {"model": other}, at=daemon.socket) as checkpointer:
+                checkpointer.restore()
+                assert torch.equal(other.encoder, Transposed(True, 1).encoder) and torch.equal(
+                    other.decoder, other.encoder.t()
+                )
