@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -229,11 +231,27 @@ class Homemade:
         self.velocity = state["velocity"]
 
 
+class Counter:
+    """An object of the user's that counts."""
+
+    n = 0
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
 class Unlisted(nn.Module):
-    """An average whose warm-up is counted in an attribute, with a table that is not persistent: no state_dict() has them."""
+    """An average whose warm-up is counted in an attribute, with much else that no state_dict() has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.n = nn.Linear(2, 2), 0
+        self.linear, self.n, self.late = nn.Linear(2, 2), 0, None
+        self.begun, self.phase, self.scale = False, "warm", np.float64(0.5)
         self.register_buffer("table", torch.zeros(3), persistent=False)
         self.table: torch.Tensor
+        self.total, self._queue, self.table_of_numpy = torch.zeros(2), torch.zeros(4), np.zeros(3)
+        self.seen, self.held, self.names = [torch.zeros(1), 2], {"a": 1}, {"a"}
+        self.streams = {"torch": torch.Generator(), "numpy": np.random.default_rng(1), "python": random.Random(1)}
+        self.counter, self.hidden = Counter(), [nn.Linear(2, 1)]
+        self.inner = torch.optim.SGD(self.hidden[0].parameters(), lr=0.1)
+        self.weight_again, self.everything = self.linear.weight.detach(), [self.linear, self.linear.weight]

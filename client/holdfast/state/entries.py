@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.left_out import LeftOutNote
 from holdfast.state import extras, loaders, optimizer_wrappers, optimizers, rng, streams
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
@@ -23,7 +24,7 @@ from holdfast.state.modules import (
     module_state,
 )
 from holdfast.state.named import Named, modules_of
-from holdfast.state.untracked import unsaved
+from holdfast.state.untracked import schedules, unsaved
 from holdfast.tensors.fragments import fragment_list
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats import naming
@@ -86,6 +87,13 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
             own = loaders.own_generator(key, target, state, rank)
             generators += [] if own is None else [own]
     return [*entries_now, loaders.LoaderIterators(iterated), *generators]
+
+
+def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
+    """What a save of these entries leaves out: orders that samplers have drawn, and schedules of learning rates."""
+    found = [loaders.note_of(key, value) for key, value in state.items() if is_loose(key, value)]
+    given = any(isinstance(value, Given) for value in state.values())  # its adapter knows what else it saves
+    return [*(note for note in found if note is not None), *(() if given else schedules.notes_of(state))]
 
 
 def is_value(key: str, value: object) -> bool:

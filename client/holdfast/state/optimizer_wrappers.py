@@ -83,7 +83,7 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
     if found.wrappers or holding:
         inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
         stored = (part for value in known for part in parts_of(value))
-        memory = {_address(tensor) for tensor in (*stored, *_tensors_of(found.optimizers))}
+        memory = {address(tensor) for tensor in (*stored, *_tensors_of(found.optimizers))}
         for optimizer in holding:
             _refuse_copies(key, optimizer, memory)
         for wrapper in found.wrappers:
@@ -104,7 +104,7 @@ def _refuse_copies(key: str, optimizer: torch.optim.Optimizer, memory: set[int])
     a restore the next step would go on from those of before.
     """
     for name, tensor in _attribute_tensors(optimizer):
-        if _address(tensor) in memory:
+        if address(tensor) in memory:
             continue
         for parameter in _parameters(optimizer):
             weight, copy = local_tensor(parameter), local_tensor(tensor)
@@ -186,7 +186,7 @@ def _refuse_own(key: str, wrapper: Any, known: tuple[set[int], set[int]], state:
             continue
         if _is_lost(item, state):
             what = f"has {name}, a {type(item).__name__} whose state would not be saved"
-        elif any(tensor.numel() > 1 and _address(tensor) not in memory for tensor in _tensors(item)):
+        elif any(tensor.numel() > 1 and address(tensor) not in memory for tensor in _tensors(item)):
             what = f"has its own tensors in {name}, which would not be saved"
     if what:
         raise InvalidRequest(
@@ -219,7 +219,7 @@ def _tensors_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.T
             yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
-def _address(tensor: OneTensor) -> int:
+def address(tensor: OneTensor) -> int:
     """The address of the memory behind a tensor; 0 for a tensor without memory."""
     try:
         return local_tensor(tensor).untyped_storage().data_ptr()

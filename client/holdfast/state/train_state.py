@@ -33,7 +33,6 @@ from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import (
     entries,
     extras,
-    loaders,
     masters,
     optimizer_resume,
     optimizer_shards_resume,
@@ -195,8 +194,7 @@ class TrainState:
             text = f"left out because the module lists them in _keys_to_ignore_on_save: {', '.join(ignored)}"
             whole = whole._replace(notes=(LeftOutNote(text),))
         if EXTRA in whole.groups:
-            said = (loaders.note_of(key, value) for key, value in self.state.items() if entries.is_loose(key, value))
-            notes = (*(note for note in said if note is not None), *unsaved.notes_of(self.unsaved.last))
+            notes = (*entries.notes_of(self.state), *unsaved.notes_of(self.unsaved.last))
             whole = whole._replace(notes=(*whole.notes, *notes))
         if self.declared is not None:
             whole = whole._replace(notes=(*whole.notes, *self.declared.check_now(whole.groups)))

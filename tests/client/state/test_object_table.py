@@ -137,6 +137,12 @@ def fake() -> torch.Tensor:
         return torch.ones(3)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP frees what it has gathered."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
@@ -167,6 +173,9 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "jagged": (lambda: torch.nested.nested_tensor([random(2), random(3)], layout=torch.jagged), False),
     "quantized": (lambda: torch.quantize_per_tensor(random(3), 0.1, 0, torch.qint8), False),
     "meta": (lambda: torch.empty(3, device="meta"), False),
+    "freed": (lambda: freed(random(3)), False),
+    "zeros of torch's own": (lambda: torch._efficientzerotensor((3,)), False),  # type: ignore[attr-defined]
+    "functional": (lambda: torch._to_functional_tensor(random(3)), False),  # type: ignore[attr-defined]
     "fake": (fake, False),
     "masked": (lambda: masked_tensor(random(3), torch.tensor([True, False, True])), False),
     "wrapper subclass": (lambda: Codes(torch.ones(3, dtype=torch.int8), torch.ones(1)), False),
@@ -395,6 +404,25 @@ def replace(module: frameworks.Unlisted) -> None:
 
 UNLISTED: dict[str, tuple[Callable[[frameworks.Unlisted], object], str]] = {
     "number": (count, "model.n"),
+    "flag": (lambda module: setattr(module, "begun", True), "model.begun"),
+    "text": (lambda module: setattr(module, "phase", "main"), "model.phase"),
+    "number of numpy": (lambda module: setattr(module, "scale", module.scale * 2), "model.scale"),
+    "nothing at first": (lambda module: setattr(module, "late", 3), "model.late"),
+    "number of another type": (lambda module: setattr(module, "n", 0.5), "model.n"),
+    "tensor, written": (lambda module: module.total.add_(1), "model.total"),
+    "tensor, replaced": (lambda module: setattr(module, "total", module.total + 1), "model.total"),
+    "tensor, private": (lambda module: module._queue.add_(1), "model._queue"),
+    "array": (lambda module: module.table_of_numpy.fill(1), "model.table_of_numpy"),
+    "list": (lambda module: module.seen.append(3), "model.seen"),
+    "tensor in a list": (lambda module: module.seen[0].add_(1), "model.seen"),
+    "mapping": (lambda module: module.held.update(a=2), "model.held"),
+    "set": (lambda module: module.names.add("b"), "model.names"),
+    "stream of torch": (lambda module: torch.rand(1, generator=module.streams["torch"]), "model.streams"),
+    "stream of numpy": (lambda module: module.streams["numpy"].random(), "model.streams"),
+    "stream of Python": (lambda module: module.streams["python"].random(), "model.streams"),
+    "object": (lambda module: setattr(module.counter, "n", 1), "model.counter"),
+    "module in a list": (lambda module: module.hidden[0].weight.detach().add_(1), "model.hidden"),
+    "optimizer": (lambda module: module.inner.state[module.hidden[0].weight].update(m=torch.ones(2)), "model.inner"),
     "buffer, written": (lambda module: module.table.add_(1), "model.table"),
     "buffer, replaced": (replace, "model.table"),
     "gradients": (lambda module: module.linear(torch.ones(2)).sum().backward(), "gradients"),

@@ -67,16 +67,33 @@ class WrapperNumbers:
         return frozenset(name for name, _ in self._named(value))
 
     def _named(self, value: object) -> Iterator[tuple[str, _Named]]:
-        if isinstance(value, OptimizerShards):
-            return
-        found, seen = optimizer_wrappers.find(value), dict[str, int]()
-        for owner in (*found.wrappers, *found.optimizers):
-            kind = type(owner).__name__
-            seen[kind] = number = seen.get(kind, 0) + 1
+        for name, owner in owners(value):
             for attribute, held in getattr(owner, "__dict__", {}).items():
-                one = isinstance(held, torch.Tensor) and held.numel() == 1 and type(held) is torch.Tensor
-                if attribute not in _OF_TORCH and (type(held) in _KINDS or one):
-                    yield f"{kind}{f'#{number}' if number > 1 else ''}.{attribute}", _Named(owner, attribute)
+                if attribute not in _OF_TORCH and is_number(held):
+                    yield f"{name}.{attribute}", _Named(owner, attribute)
+
+
+class NamedOwner(NamedTuple):
+    """An optimizer, or a wrapper of some, and the name of its class, numbered where several are of one class."""
+
+    name: str
+    owner: object
+
+
+def owners(value: object) -> Iterator[NamedOwner]:
+    """The optimizers of an entry, and what is around them."""
+    if isinstance(value, OptimizerShards):
+        return
+    found, seen = optimizer_wrappers.find(value), dict[str, int]()
+    for owner in (*found.wrappers, *found.optimizers):
+        kind = type(owner).__name__
+        seen[kind] = number = seen.get(kind, 0) + 1
+        yield NamedOwner(f"{kind}{f'#{number}' if number > 1 else ''}", owner)
+
+
+def is_number(value: object) -> bool:
+    """Whether an attribute is saved: a plain number, or a tensor with a single one."""
+    return type(value) in _KINDS or (type(value) is torch.Tensor and value.numel() == 1)
 
 
 def _kept(value: object) -> object:

@@ -1,5 +1,5 @@
-"""Names what a save leaves out though training has changed it, at the save and again at its restore: plain numbers of
-modules, buffers that are not persistent, gradients between the steps of an optimizer.
+"""Names what a save leaves out though training has changed it, at the save and again at its restore: plain attributes of
+modules and optimizers, buffers that are not persistent, gradients between the steps of an optimizer.
 """
 
 from __future__ import annotations
@@ -7,66 +7,120 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from holdfast.left_out import LeftOutNote
+from holdfast.state import optimizer_wrappers
 from holdfast.state.extras import GROUP
 from holdfast.state.named import modules_of
+from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
-from holdfast.state.untracked.module_numbers import ModuleNumbers
+from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
+from holdfast.state.untracked.traces import Tracer
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import CorruptManifest
 
+_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(0)])))
 KEY = "unsaved"  # reserved in the group `extra`
 LISTED_MAX = 20
 STORED_MAX = 1000
 
 
 class Unsaved:
-    """What was seen of one state. It lasts as long as the state; all that it does at a save is to compare a few numbers."""
+    """What was seen of one state. It lasts as long as the state; all that it does at a save is to compare a few values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._numbers, self._buffers = ModuleNumbers(), Buffers()
+        self._attributes, self._buffers = Attributes(Tracer(self._is_saved)), Buffers()
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
+        self._saved: _Saved | None = None  # for one look
+        self._flat = False  # FSDP1 puts views of its flat parameters into attributes
 
     def see(self) -> None:
         """Take a first look at what is new, as part of a walk through the state."""
+        self._saved = None
         for key, value in self._state.items():
             for module in modules_of(value):
                 named = [(name, part) for name, part in module.named_modules() if not _is_wrapper(part)]
-                self._numbers.see(key, named)
+                self._flat = self._flat or len(named) < sum(1 for _ in module.modules())
+                self._attributes.see_modules(key, named)
                 self._buffers.see(key, named)
+            for path, owner in self._optimizers(key, value):
+                numbers = (name for name, held in vars(owner).items() if is_number(held))
+                self._attributes.see(path, owner, {*_OF_EVERY_OPTIMIZER, *numbers})
 
     def found(self) -> Mapping[str, Any]:
-        """What is left out now: values of numbers and names of buffers by path, and whether there are gradients."""
-        numbers = dict(list(self._numbers.changed().items())[:STORED_MAX])
-        buffers = self._buffers.changed()[:STORED_MAX]
-        found = {"numbers": numbers, "buffers": buffers, "gradients": self.gradients.accumulated()}
+        """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
+        self._saved = None
+        changed = dict(list(self._attributes.changed().items())[:STORED_MAX])
+        told = shown(changed)
+        found = {
+            "numbers": told,
+            "attributes": [path for path in changed if path not in told],
+            "buffers": self._buffers.changed()[:STORED_MAX],
+            "gradients": self.gradients.accumulated(),
+        }
         self.last = {kind: held for kind, held in found.items() if held}
         return self.last
 
-    def numbers(self) -> dict[str, Any]:
-        """All numbers of modules as they are now, by path."""
-        held = {}
+    def values(self) -> dict[str, Any]:
+        """All plain attributes of modules and optimizers as they are now, by path."""
+        found: dict[str, Any] = {}
         for key, value in self._state.items():
             for module in modules_of(value):
                 for name, part in module.named_modules():
-                    own = f"{key}.{name}" if name else key
-                    held.update({f"{own}.{k}": v for k, v in vars(part).items() if type(v) in (int, float)})
-        return held
+                    found.update(plain_values(f"{key}.{name}" if name else key, vars(part)))
+            for path, owner in self._optimizers(key, value):
+                found.update(plain_values(path, vars(owner)))
+        return found
+
+    def _optimizers(self, key: str, value: object) -> list[NamedOwner]:
+        """An entry's optimizers of the user's classes, and what is around them. torch's own count nothing."""
+        named = owners(value) if optimizer_wrappers.is_optimizer(value) else ()
+        return [
+            one._replace(name=f"{key}.{one.name}")
+            for one in named
+            if hasattr(one.owner, "__dict__") and not type(one.owner).__module__.startswith("torch.")
+        ]
+
+    def _is_saved(self, value: object) -> bool:
+        """Whether a tensor has memory that is in the checkpoint, or an object is an entry of the state or inside of one."""
+        if self._saved is None:
+            self._saved = _Saved.of(self._state)
+        if isinstance(value, torch.Tensor):
+            return self._flat or optimizer_wrappers.address(value) in self._saved.memory
+        return id(value) in self._saved.objects
+
+
+class _Saved(NamedTuple):
+    """What a state stores: the memory of its tensors, and the objects that are asked for their state."""
+
+    memory: frozenset[int]
+    objects: frozenset[int]
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> _Saved:
+        modules = [part for value in state.values() for module in modules_of(value) for part in module.modules()]
+        inner = optimizer_wrappers.innermost(state)
+        tensors = [tensor for part in modules for tensor in (*part.parameters(False), *part.buffers(False))]
+        tensors += [kept for one in inner for held in one.state.values() for kept in held.values()]
+        tensors += tree_leaves([value for value in state.values() if not modules_of(value)])
+        memory = {optimizer_wrappers.address(one) for one in tensors if isinstance(one, torch.Tensor)}
+        return _Saved(frozenset({0, *memory}), frozenset(map(id, (*state.values(), *modules, *inner))))
 
 
 def notes_of(found: Mapping[str, Any]) -> list[LeftOutNote]:
     """What to tell of a save that leaves this out."""
     notes = []
-    if found.get("numbers"):
+    if paths := [*found.get("numbers", ()), *found.get("attributes", ())]:
         notes.append(
-            f"not saved: numbers that modules keep as plain attributes and that have changed: {_listed(found['numbers'])}; "
-            "register them as buffers, or return them from get_extra_state()"
+            f"not saved: plain attributes that have changed: {_listed(paths)}; register them as buffers, return them from "
+            "get_extra_state(), or put them into the state"
         )
     if found.get("buffers"):
         notes.append(
@@ -103,15 +157,15 @@ class UnsavedState(NamedTuple):
         saved = json_values.loads(text, KEY)
         if not isinstance(saved, dict) or not isinstance(saved.get("numbers", {}), dict):
             raise CorruptManifest(f"the stored value of {KEY} is not a list of what was left out", file="state.json")
-        live = self.unsaved.numbers()
+        live = self.unsaved.values()
         other = [
             f"{path} (was {value!r}, is {live[path]!r})" if path in live else f"{path} (was {value!r})"
             for path, value in saved.get("numbers", {}).items()
-            if live.get(path) != value
+            if path not in live or live[path] != value
         ]
+        other += [str(path) for path in saved.get("attributes", ())]
         if other:
-            text = f"plain attributes of modules, which were not saved: {_listed(other)}"
-            plan.notes.append(LeftOutNote(f"not restored: {text}"))
+            plan.notes.append(LeftOutNote(f"not restored: plain attributes, which were not saved: {_listed(other)}"))
         if saved.get("buffers"):
             plan.notes.append(LeftOutNote(f"not restored: buffers that are not persistent: {_listed(saved['buffers'])}"))
         if saved.get("gradients"):

@@ -30,7 +30,7 @@ def written(model: frameworks.Unlisted) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[frameworks.Unlisted], None], str, str]] = {
-    "number": (counted, "plain attributes and that have changed: model.0.n", "model.0.n (was 1, is 0)"),
+    "number": (counted, "plain attributes that have changed: model.0.n", "model.0.n (was 1, is 0)"),
     "buffer, replaced": (replaced, "have changed: model.0.table", "not persistent: model.0.table"),
     "buffer, in place": (written, "have changed: model.0.table", "not persistent: model.0.table"),
 }
@@ -56,6 +56,54 @@ def test_what_changed_and_is_not_saved_is_named_twice(kind: str, saves: int) -> 
     if kind == "number":  # the user has set it
         other[0].n = 1  # type: ignore[assignment]
         assert not live.prepare(Checkpoint(taken).stored()).notes
+
+
+class Adapting(torch.optim.SGD):
+    """Keeps more than its state_dict() has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.phase, self.history, self.norms, self.count = "warm", [0.5], torch.zeros(3), 0
+        self.parameters, self.late = [p for group in self.param_groups for p in group["params"]], None
+
+
+ADAPTING: dict[str, Callable[[Adapting], object]] = {
+    "phase": lambda optimizer: setattr(optimizer, "phase", "main"),
+    "history": lambda optimizer: optimizer.history.append(0.25),
+    "norms": lambda optimizer: optimizer.norms.add_(1),
+    "late": lambda optimizer: setattr(optimizer, "late", 3),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTING)
+def test_what_an_optimizer_keeps_besides_is_named_twice(kind: str) -> None:
+    """What is no number: numbers are saved. Its list of the parameters has not changed."""
+    made = [Adapting(nn.Linear(1, 1).parameters()) for _ in range(2)]
+    modules = [nn.Linear(1, 1) for _ in range(2)]
+    for optimizer, module in zip(made, modules, strict=True):
+        optimizer.param_groups[0]["params"] = optimizer.parameters = list(module.parameters())
+    state, live = [TrainState({"model": m, "optim": o}, 0, 1) for m, o in zip(modules, made, strict=True)]
+    modules[0].weight.detach().add_(1)
+    made[0].count = 3
+    assert not state.snapshot().notes
+    ADAPTING[kind](made[0])
+    taken = state.snapshot()
+    assert [f"optim.Adapting.{kind}" in note for note in taken.notes] == [True]
+    notes = live.prepare(Checkpoint(taken).stored()).notes
+    assert [f"not restored: plain attributes, which were not saved: optim.Adapting.{kind}" in note for note in notes] == [
+        True
+    ]
+
+
+def test_what_the_state_has_by_another_name_is_not_named() -> None:
+    """A tensor under a key of its own, a module or an optimizer in an attribute: they are saved."""
+    model = frameworks.Unlisted()
+    hidden, total = model.hidden[0], {"total": model.total}
+    state = TrainState({"model": model, "hidden": hidden, "optim": model.inner, "more": total}, 0, 1)
+    hidden.weight.detach().add_(1)
+    model.inner.state[hidden.weight].update(momentum_buffer=torch.ones(1, 2))
+    model.total.add_(1)
+    assert not state.snapshot().notes
 
 
 def test_a_module_that_is_moved_has_not_changed() -> None:

@@ -1,0 +1,38 @@
+"""Tells of a learning-rate scheduler that changes an optimizer of the state and is not in the state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from holdfast.left_out import LeftOutNote
+from holdfast.state import optimizer_wrappers
+
+_OF_A_SCHEDULE = ("last_epoch", "scheduler", "schedulers", "lr_scheduler", "optimizer", "optimizers")
+_MARK = "_wrapped_by_lr_sched"  # torch's, on the step() of an optimizer that has a scheduler
+
+
+def notes_of(state: Mapping[str, Any]) -> Iterator[LeftOutNote]:
+    """What a save of this state leaves out of each optimizer's schedule."""
+    optimizers = {key: value for key, value in state.items() if optimizer_wrappers.is_optimizer(value)}
+    if any(_may_be_schedule(value) for key, value in state.items() if key not in optimizers):
+        return
+    for key, value in optimizers.items():
+        if any(hasattr(inner.step, _MARK) for inner in optimizer_wrappers.find(value).optimizers):
+            yield LeftOutNote(
+                f"not saved: the learning-rate scheduler of {key}, which would begin afresh after a restore: write "
+                'state["scheduler"] = scheduler'
+            )
+
+
+def _may_be_schedule(value: object) -> bool:
+    """Whether an entry is a scheduler, or an object of a framework or of the user's that may have one inside."""
+    if isinstance(value, LRScheduler | ReduceLROnPlateau):
+        return True
+    stateful = all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))
+    held = getattr(value, "__dict__", {})
+    return stateful and (
+        any(name in held for name in _OF_A_SCHEDULE) or any(isinstance(one, LRScheduler) for one in held.values())
+    )
