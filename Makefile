@@ -12,6 +12,7 @@ DEVICE ?= cpu
 ROOT ?= holdfast-data
 BENCH ?=
 ONLY ?=
+SOURCES ?=
 TESTERS ?= 4
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
@@ -23,7 +24,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations bench docs check format clean tools
+.PHONY: help demo nodes serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -83,6 +84,9 @@ lock: $(READY) ## the packages that the daemon's image installs, as they are tod
 
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)
+
+official: $(READY) ## tests of the frameworks themselves, without Holdfast and with it; ONLY="accelerate" SOURCES=/checkouts
+	$(BIN)/python -m tests.integrations.official $(ONLY) $(if $(SOURCES),--sources $(SOURCES))
 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
 	$(BIN)/python -m tests.benchmarks $(BENCH)

@@ -61,6 +61,10 @@ class HoldfastCheckpointConfig(BaseCheckpointManager.Config):
     """Where the daemon is: the directory it serves, its socket or its address. Default: your user's daemon."""
 
 
+class NoSuchStep(NoSuchCheckpoint, FileNotFoundError):
+    """`--checkpoint.load_step` names a step that is not there; torchtitan's own manager raises `FileNotFoundError`."""
+
+
 class HoldfastCheckpointManager(BaseCheckpointManager):
     """torchtitan's checkpoints, in a run of Holdfast: no collective, nothing gathered, and the training goes on at once.
 
@@ -120,6 +124,10 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
             restored = self._restored(named)
         except StateMismatch as error:
             raise explained(error) from error
+        except NoSuchCheckpoint as error:
+            if named is None:
+                raise
+            raise NoSuchStep(f"--checkpoint.load_step={step}: {error.detail}", hint=error.hint, **error.members) from error
         self._rolled_back = named is not None or TRAIN_STATE in self._config.exclude_from_loading
         if restored:
             return True

@@ -193,10 +193,11 @@ def test_going_back_to_an_older_step_replaces_the_newer_ones(build: Build, tmp_p
 
 
 def test_a_step_that_does_not_exist_is_refused(build: Build) -> None:
-    """By name; another one is never taken instead."""
+    """By name, with the error that torchtitan's own manager raises; another step is never taken instead."""
     trained(build(2))
-    with pytest.raises(NoSuchCheckpoint, match="3"):
+    with pytest.raises(NoSuchCheckpoint, match=r"--checkpoint\.load_step=3") as refusal:
         build(4).checkpointer.load(step=3)
+    assert isinstance(refusal.value, FileNotFoundError)
 
 
 def test_a_seed_checkpoint_gives_its_model_to_a_training(build: Build) -> None:

@@ -1,0 +1,1 @@
+"""Test suites of the frameworks themselves, unchanged, without Holdfast and with it: `make official`."""
