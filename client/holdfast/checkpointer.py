@@ -282,8 +282,8 @@ class Checkpointer:
         too; `close()` puts it back. While the signal is being answered, torch's DataLoader does not raise for workers that
         it has killed.
 
-        Raises `InvalidRequest` for signals that cannot be handled, and where the ranks cannot agree: they are on several
-        machines, or share no memory with the daemon.
+        Raises `InvalidRequest` for signals that cannot be handled, and what connecting to the daemon raises, through which
+        several ranks agree.
         """
         self._refuse_if_closed()
         if self._preemption is not None:
@@ -291,7 +291,8 @@ class Checkpointer:
         alone = self._launch.world == 1
         preemption = Preemption(signals, grace_s, None if alone else self._session.stopping)
         if not alone:
-            self._calls.run("on_preemption()", self._settled(self._reach_to_agree), self._refuse_to_look)
+            reach = self._settled(lambda: self._session.connected(start=True))
+            self._calls.run("on_preemption()", reach, self._refuse_to_look)
         preemption.begin()
         self._preemption = preemption
 
@@ -491,19 +492,10 @@ class Checkpointer:
                 self._carried_out(asked)
         except DeadlineExceeded as late:
             under_way = self._tickets.awaited(step, ())
-            if under_way is None or not under_way.staged:
+            link = self._session.link
+            if under_way is None or not under_way.staged or link is None or not link.near:  # the process is about to end
                 raise
             warn(f"{self.run}@{step} is staged, and the daemon goes on with it: {late}")
-
-    def _reach_to_agree(self) -> None:
-        self._session.connected(start=True)
-        link = self._session.link
-        if self._launch.peers < self._launch.world or link is None or not link.near:
-            here = f"{self._launch.peers} of {self._launch.world} ranks are on this machine"
-            raise InvalidRequest(
-                f"these ranks cannot agree on a step: {here if link is not None and link.near else 'they use at=URL'}",
-                hint="set a flag in a handler of your own, and combine it with all_reduce at every step",
-            )
 
     def _told_to_stop(self) -> None:
         if self._preemption is not None:

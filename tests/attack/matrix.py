@@ -66,6 +66,7 @@ POST   /v1/ranks/{rank_id}/uploads/{number}/seal                 write rank json
 POST   /v1/ranks/{rank_id}/uploads/{number}/abandon              write rank json
 GET    /v1/ranks/{rank_id}/outcomes                              read  rank
 PUT    /v1/ranks/{rank_id}/waiting                               write rank json
+PUT    /v1/ranks/{rank_id}/stopping                              write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}                        write rank json
 PUT    /v1/ranks/{rank_id}/choices/{turn}/end                    write rank json
 GET    /v1/tokens                                                admin all
@@ -239,6 +240,7 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/ranks/{rank_id}/uploads/{number}/seal": _json({"data_bytes": 8, "table_bytes": 0, "table_digest": "0" * 16}),
     "/v1/ranks/{rank_id}/uploads/{number}/abandon": _json({"problem": {"code": "round-aborted", "detail": "no"}}),
     "/v1/ranks/{rank_id}/waiting": _json({"step": 5}),
+    "/v1/ranks/{rank_id}/stopping": _json({"passed": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}": _json({"step": 5}),
     "/v1/ranks/{rank_id}/choices/{turn}/end": _json({"step": 5}),
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have

@@ -213,8 +213,8 @@ def test_another_thread_is_told_to_use_the_main_one(daemon: RunningDaemon) -> No
     assert "in another thread than the main one" in said[0]
 
 
-def test_ranks_that_cannot_agree_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They use at=URL, or are on several machines. One rank alone needs nobody to agree with."""
+def test_one_rank_over_http_needs_nobody_to_agree_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its last save does not come through in time, it is told so: what is not uploaded ends with the process."""
     monkeypatch.setattr("holdfast.link.connect._socket_of", lambda url: None)
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
         with Checkpointer("alone", {"model": nn.Linear(4, 4)}, at=daemon.url) as made:
@@ -223,19 +223,18 @@ def test_ranks_that_cannot_agree_are_told_at_once(tmp_path: Path, monkeypatch: p
             assert made.restore() == 0
             step = stop_after(made, 1)
             assert made.restore() == step
-        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "HOLDFAST_LAUNCH": "x"}.items():
-            monkeypatch.setenv(name, value)
-        with (
-            Checkpointer("url", {"model": nn.Linear(4, 4)}, at=daemon.url) as made,
-            pytest.raises(InvalidRequest, match="they use at=URL"),
-        ):
-            made.on_preemption()
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        with (
-            Checkpointer("nodes", {"model": nn.Linear(4, 4)}, at=daemon.socket) as made,
-            pytest.raises(InvalidRequest, match="1 of 2 ranks are on this machine"),
-        ):
-            made.on_preemption()
+        with Checkpointer("late", {"model": nn.Linear(4, 4)}, at=daemon.url) as made:
+            made.on_preemption(grace_s=0.001)
+            made.save(0, wait="durable")
+            monkeypatch.setattr("holdfast.checkpointer.LAST_SAVE_S_MIN", 0.5)
+            come()
+            time.sleep(0.1)
+            daemon.freeze()
+            try:
+                with pytest.raises(DeadlineExceeded):
+                    stop_after(made, 1)
+            finally:
+                daemon.thaw()
 
 
 def test_a_save_that_outlasts_the_time_is_told_of(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +280,7 @@ def test_a_rank_that_waits_goes_on_to_the_step_of_all() -> None:
     wait_until(lambda: bool(launch.told))
     assert [made.reached(step) for step in (5, 6, 7, 8, 9, 10)] == [False, False, False, False, True, True]
     assert set(launch.told) == {(5, None)}
-    made.asked()  # the next daemon
-    wait_until(lambda: launch.told[-1] == (5, 9))
+    wait_until(lambda: launch.told[-1] == (5, 9))  # the next daemon hears of it
     made.close()
 
 
@@ -302,6 +300,31 @@ def test_ranks_that_do_not_answer_are_named_when_half_of_the_time_is_over() -> N
     time.sleep(0.1)
     with pytest.raises(DeadlineExceeded, match="ranks 2, 5 have not answered"):
         made.reached(1)
+    made.close()
+
+
+def test_a_rank_that_has_given_up_stops_at_no_step_that_it_hears_of_later() -> None:
+    """The others may have given up as well, or stop where this one has trained on."""
+    launch = Launch(*[StopAt(reply_to=0, missing=(1,))] * 4, StopAt(reply_to=0, step=6))
+    made = preempted(launch, grace_s=0.2)
+    assert not made.reached(5)
+    made.asked()
+    time.sleep(0.05)
+    for step in (6, 7, 8):
+        with pytest.raises(DeadlineExceeded, match="rank 1 has not answered"):
+            made.reached(step)
+        time.sleep(0.2)
+    made.close()
+
+
+def test_a_rank_that_was_away_when_the_others_agreed_stops_nowhere() -> None:
+    """It has trained on, past the step after which they stop."""
+    made = preempted(Launch(StopAt(reply_to=0, step=9)))
+    assert not made.reached(12)
+    made.asked()
+    time.sleep(0.2)
+    with pytest.raises(DeadlineExceeded, match="the others stop after step 9, and this one has passed 12"):
+        made.reached(13)
     made.close()
 
 

@@ -1,9 +1,9 @@
 """A rank that trains until a signal ends the launch, and says after which step it stopped.
 
-    python -m tests.regressions.stopping_rank SOCKET KIND
+    python -m tests.regressions.stopping_rank AT KIND
 
-KIND is `together`, with a collective in every step as under DDP, `apart`, without any, so that ranks drift apart, or `deaf`:
-as `apart`, and the last rank does not call on_preemption().
+KIND is `together`, with a collective in every step as under DDP, `apart`, without any, so that ranks drift apart, `brief`,
+as `apart` with little time, or `deaf`: as `brief`, and the last rank does not call on_preemption().
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdfast import Checkpointer
 from holdfast_formats.errors import CheckpointError
 
 GRACE_S = 60.0
-DEAF_GRACE_S = 6.0
+BRIEF_GRACE_S = 6.0
 STEPS = 100_000
 
 
-def main(socket: str, kind: str) -> None:
+def main(at: str, kind: str) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     if kind == "together":
@@ -38,11 +38,12 @@ def main(socket: str, kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Checkpointer("stops", {"model": model, "optim": optimizer}, at=socket) as checkpointer:
+    with Checkpointer("stops", {"model": model, "optim": optimizer}, at=at) as checkpointer:
         first = checkpointer.restore() + 1
         listens = kind != "deaf" or rank < int(os.environ["WORLD_SIZE"]) - 1
         if listens:
-            checkpointer.on_preemption((signal.SIGTERM, signal.SIGUSR1), DEAF_GRACE_S if kind == "deaf" else GRACE_S)
+            grace_s = BRIEF_GRACE_S if kind in ("brief", "deaf") else GRACE_S
+            checkpointer.on_preemption((signal.SIGTERM, signal.SIGUSR1), grace_s)
         print("FROM", first - 1, flush=True)
         for step in range(first, first + STEPS):
             optimizer.zero_grad()

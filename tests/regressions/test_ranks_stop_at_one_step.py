@@ -9,11 +9,12 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from holdfast.read.root_directory import published_steps
-from tests.daemons import RunningDaemon, free_port, running
+from tests.daemons import RunningDaemon, free_port, hide, running
 from tests.forked import Forked
 
 RANKS = 4
@@ -27,9 +28,18 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
         yield daemon
 
 
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """A daemon that ranks reach over HTTP alone."""
+    with running(tmp_path_factory.mktemp("far") / "root", listen=f"127.0.0.1:{free_port()}") as daemon:
+        hide(daemon)
+        yield daemon
+
+
 @contextmanager
-def launched(daemon: RunningDaemon, kind: str, ranks: int = RANKS) -> Iterator[list[Forked]]:
-    """Ranks of one launch, all of which have begun to train."""
+def launched(places: Sequence[Path | str], kind: str) -> Iterator[list[Forked]]:
+    """Ranks of one launch, each at its daemon, all of which have begun to train."""
+    ranks = len(places)
     about = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -38,8 +48,8 @@ def launched(daemon: RunningDaemon, kind: str, ranks: int = RANKS) -> Iterator[l
         "HOLDFAST_LAUNCH": uuid.uuid4().hex,
         "OMP_NUM_THREADS": "1",
     }
-    command = ("-m", "tests.regressions.stopping_rank", daemon.socket, kind)
-    processes = [Forked(command, about | {"RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(ranks)]
+    words = ("-m", "tests.regressions.stopping_rank")
+    processes = [Forked((*words, at, kind), about | {"RANK": str(i), "LOCAL_RANK": str(i)}) for i, at in enumerate(places)]
     try:
         for process in processes:
             assert said(process, "FROM")
@@ -52,12 +62,12 @@ def launched(daemon: RunningDaemon, kind: str, ranks: int = RANKS) -> Iterator[l
             process.stdout.close()
 
 
-def said(process: Forked, what: str) -> list[str]:
-    """The words of the line of a rank that begins so."""
+def said(process: Forked, *what: str) -> list[str]:
+    """The words of the line of a rank that begins with one of these; without that one, if it is the only one."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(what):
-            return line.split()[1:]
+            return line.split()[len(what) == 1 :]
     pytest.fail(f"the rank ended with {process.wait(LIMIT_S)} and without saying {what}")
 
 
@@ -78,7 +88,7 @@ def test_a_signal_to_some_ranks_stops_all_of_them_after_one_step(
     daemon: RunningDaemon, kind: str, reached: tuple[int, ...]
 ) -> None:
     """Ranks in one process group block in collectives of each other; ranks without one are many steps apart."""
-    with launched(daemon, kind) as processes:
+    with launched([daemon.socket] * RANKS, kind) as processes:
         time.sleep(0.3)
         for rank in reached:
             processes[rank].send_signal(signal.SIGTERM)
@@ -93,7 +103,7 @@ def test_signals_to_any_ranks_at_any_time_stop_all_after_one_step(daemon: Runnin
     seed = random.randrange(2**32)
     draws = random.Random(seed)
     for number in range(ROUNDS):
-        with launched(daemon, kind) as processes:
+        with launched([daemon.socket] * RANKS, kind) as processes:
             time.sleep(draws.random() * draws.choice((0.0, 0.01, 1.0)))
             for rank in draws.sample(range(RANKS), draws.randint(1, RANKS)):
                 for _ in range(draws.randint(1, 2)):
@@ -105,7 +115,70 @@ def test_signals_to_any_ranks_at_any_time_stop_all_after_one_step(daemon: Runnin
 
 def test_a_rank_that_does_not_answer_is_named(daemon: RunningDaemon) -> None:
     """Half of the time is left then."""
-    with launched(daemon, "deaf", 3) as processes:
+    with launched([daemon.socket] * 3, "deaf") as processes:
         processes[0].send_signal(signal.SIGTERM)
         for process in processes[:2]:
             assert "rank 2 has not answered" in " ".join(said(process, "FAILED"))
+
+
+def test_ranks_over_http_stop_after_one_step(far: RunningDaemon) -> None:
+    """They hear that they are asked with the ends of their uploads."""
+    with launched([far.url] * 3, "apart") as processes:
+        time.sleep(0.3)
+        processes[1].send_signal(signal.SIGTERM)
+        step = stopped(processes)
+    assert step in committed(far)
+
+
+def test_a_frozen_daemon_is_told_of_in_time(tmp_path: Path) -> None:
+    """No rank stops then, however long it is frozen: the others could not know where."""
+    with running(tmp_path / "root") as daemon, launched([daemon.socket] * 3, "brief") as processes:
+        daemon.freeze()
+        try:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                assert "the ranks" in " ".join(said(process, "FAILED"))
+                assert process.wait(LIMIT_S) == 3
+        finally:
+            daemon.thaw()
+
+
+@pytest.mark.crash_slow
+@pytest.mark.parametrize("transport", ["socket", "http"])
+@pytest.mark.parametrize("what", ["freeze", "kill"])
+def test_a_daemon_that_dies_or_stands_still_while_ranks_agree(tmp_path: Path, transport: str, what: str) -> None:
+    """At any moment, for any time: each rank gets an error or the step, and no two get different ones."""
+    seed = random.randrange(2**32)
+    draws, listen = random.Random(seed), f"127.0.0.1:{free_port()}"
+
+    def start() -> RunningDaemon:
+        made = RunningDaemon(tmp_path / "root", listen=listen)
+        if transport == "http":
+            hide(made)
+        return made
+
+    daemon = start()
+    at = daemon.socket if transport == "socket" else daemon.url
+    try:
+        for number in range(ROUNDS // 2):
+            with launched([at] * 3, "brief") as processes:
+                time.sleep(draws.random() / 2)
+                for process in draws.sample(processes, draws.randint(1, 3)):
+                    process.send_signal(signal.SIGTERM)
+                time.sleep(draws.choice((0.0, 0.01, 0.05, 0.2)) * draws.random())
+                if what == "freeze":
+                    daemon.freeze()
+                    time.sleep(draws.choice((0.1, 1.0, 4.0)))
+                    daemon.thaw()
+                else:
+                    daemon.kill()
+                    time.sleep(draws.choice((0.0, 1.0, 4.0)))
+                    daemon = start()
+                for process in processes:  # one that no signal has reached may never hear of it
+                    process.send_signal(signal.SIGTERM)
+                ends = [said(process, "STOPPED", "FAILED") for process in processes]
+            steps = {end[1] for end in ends if end[0] == "STOPPED"}
+            assert len(steps) < 2, f"round {number} of {what}, seed {seed}: {ends}"
+    finally:
+        daemon.kill()

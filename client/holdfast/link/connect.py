@@ -52,9 +52,9 @@ def connect(
     if where.url is not None:
         near = _socket_of(where.url)
         try:
-            made = link(near) if near is not None else RemoteLink(where.url, *tellers)
+            made = link(near) if near is not None else RemoteLink(where.url, *tellers, on_stop)
         except DaemonGone:  # the socket is there, but not for us
-            made = RemoteLink(where.url, *tellers)
+            made = RemoteLink(where.url, *tellers, on_stop)
         return _greeted(made, greet, None)
     directory = where.directory
     notes: list[str] = []

@@ -39,9 +39,15 @@ _Reply = TypeVar("_Reply", bound=wire.Reply)
 class RemoteLink:
     """One rank's conversation with a daemon over HTTP. Requests may come from any thread; outcomes come on other threads."""
 
-    def __init__(self, url: str, on_outcome: Callable[[wire.Outcome], None], on_lost: Callable[[CheckpointError], None]):
+    def __init__(
+        self,
+        url: str,
+        on_outcome: Callable[[wire.Outcome], None],
+        on_lost: Callable[[CheckpointError], None],
+        on_stop: Callable[[], object] = bool,
+    ):
         self.url = url
-        self._tellers = (on_outcome, on_lost)
+        self._tellers = (on_outcome, on_lost, on_stop)
         self._api = Api(url, REQUEST_TIMEOUT_S)
         self._ids, self._numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
@@ -58,6 +64,7 @@ class RemoteLink:
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
             wire.Ended: self._ended,
+            wire.Stopping: self._stopping,
             wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that is not shared
             wire.HeldElsewhere: lambda message: wire.HeldSlots(reply_to=message.id),
         }
@@ -207,6 +214,10 @@ class RemoteLink:
 
     def _ended(self, message: wire.Ended) -> wire.Judged:
         return restate(self._known().ended(message), wire.Judged, reply_to=message.id)
+
+    def _stopping(self, message: wire.Stopping) -> wire.StopAt:
+        found = self._known().stopping(restate(message, messages.PassedStep))
+        return restate(found, wire.StopAt, reply_to=message.id)
 
     def _known(self) -> Uploader:
         if self._courier is None:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 0.5  # save() waits to hear whether a step may be saved; after that it is found out in the background
 ROOM_TIMEOUT_S = 2.0  # and for a slot of its own to become free
+STOPPING_TIMEOUT_S = 5.0
 POLL_S = 10.0
 CHOICE_WAIT_S = 2.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
@@ -50,7 +51,8 @@ CLOSE_TIMEOUT_S = 5.0
 _PASSING = (DaemonGone, ArenaFull, DeadlineExceeded, StorageFailed)  # a later try may succeed
 
 _Result = TypeVar("_Result")
-Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, of the daemon's loss
+# Of outcomes, of the daemon's loss, and that another rank of the launch is to stop.
+Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None], Callable[[], object]]
 
 
 class _Patience:
@@ -71,7 +73,7 @@ class Uploader:
         """Say hello; raises the daemon's refusal."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
-        self._on_outcome, self._on_lost = tellers
+        self._on_outcome, self._on_lost, self._on_stop = tellers
         self.welcome = api.join(rank_id, hello)
         self.lost: CheckpointError | None = None
         self._lock = threading.Lock()
@@ -179,6 +181,10 @@ class Uploader:
         end = restate(said, bodies.RestoreEnd, wait_s=min(said.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + said.wait_s
         return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
+
+    def stopping(self, said: messages.PassedStep) -> messages.LastStep:
+        """Say how far this rank is, because its launch is to stop; where the daemon does not answer, it is said again."""
+        return self._api.stopping(self._rank_id, said, STOPPING_TIMEOUT_S)
 
     def waits(self, said: messages.Waiting) -> None:
         """Tell the daemon that this rank begins no other save, once it has begun all of them there. It may be lost."""
@@ -303,6 +309,8 @@ class Uploader:
                 continue
             self._has_answered()
             patience = _Patience()
+            if found.stop:
+                self._on_stop()
             for ended in found.items:
                 save = self.saves.find(ended.step)
                 if save is not None and save.number == ended.number:

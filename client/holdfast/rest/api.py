@@ -273,6 +273,9 @@ class Api(JobsApi):
         """Abandon an upload, and the save of its step with it."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
+    def stopping(self, rank_id: str, said: messages.PassedStep, timeout_s: float) -> messages.LastStep:
+        return self._send("PUT", f"{_rank_path(rank_id)}/stopping", said, messages.LastStep, timeout_s)
+
     def waits(self, rank_id: str, said: messages.Waiting, timeout_s: float) -> None:
         with self._translated():
             path = f"{_rank_path(rank_id)}/waiting"

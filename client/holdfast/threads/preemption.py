@@ -3,7 +3,8 @@
 The loop asks at the end of every step, which costs a lock. Once the signal has come, to this rank or to another one, a
 background thread takes the last step that the loop has passed, and tells the daemon. From then on the loop waits at its next
 step until the daemon has heard of all ranks, and answers: the one after the last step that any rank has passed. No rank is
-beyond it, and none waits for long, for these answers need no rank's main thread.
+beyond it, and none waits for long, for these answers need no rank's main thread. A rank that has heard no answer in its time
+gives up for good: it stops at no step that it hears of later, when others may have given up as well.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any, Protocol
 
-from holdfast.threads import background_requests, child_deaths, own_threads
+from holdfast.threads import child_deaths, own_threads
 from holdfast.threads.latch import Latch
-from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
-from holdfast_formats.staging.wire import NOWHERE, StopAt
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest, StateMismatch
+from holdfast_formats.staging.messages import NOWHERE
+from holdfast_formats.staging.wire import StopAt
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # while not all ranks have answered
+POLL_S = (0.05, 0.5)  # while not all ranks have answered: at first, and at most
+REPEAT_S = 1.0  # how often it is told where this rank stops: the next daemon does not know
 RANKS_NAMED_MAX = 8
 _SIGNALS_MAX = 8
 
@@ -50,8 +53,9 @@ class Preemption:
         self._came, self._decided, self._closed = Latch(), Latch(), Latch()
         self._since = 0.0
         self._why = "another rank was told to stop"
-        self._step: int | None = None
         self._missing: tuple[int, ...] = ()
+        self._unheard: CheckpointError | None = None  # why the daemon has not answered
+        self._step: int | None = None  # one of the two, once it is decided
         self._failed: CheckpointError | None = None
         self._deaths: child_deaths.Delay | None = None
 
@@ -75,10 +79,7 @@ class Preemption:
 
     def asked(self) -> None:
         """The daemon asks how far this rank is. Called in the thread that hears from it."""
-        if self._decided.is_set():  # it may be the next daemon, which does not know
-            background_requests.start(self._tell)
-        else:
-            self._came.set()
+        self._came.set()
 
     def reached(self, step: int) -> bool:
         """Whether the launch stops at this step, or before. Raises `DeadlineExceeded` where the ranks cannot agree."""
@@ -93,8 +94,10 @@ class Preemption:
             if step <= self._passed:
                 return False
         self._decided.wait(self._since + self._patience_s - time.monotonic())
+        self._decide(None)
         if self._step is None:
-            raise self._failed or self._undecided()
+            assert self._failed is not None
+            raise self._failed
         return step >= self._step
 
     def close(self) -> None:
@@ -150,33 +153,44 @@ class Preemption:
         log.info("%s: this rank has passed step %d", self._why, self._passed)
         if self._report is None:
             self._decide(self._passed + 1)
-        while not self._decided.is_set() and not self._closed.is_set():
-            self._tell()
-            if self._step is None and time.monotonic() > self._since + self._patience_s:
-                self._failed = self._failed or self._undecided()
-                self._decided.set()
-            self._decided.wait(POLL_S)
-
-    def _tell(self) -> None:
-        assert self._report is not None
-        try:
-            answer = self._report(self._passed, self._step)
-        except CheckpointError as error:
-            self._failed = self._undecided(error)
             return
-        self._missing, self._failed = answer.missing, None
-        if answer.step is not None:
+        pause_s = POLL_S[0]
+        while self._failed is None and not self._closed.is_set():
+            self._tell(self._report)
+            if time.monotonic() > self._since + self._patience_s:
+                self._decide(None)
+            self._closed.wait(pause_s if self._step is None else REPEAT_S)
+            pause_s = min(pause_s * 1.5, POLL_S[1])
+
+    def _tell(self, report: Report) -> None:
+        try:
+            answer = report(self._passed, self._step)
+        except CheckpointError as error:
+            self._unheard = error
+            return
+        self._missing, self._unheard = answer.missing, None
+        if answer.step is not None and answer.step <= self._passed:  # it was away when the others agreed
+            self._unheard = StateMismatch(
+                f"the others stop after step {answer.step}, and this one has passed {self._passed}"
+            )
+            self._decide(None)
+        elif answer.step is not None:
             self._decide(answer.step)
 
-    def _decide(self, step: int) -> None:
-        if self._step is None:
-            self._step = step
+    def _decide(self, step: int | None) -> None:
+        """Only the first decision counts; without a step, that the ranks could not agree in time."""
+        with self._lock:
+            if self._decided.is_set():
+                return
+            self._step, self._failed = step, self._undecided() if step is None else None
+            self._decided.set()
+        if step is not None:
             log.warning("%s: training stops after step %d, which is saved", self._why, step)
-        self._decided.set()
 
-    def _undecided(self, error: CheckpointError | None = None) -> DeadlineExceeded:
-        if error is not None:
-            return DeadlineExceeded(f"{self._why}, and the ranks could not agree on a step: {error}", hint=error.hint)
+    def _undecided(self) -> DeadlineExceeded:
+        if self._unheard is not None:
+            text = f"{self._why}, and the ranks could not agree on a step: {self._unheard}"
+            return DeadlineExceeded(text, hint=self._unheard.hint)
         named = ", ".join(map(str, self._missing[:RANKS_NAMED_MAX])) + ", …" * (len(self._missing) > RANKS_NAMED_MAX)
         have = f"rank {named} has" if len(self._missing) == 1 else f"ranks {named} have"
         silent = f"{have} not answered" if self._missing else "the daemon has not answered"

@@ -449,6 +449,7 @@ class Outcomes(Body):
 
     items: list[Upload]
     next: int
+    stop: bool = Field(default=False, description="another rank of the launch is to stop: say how far this one is")
 
 
 class Question(messages.StepQuestion):

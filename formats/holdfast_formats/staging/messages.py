@@ -20,6 +20,8 @@ Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dro
 
 WORLD_MAX = 2**18  # ranks of a run: what is kept of each must not fill the daemon's memory
 INFO_BYTES_MAX = 65_536  # of JSON, of what a trainer says about its launch
+NOWHERE = -1  # the step of a rank that has passed none
+STOP_RANKS_MAX = 64  # named as those that have not answered
 COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
 
 PROBLEM_MEMBERS_MAX, PROBLEM_NAME_MAX, PROBLEM_TEXT_MAX = 32, 64, 4096  # of a problem; characters of each name and value
@@ -123,6 +125,22 @@ class Waiting(Body):
     """
 
     step: int | None = Field(default=None, ge=0, le=COUNT_MAX)
+
+
+class PassedStep(Body):
+    """How far a rank is whose launch is to stop, because a signal announced its end. The last step that it has passed is
+    `passed` (-1 for none), and it passes no other before it knows where to stop; if it does, that is `step`.
+    """
+
+    passed: int = Field(ge=NOWHERE, le=COUNT_MAX)
+    step: int | None = Field(default=None, ge=0, le=COUNT_MAX)
+
+
+class LastStep(Body):
+    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not."""
+
+    step: int | None = None
+    missing: tuple[int, ...] = Field(default=(), max_length=STOP_RANKS_MAX)
 
 
 class StepQuestion(Body):

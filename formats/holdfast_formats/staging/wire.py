@@ -19,7 +19,7 @@ from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 11
+PROTOCOL = 12
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
@@ -27,8 +27,6 @@ RANGES_MAX = 16_384  # that one message asks for
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
 PEERS_MAX = 4096  # ranks on one machine
-NOWHERE = -1  # the step of a rank that has passed none
-STOP_RANKS_MAX = 64  # named as those that have not answered
 
 Bounds = Annotated[tuple[Bound, ...], Field(max_length=BOUNDS_MAX)]
 
@@ -261,23 +259,14 @@ class Waits(Request, messages.Waiting):
     type: Literal["waits"] = "waits"
 
 
-class Stopping(Request):
-    """This rank's launch is to stop, because a signal announced its end. The last step that this rank has passed is `passed`
-    (-1 for none), and it passes no other before it knows where to stop; if it does, that is `step`. Said again until the
-    reply, `StopAt`, has a step.
-    """
+class Stopping(Request, messages.PassedStep):
+    """Said again and again; the reply is `StopAt`. A rank that knows where to stop says so to the next daemon as well."""
 
     type: Literal["stopping"] = "stopping"
-    passed: int = Field(ge=NOWHERE)
-    step: int | None = Field(default=None, ge=0)
 
 
-class StopAt(Reply):
-    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not."""
-
+class StopAt(Reply, messages.LastStep):
     type: Literal["stop-at"] = "stop-at"
-    step: int | None = None
-    missing: tuple[int, ...] = Field(default=(), max_length=STOP_RANKS_MAX)
 
 
 class RingAverage(Request):

@@ -342,8 +342,7 @@ class Conversation:
         return wire.Done(reply_to=request.id)
 
     def _stopping(self, request: wire.Stopping) -> wire.Reply:
-        step, missing = self._plane.saver.stops.report(self._known(), request.passed, request.step)
-        return wire.StopAt(reply_to=request.id, step=step, missing=missing)
+        return restate(self._plane.saver.stops.report(self._known(), request), wire.StopAt, reply_to=request.id)
 
     def _measured(self, request: wire.Measured) -> None:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)

@@ -21,7 +21,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena, wire
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
-from holdfast_formats.staging.messages import Room, SlotRequest
+from holdfast_formats.staging.messages import LastStep, PassedStep, Room, SlotRequest
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder
@@ -51,6 +51,7 @@ class RemoteRank:
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
+        self._asked_to_stop = False  # and not told yet
 
     def reserve(self, room: Room) -> None:
         """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
@@ -195,13 +196,18 @@ class RemoteRank:
         """It begins no other save before the one of this step has ended; without a step, none any more."""
         self._saver.waits(self.who, step)
 
+    def stopping(self, said: PassedStep) -> LastStep:
+        """Its launch is to stop: how far it is, and where that is."""
+        return self._saver.stops.report(self.who, said)
+
     def outcomes(self, after: int) -> bodies.Outcomes:
-        """Ended uploads from the `after`-th on; the oldest are not kept."""
+        """Ended uploads from the `after`-th on; the oldest are not kept. Once, whether it is to say how far it is."""
         with self._lock:
+            stop, self._asked_to_stop = self._asked_to_stop, False
             numbers = self._ended[max(after - self._forgotten, 0) :]
             ended = [self._uploads[number] for number in numbers]
             following = self._forgotten + len(self._ended)
-        return bodies.Outcomes(items=[self._describe(upload) for upload in ended], next=following)
+        return bodies.Outcomes(items=[self._describe(upload) for upload in ended], next=following, stop=stop)
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
@@ -229,7 +235,12 @@ class RemoteRank:
         for listener in listeners:
             listener()
 
-    def _notify(self, outcome: wire.Outcome) -> None:
+    def _notify(self, outcome: wire.Outcome | wire.Stop) -> None:
+        if isinstance(outcome, wire.Stop):
+            with self._lock:
+                self._asked_to_stop = True
+            self.wake()
+            return
         with self._lock:  # the oldest of this step: a newer one can only be waiting for it to end
             found = next((u for u in self._uploads.values() if u.step == outcome.step and u.outcome is None), None)
         if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast_formats.staging.messages import PassedStep
 from tests.daemon.saver_world import Rank, SaverWorld, saver_world
 
 
@@ -9,15 +10,20 @@ def ranks_of(world: SaverWorld, count: int) -> list[Rank]:
     return list(world.launch(count))
 
 
+def tell(rank: Rank, passed: int, step: int | None = None) -> tuple[int | None, tuple[int, ...]]:
+    """How far this rank is; what it is answered."""
+    answer = rank.world.saver.stops.report(rank.who, PassedStep(passed=passed, step=step))
+    return answer.step, answer.missing
+
+
 def test_the_step_after_the_last_one_that_any_rank_has_passed() -> None:
     """Told to all of them, again too, once every one has said how far it is."""
     with saver_world() as world:
         first, second, third = ranks_of(world, 3)
-        stops = world.saver.stops
-        assert stops.report(first.who, 4, None) == (None, (1, 2))
-        assert stops.report(third.who, 9, None) == (None, (1,))
-        assert stops.report(second.who, -1, None) == (10, ())
-        assert stops.report(first.who, 4, None) == (10, ())
+        assert tell(first, 4) == (None, (1, 2))
+        assert tell(third, 9) == (None, (1,))
+        assert tell(second, -1) == (10, ())
+        assert tell(first, 4) == (10, ())
 
 
 def test_ranks_that_have_not_said_it_are_asked() -> None:
@@ -27,10 +33,10 @@ def test_ranks_that_have_not_said_it_are_asked() -> None:
         asked: list[int] = []
         second.who.ask_to_stop = lambda: asked.append(1)  # type: ignore[method-assign]
         for _ in range(3):
-            world.saver.stops.report(first.who, 4, None)
+            tell(first, 4)
         assert asked == [1]
-        world.saver.stops.report(second.who, 4, None)
-        world.saver.stops.report(first.who, 4, None)
+        tell(second, 4)
+        tell(first, 4)
         assert asked == [1]
 
 
@@ -38,26 +44,25 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     """It has closed in order; what it has said before counts."""
     with saver_world() as world:
         first, second, third = ranks_of(world, 3)
-        stops = world.saver.stops
-        assert stops.report(third.who, 9, None) == (None, (0, 1))
+        assert tell(third, 9) == (None, (0, 1))
         for rank in (second, third):
             rank.who.parted = True
             world.saver.gone(rank.who)
-        assert stops.report(first.who, 4, None) == (10, ())
+        assert tell(first, 4) == (10, ())
 
 
 def test_the_next_daemon_hears_where_a_rank_stops() -> None:
     """It was told by the daemon before, and others wait for the same answer."""
     with saver_world() as world:
         first, second = ranks_of(world, 2)
-        assert world.saver.stops.report(first.who, 4, 8) == (8, (1,))
-        assert world.saver.stops.report(second.who, 6, None) == (8, ())
+        assert tell(first, 4, 8) == (8, (1,))
+        assert tell(second, 6) == (8, ())
 
 
 def test_launches_do_not_mix() -> None:
     """A launch that was told to stop ends; the one after it trains."""
     with saver_world() as world:
         (old,) = ranks_of(world, 1)
-        assert world.saver.stops.report(old.who, 4, None) == (5, ())
+        assert tell(old, 4) == (5, ())
         (new,) = ranks_of(world, 1)
-        assert world.saver.stops.report(new.who, 7, None) == (8, ())
+        assert tell(new, 7) == (8, ())

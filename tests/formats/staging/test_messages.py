@@ -54,6 +54,8 @@ PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
     (wire.Ended, bodies.RestoreEnd): {"turn": PATH},
     (wire.Judged, messages.RestoreVerdict): {},
     (wire.Waits, messages.Waiting): {},
+    (wire.Stopping, messages.PassedStep): {},
+    (wire.StopAt, messages.LastStep): {},
     (wire.Outcome, bodies.Upload): {
         "left_out": "an average is in shared memory",
         "number": "a rank may open several uploads of one step, one after the other",
@@ -70,9 +72,7 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Failed: "over HTTP the status and the whole body",
     wire.Farewell: "over HTTP DELETE",
     wire.Withdraw: "over HTTP a lease that is not answered is still wanted: the rank has a slot of its own",
-    **dict.fromkeys(
-        (wire.Stopping, wire.StopAt, wire.Stop), "a rank over HTTP hears nothing unasked: on_preemption() says so"
-    ),
+    wire.Stop: "over HTTP a rank hears it with the outcomes that it asks for",
     wire.Ping: "over HTTP GET /healthz",
     wire.Measured: "over HTTP it goes with the seal",
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",

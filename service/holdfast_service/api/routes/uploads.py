@@ -185,6 +185,15 @@ def put_waiting(rank: Known, said: messages.Waiting) -> None:
     rank.waits(said.step)
 
 
+@router.put(
+    f"{_RANK}/stopping",
+    dependencies=WRITES_STATED_JSON,
+    summary="The launch is to stop: how far this rank is; answers after which step, once all ranks have said so",
+)
+def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
+    return rank.stopping(said)
+
+
 @router.get(
     f"{_RANK}/outcomes",
     dependencies=READS_STATED,
@@ -203,14 +212,15 @@ async def get_outcomes(
 
     with rank.listening(listener):
         found = rank.outcomes(after)
-        if not found.items and not ranks.closing:
+        if not (found.items or found.stop) and not ranks.closing:
             try:
                 await asyncio.wait_for(heard.wait(), wait_s)
             except asyncio.TimeoutError:
                 return found
+            found = rank.outcomes(after)
     if ranks.closing:
         raise DaemonGone("the daemon is shutting down")
-    return rank.outcomes(after)
+    return found
 
 
 @router.put(

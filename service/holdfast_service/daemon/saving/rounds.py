@@ -36,7 +36,7 @@ class Participant:
         self.notify = notify
 
     def ask_to_stop(self) -> None:
-        """Ask it how far it is, because its launch is to stop. A rank that cannot be asked does not answer."""
+        """Ask it how far it is, because its launch is to stop."""
 
     def is_gone(self) -> bool:
         """Whether its process has certainly ended, although its connection may not have."""

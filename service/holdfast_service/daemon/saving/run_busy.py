@@ -31,11 +31,14 @@ class DistantParticipant(Participant):
     """A rank over HTTP: its death is not reported, so it counts as gone after a long silence."""
 
     def __init__(
-        self, hello: Introduction, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
+        self, hello: Introduction, attempt: int, tell: Callable[[Outcome | Stop], None], heard: Callable[[], float]
     ) -> None:
         """`heard` says when it last spoke, by `time.monotonic()`."""
-        super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
-        self.process, self._heard = hello.process, heard
+        super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
+        self.process, self._tell, self._heard = hello.process, tell, heard
+
+    def ask_to_stop(self) -> None:
+        self._tell(Stop())
 
     def left_s(self) -> float:
         return max(BUSY_SILENCE_MAX_S - (time.monotonic() - self._heard()), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from holdfast_formats.staging.wire import STOP_RANKS_MAX
+from holdfast_formats.staging.messages import STOP_RANKS_MAX, LastStep, PassedStep
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.rounds import Participant
 
@@ -28,20 +28,20 @@ class StopAgreement:
         self._lock, self._connected = lock, connected
         self._launches: dict[tuple[str, int], _StoppingLaunch] = {}
 
-    def report(self, who: Participant, passed: int, step: int | None) -> tuple[int | None, tuple[int, ...]]:
+    def report(self, who: Participant, said: PassedStep) -> LastStep:
         """A rank of a launch that is to stop has passed a step, and waits at the next one; or it knows where to stop.
 
         Returns the step, once all ranks have said so, and those that have not yet. These are asked.
         """
         with self._lock:
             launch = self._launches.setdefault((who.run, who.attempt), _StoppingLaunch())
-            launch.passed[who.rank] = passed
-            launch.step = step if launch.step is None else launch.step
+            launch.passed[who.rank] = said.passed
+            launch.step = said.step if launch.step is None else launch.step
             missing = set(range(who.world)) - launch.passed.keys() - self._connected.gone(who.run, who.attempt)
             if launch.step is None and not missing:
                 launch.step = max(launch.passed.values()) + 1
             due = self._due(who, launch)
-            answer = launch.step, tuple(sorted(missing))[:STOP_RANKS_MAX]
+            answer = LastStep(step=launch.step, missing=tuple(sorted(missing))[:STOP_RANKS_MAX])
             for old in list(self._launches)[:-LAUNCHES_MAX]:
                 del self._launches[old]
         for other in due:
