@@ -14,6 +14,7 @@ BENCH ?=
 ONLY ?=
 SOURCES ?=
 TESTERS ?= 4
+STOPS = tests/regressions/test_ranks_stop_at_one_step.py tests/regressions/test_ranks_that_saved_other_steps.py tests/regressions/test_torchrun_is_told_to_stop.py
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
 FROZEN_S ?= 150
@@ -44,7 +45,7 @@ test: $(READY) $(TOOLS) tools ## all tests but the long ones
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 crash: $(READY) ## kill and fault injection, the long lanes included
-	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py
+	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py $(STOPS)
 
 # Some twelve minutes, in which the machine mostly waits.
 frozen: $(READY) ## stop daemons (SIGSTOP) at every point for FROZEN_S seconds, and print for how long training stood still
@@ -58,11 +59,11 @@ attack: $(READY) ## every route attacked by everybody who may not, and random de
 
 CLUSTER ?=
 cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on two, killed in every round: under five minutes
-	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
+	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py $(STOPS)
 
 # Some ten minutes on two cores. Longer, and with more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
 soak: $(READY) ## the same, and killed at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
-	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py
+	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py $(STOPS)
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -124,7 +124,7 @@ class ManyNode:
             shared.counted.receipt()
 
         rendezvous.deliver = timed  # type: ignore[method-assign]
-        party = JointParty(rendezvous, self.exchange, self.cluster.crews.of)
+        party = JointParty(rendezvous, self.exchange, self.cluster.crews.of, self.cluster.words)
         history = SaveHistory(shared.decisions)
         writer = ShareWriter(shared.decisions, self.cluster.node, rendezvous, self.exchange, history)
         host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)

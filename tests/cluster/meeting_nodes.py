@@ -203,7 +203,7 @@ class MeetingNode:
         tier = cast(Tier, Doomed(self._stored, self.doom, TO_STORAGE))
         self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
-        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews)
+        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews, self.cluster.words)
         history = SaveHistory(cast(Any, self.decisions))
         writer = ShareWriter(cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}

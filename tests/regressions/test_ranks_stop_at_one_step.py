@@ -7,7 +7,7 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,10 @@ import pytest
 from holdfast.read.root_directory import published_steps
 from tests.daemons import RunningDaemon, free_port, hide, running
 from tests.forked import Forked
+from tests.regressions.test_many_daemons import Site, site
 
+__all__ = ["site"]
+pytestmark = pytest.mark.usefixtures("forked_programs")
 RANKS = 4
 ROUNDS = 12  # of the long test
 LIMIT_S = 120
@@ -130,6 +133,32 @@ def test_ranks_over_http_stop_after_one_step(far: RunningDaemon) -> None:
     assert step in committed(far)
 
 
+def test_ranks_of_two_nodes_stop_after_one_step(site: Site) -> None:
+    """The signal reaches ranks of one node alone; one of the other node's ranks uses HTTP."""
+    a, b = site.start("a"), site.start("b")
+    with launched([a.socket, b.socket, f"{b.url}/"], "apart") as processes:
+        time.sleep(0.3)
+        processes[0].send_signal(signal.SIGTERM)
+        step = stopped(processes)
+    assert step in published_steps(site.root, "stops")
+
+
+@pytest.mark.cluster
+def test_a_catalog_that_is_away_is_named(site: Site) -> None:
+    """The nodes cannot meet: no rank stops, and each is told why in its time."""
+    a, b = site.start("a"), site.start("b")
+    with launched([a.socket, b.socket], "brief") as processes:
+        site.postgres.stop()
+        try:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                assert "the catalog, in which nodes meet, is away" in " ".join(said(process, "FAILED"))
+                assert process.wait(LIMIT_S) == 3
+        finally:
+            site.postgres.start()
+
+
 def test_a_frozen_daemon_is_told_of_in_time(tmp_path: Path) -> None:
     """No rank stops then, however long it is frozen: the others could not know where."""
     with running(tmp_path / "root") as daemon, launched([daemon.socket] * 3, "brief") as processes:
@@ -144,13 +173,33 @@ def test_a_frozen_daemon_is_told_of_in_time(tmp_path: Path) -> None:
             daemon.thaw()
 
 
+def disturbed(places: Sequence[Path | str], disturb: Callable[[], object], draws: random.Random) -> list[list[str]]:
+    """How a launch ends that is told to stop while a daemon is disturbed: STOPPED or FAILED, for each rank."""
+    with launched(places, "brief") as processes:
+        time.sleep(draws.random() / 2)
+        for process in draws.sample(processes, draws.randint(1, len(processes))):
+            process.send_signal(signal.SIGTERM)
+        time.sleep(draws.choice((0.0, 0.01, 0.05, 0.2)) * draws.random())
+        disturb()
+        for process in processes:  # one that no signal has reached may never hear of it
+            process.send_signal(signal.SIGTERM)
+        ends = [said(process, "STOPPED", "FAILED") for process in processes]
+    assert len({end[1] for end in ends if end[0] == "STOPPED"}) < 2, ends
+    return ends
+
+
+def pause(daemon: RunningDaemon, seconds: float) -> None:
+    daemon.freeze()
+    time.sleep(seconds)
+    daemon.thaw()
+
+
 @pytest.mark.crash_slow
 @pytest.mark.parametrize("transport", ["socket", "http"])
 @pytest.mark.parametrize("what", ["freeze", "kill"])
 def test_a_daemon_that_dies_or_stands_still_while_ranks_agree(tmp_path: Path, transport: str, what: str) -> None:
     """At any moment, for any time: each rank gets an error or the step, and no two get different ones."""
-    seed = random.randrange(2**32)
-    draws, listen = random.Random(seed), f"127.0.0.1:{free_port()}"
+    draws, listen = random.Random(uuid.uuid4().int), f"127.0.0.1:{free_port()}"
 
     def start() -> RunningDaemon:
         made = RunningDaemon(tmp_path / "root", listen=listen)
@@ -158,27 +207,39 @@ def test_a_daemon_that_dies_or_stands_still_while_ranks_agree(tmp_path: Path, tr
             hide(made)
         return made
 
+    def disturb() -> None:
+        nonlocal daemon
+        if what == "freeze":
+            pause(daemon, draws.choice((0.1, 1.0, 4.0)))
+        else:
+            daemon.kill()
+            time.sleep(draws.choice((0.0, 1.0, 4.0)))
+            daemon = start()
+
     daemon = start()
-    at = daemon.socket if transport == "socket" else daemon.url
     try:
-        for number in range(ROUNDS // 2):
-            with launched([at] * 3, "brief") as processes:
-                time.sleep(draws.random() / 2)
-                for process in draws.sample(processes, draws.randint(1, 3)):
-                    process.send_signal(signal.SIGTERM)
-                time.sleep(draws.choice((0.0, 0.01, 0.05, 0.2)) * draws.random())
-                if what == "freeze":
-                    daemon.freeze()
-                    time.sleep(draws.choice((0.1, 1.0, 4.0)))
-                    daemon.thaw()
-                else:
-                    daemon.kill()
-                    time.sleep(draws.choice((0.0, 1.0, 4.0)))
-                    daemon = start()
-                for process in processes:  # one that no signal has reached may never hear of it
-                    process.send_signal(signal.SIGTERM)
-                ends = [said(process, "STOPPED", "FAILED") for process in processes]
-            steps = {end[1] for end in ends if end[0] == "STOPPED"}
-            assert len(steps) < 2, f"round {number} of {what}, seed {seed}: {ends}"
+        for _ in range(ROUNDS // 3):
+            disturbed([daemon.socket if transport == "socket" else daemon.url] * 3, disturb, draws)
     finally:
         daemon.kill()
+
+
+@pytest.mark.cluster
+@pytest.mark.cluster_slow
+@pytest.mark.parametrize("what", ["freeze", "kill"])
+def test_one_of_two_daemons_that_dies_or_stands_still_while_ranks_agree(site: Site, what: str) -> None:
+    """The same where ranks are at two nodes, and either is disturbed."""
+    draws = random.Random(uuid.uuid4().int)
+    daemons = {name: site.start(name) for name in ("a", "b")}
+
+    def disturb() -> None:
+        name = draws.choice(("a", "b"))
+        if what == "freeze":
+            pause(daemons[name], draws.choice((0.1, 1.0, 4.0)))
+        else:
+            daemons[name].kill()
+            time.sleep(draws.choice((0.0, 1.0)))
+            daemons[name] = site.start(name)
+
+    for _ in range(ROUNDS // 3):
+        disturbed([daemons["a"].socket, daemons["a"].socket, daemons["b"].socket], disturb, draws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,8 +12,13 @@ from holdfast import Checkpointer
 from holdfast_formats.errors import CheckpointError
 from tests.daemons import RunningDaemon, hide, running
 from tests.regressions.joint_worlds import Place, Ranks, ranks
+from tests.regressions.test_many_daemons import Site, site, steps
 
-pytestmark = pytest.mark.filterwarnings("ignore::holdfast.SaveWarning")  # of saves that end as they should here
+__all__ = ["site"]
+pytestmark = [
+    pytest.mark.usefixtures("forked_programs"),
+    pytest.mark.filterwarnings("ignore::holdfast.SaveWarning"),  # of saves that end as they should here
+]
 STEPS = "step 4 by rank 0, step 5 by rank 1"
 Waiting = Callable[[int, Checkpointer], Any]
 
@@ -88,3 +94,32 @@ def test_ranks_that_wait_while_their_daemon_is_replaced_are_told(tmp_path_factor
         first.kill()
         with running(root):
             check(told(world, lambda rank, one: one.close()))
+
+
+@pytest.mark.parametrize("wait", [result, pytest.param(close, marks=pytest.mark.cluster)])
+def test_ranks_of_two_nodes_are_told(site: Site, wait: Waiting) -> None:
+    """Neither daemon knows of the other's ranks what they wait for. Afterwards they save on, the same steps too."""
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, a, b], "first") as world:
+        world.save(2)
+        said = told(world, lambda rank, one: wait(rank // 2, one))
+        assert all("step 4 by ranks 0, 1, step 5 by rank 2" in one for one in said), said
+        if wait is not close:
+            world.save(7)
+    assert steps(site.root, "run") == [2, 7][: 1 + (wait is not close)]
+
+
+@pytest.mark.cluster
+def test_ranks_of_two_nodes_that_wait_for_the_same_save_are_left_alone(site: Site) -> None:
+    """One node is late with its part: longer than it takes to find saves that are stuck."""
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, b], "first") as world:
+        world.save(2)
+        world.set(3)
+
+        def late(rank: int, one: Checkpointer) -> None:
+            time.sleep(4 * rank)
+            one.save(3).result()
+
+        world.each(late)
+    assert steps(site.root, "run") == [2, 3]

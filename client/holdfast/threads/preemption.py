@@ -54,6 +54,7 @@ class Preemption:
         self._since = 0.0
         self._why = "another rank was told to stop"
         self._missing: tuple[int, ...] = ()
+        self._apart = False
         self._unheard: CheckpointError | None = None  # why the daemon has not answered
         self._step: int | None = None  # one of the two, once it is decided
         self._failed: CheckpointError | None = None
@@ -168,7 +169,7 @@ class Preemption:
         except CheckpointError as error:
             self._unheard = error
             return
-        self._missing, self._unheard = answer.missing, None
+        self._missing, self._apart, self._unheard = answer.missing, answer.apart, None
         if answer.step is not None and answer.step <= self._passed:  # it was away when the others agreed
             self._unheard = StateMismatch(
                 f"the others stop after step {answer.step}, and this one has passed {self._passed}"
@@ -194,10 +195,12 @@ class Preemption:
         named = ", ".join(map(str, self._missing[:RANKS_NAMED_MAX])) + ", …" * (len(self._missing) > RANKS_NAMED_MAX)
         have = f"rank {named} has" if len(self._missing) == 1 else f"ranks {named} have"
         silent = f"{have} not answered" if self._missing else "the daemon has not answered"
-        return DeadlineExceeded(
-            f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}",
-            hint="every rank must call on_preemption() before its first step; look whether these ranks still run",
-        )
+        hint = "every rank must call on_preemption() before its first step; look whether these ranks still run"
+        if self._apart:
+            silent += ", and the catalog, in which nodes meet, is away"
+            hint = "look whether PostgreSQL answers (`holdfast doctor`)"
+        text = f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}"
+        return DeadlineExceeded(text, hint=hint)
 
 
 def _checked(signals: Collection[int]) -> tuple[signal.Signals, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import Receipt
@@ -70,6 +70,21 @@ class JointlyStaged(NamedTuple):
     place: Place
     receipts: Sequence[Receipt]
     created: str
+
+
+Topic = Literal["stopping", "waiting"]  # where a launch stops; which of its ranks wait for a save
+
+
+class RanksWord(NamedTuple):
+    """What a node says of its ranks of a launch: the same from `since` until `until`, by the database's clock. `live`: this
+    boot of the node is a member.
+    """
+
+    node: str
+    said: Mapping[str, Any]
+    since: float
+    until: float
+    live: bool
 
 
 class AverageVote(NamedTuple):

@@ -137,10 +137,13 @@ class PassedStep(Body):
 
 
 class LastStep(Body):
-    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not."""
+    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not. They may
+    be `apart`: at other nodes, which cannot be met.
+    """
 
     step: int | None = None
     missing: tuple[int, ...] = Field(default=(), max_length=STOP_RANKS_MAX)
+    apart: bool = False
 
 
 class StepQuestion(Body):

@@ -18,7 +18,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
-from holdfast_formats.staging.joint import AverageVote, JointlyStaged, JointRound, RoundState, Votes
+from holdfast_formats.staging.joint import AverageVote, JointlyStaged, JointRound, RanksWord, RoundState, Topic, Votes
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, CheckProgress, Portion, PortionPlan
@@ -140,6 +140,17 @@ class Rendezvous(Protocol):
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None
     ) -> Votes: ...
+
+
+class RanksWords(Protocol):
+    """What nodes say of their ranks of a launch. `CatalogUnavailable` from every call, while it is away."""
+
+    def say(self, run: str, attempt: int, topic: Topic, said: Mapping[str, Any]) -> Sequence[RanksWord]: ...
+    def heard(self, run: str, attempt: int, topic: Topic) -> Sequence[RanksWord]: ...
+    def decide(self, run: str, attempt: int, topic: Topic, said: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def decided(self, run: str, attempt: int, topic: Topic) -> Mapping[str, Any] | None: ...
+    def stopping(self, runs: Collection[str]) -> Sequence[tuple[str, int]]: ...
+    def ring(self) -> None: ...
 
 
 class AverageVotes(Protocol):

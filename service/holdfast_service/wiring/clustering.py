@@ -45,7 +45,9 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
-    bell = Bell(cluster.database, saver.look_at_others, saver.look_at_checks, saver.look_at_averages)
+    cluster.membership.heard.append(saver.look_at_ranks)
+    looks = (saver.look_at_others, saver.look_at_checks, saver.look_at_averages, saver.look_at_ranks)
+    bell = Bell(cluster.database, *looks)
     stack.callback(bell.close)
     assert decisions.care is not None
     stack.callback(Upkeep(cluster, decisions.care.look).close)
@@ -88,7 +90,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
     cluster.membership.heard.append(learn_secrets)
     if at is None and found is None:
         cluster.membership.heard.append(learn_address)
-    return JointParty(cluster.rendezvous, exchange, cluster.crews.of)
+    return JointParty(cluster.rendezvous, exchange, cluster.crews.of, cluster.words)
 
 
 def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> PeerMemory:

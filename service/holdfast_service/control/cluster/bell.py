@@ -16,14 +16,15 @@ from holdfast_service.control.database.database import Database
 log = logging.getLogger(__name__)
 
 CHANNEL = "holdfast_rounds"
-ROUNDS, CHECKS, AVERAGES = "", "check", "average"  # what it is about
+ROUNDS, CHECKS, AVERAGES, RANKS = "", "check", "average", "ranks"  # what it is about
 LISTEN_S = 2.0  # how long it listens before it looks whether it is to end
 AGAIN_S = 2.0  # after the connection was lost
 
 
 class Bell:
     """A thread that calls `rung` whenever some node says that a round has changed, `checking` when a check of several nodes
-    has begun, and `averaging` when the last one has voted for an update of an average; all after it was deaf for a while.
+    has begun, `averaging` when the last one has voted for an update of an average, and `ranks` when a launch is to stop, or
+    it was decided where; all after it was deaf for a while.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Bell:
         rung: Callable[[], None],
         checking: Callable[[], None] = lambda: None,
         averaging: Callable[[], None] = lambda: None,
+        ranks: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
-        self._calls = {ROUNDS: rung, CHECKS: checking, AVERAGES: averaging}
+        self._calls = {ROUNDS: rung, CHECKS: checking, AVERAGES: averaging, RANKS: ranks}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-bell", daemon=True)
         self._thread.start()

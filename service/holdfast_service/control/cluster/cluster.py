@@ -18,6 +18,7 @@ from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.joint_rounds import JointRounds
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
+from holdfast_service.control.cluster.ranks_words import RanksWords
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DUTY_CHARS_MAX, CrewRow, HoldRow, NodeRow, SecretRow, SpeakerRow
@@ -188,6 +189,7 @@ class Cluster:
         self.rendezvous = Rendezvous(self.membership)
         self.rounds = JointRounds(database)
         self.votes = AverageVotes(self.membership)
+        self.words = RanksWords(self.membership)
 
     @property
     def node(self) -> str:

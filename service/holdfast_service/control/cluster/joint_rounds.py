@@ -15,6 +15,7 @@ from holdfast_service.control.database.schema import (
     JointRoundRow,
     NodeRow,
     PartRow,
+    RanksWordRow,
     RunRow,
     VoteRow,
 )
@@ -53,7 +54,7 @@ class JointRounds:
             return [(run, step) for run, step in session.execute(ended)]
 
     def forget(self) -> None:
-        """Remove what is kept of rounds that ended long ago, and of restores and averages of older attempts."""
+        """Remove what is kept of rounds that ended long ago, and of restores, averages and ranks of older attempts."""
         old = now() - func.make_interval(0, 0, 0, 0, 0, 0, _KEPT_S)
         with self._database.apart() as session:
             ended = select(JointRoundRow.id).where(JointRoundRow.state.not_in(GOING), JointRoundRow.changed < old)
@@ -61,7 +62,7 @@ class JointRounds:
             session.execute(delete(JointRoundRow).where(JointRoundRow.state.not_in(GOING), JointRoundRow.changed < old))
             used = select(PartRow.declaration).where(PartRow.declaration.is_not(None))
             session.execute(delete(DeclarationRow).where(DeclarationRow.since < old, DeclarationRow.digest.not_in(used)))
-            for row in (VoteRow, AverageVoteRow):
+            for row in (VoteRow, AverageVoteRow, RanksWordRow):
                 newest = select(RunRow.attempt).where(RunRow.name == row.run).scalar_subquery()
                 session.execute(delete(row).where(row.attempt < func.coalesce(newest, row.attempt + 1)))
 

@@ -505,6 +505,23 @@ class AverageVoteRow(CatalogTable):
     changed: Mapped[datetime] = mapped_column(_MOMENT)
 
 
+class RanksWordRow(CatalogTable):
+    """What a node says of its ranks of a launch, for what only all ranks together decide; under no node's name, what was.
+    It has said the same from `since` to `until`.
+    """
+
+    __tablename__ = "ranks_words"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    topic: Mapped[str] = mapped_column(String(16), primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    boot: Mapped[str] = mapped_column(String(32))
+    said: Mapped[dict[str, Any]] = mapped_column(JsonText)
+    since: Mapped[datetime] = mapped_column(_MOMENT)
+    until: Mapped[datetime] = mapped_column(_MOMENT)
+
+
 class SharedCheckRow(CatalogTable):
     """A checkpoint that several nodes read back together. The row is there while they do: what was found stands in
     `checkpoints`. `node` has begun it; `ender` puts together what was found, under a claim like that of a portion.

@@ -8,7 +8,8 @@ import time
 from holdfast_formats.errors import STORAGE, Awaited
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
-from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
+from holdfast_service.daemon.saving.rounds import LaunchKey, Participant, RoundKey, SaveRound
+from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 
 APART_S = 5.0  # the nodes count as apart for so long after they could not be met
 NAMED_MAX = 8
@@ -49,6 +50,16 @@ class GoingSaves:
     def spans(self, current: SaveRound) -> bool:
         """Whether ranks of this save may be on other nodes. Called with the lock."""
         return self._jointly and len(self._here(current) | current.sealed.keys()) < current.world
+
+    def spanning(self) -> set[LaunchKey]:
+        """The launches with ranks here that may have others at other nodes."""
+        with self.lock:
+            return {LaunchKey(run, count[0]) for run, count in self.connected.counts().items() if count[2] < count[1]}
+
+    def saves(self, key: LaunchKey) -> OpenSaves:
+        """The open saves of a launch, and what its ranks here wait for. Called with the lock."""
+        rounds = [current for of, current in self.open.items() if (of.run, of.attempt) == key]
+        return OpenSaves.of(rounds, [who for who in self.connected.of(key.run) if who.attempt == key.attempt])
 
     def renew(self) -> None:
         """The other nodes cannot be met: what is sealed waits."""

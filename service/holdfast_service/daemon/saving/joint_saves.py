@@ -30,7 +30,7 @@ from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.ports import Decisions, Rendezvous
+from holdfast_service.daemon.ports import Decisions, RanksWords, Rendezvous
 from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf
 from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
@@ -46,12 +46,13 @@ CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a ro
 
 class JointParty(NamedTuple):
     """What a daemon needs to save with others. `crews` says of a run's attempt how many ranks are connected, by node, and
-    which have ever been.
+    which have ever been; `words` is what nodes say of their ranks.
     """
 
     rendezvous: Rendezvous
     exchange: ExchangeServer
     crews: CrewsOf
+    words: RanksWords
 
 
 class Host(NamedTuple):

@@ -21,6 +21,11 @@ class RoundKey(NamedTuple):
     attempt: int
 
 
+class LaunchKey(NamedTuple):
+    run: str
+    attempt: int
+
+
 class Participant:
     """A rank as the saver sees it: its identity, and how to tell it the outcome of a save."""
 

@@ -30,18 +30,19 @@ from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.saving import stuck_rounds
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.giving_way import GivingWay
 from holdfast_service.daemon.saving.going_saves import GoingSaves
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
+from holdfast_service.daemon.saving.ranks_exchange import RanksExchange, RanksHere
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
-from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
+from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound, SlotLease, outcome_of
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
+from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 from holdfast_service.daemon.saving.unsaved_ends import UnsavedEnds
 from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.storage import Tier
@@ -78,11 +79,12 @@ class Saver:
         self.restores = RestoreAgreement(
             checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
-        self.stops = StopAgreement(self._lock, self._connected)
+        self.stops = StopAgreement(self._lock, self._connected, None if party is None else self.look_at_ranks)
         self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
         self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(self._filled)
         self._joint: JointSaves | None = None
+        self._ranks: RanksExchange | None = None
         if party is not None:
             party.exchange.lent = self.holds.lent
             writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
@@ -96,6 +98,8 @@ class Saver:
                 self._joint_ended,
             )
             self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
+            here = RanksHere(going.spanning, self._waited_for, self._end_stuck_of_nodes)
+            self._ranks = RanksExchange(party.words, node, here, self.stops)
 
     @property
     def averages(self) -> Averages | None:
@@ -175,6 +179,11 @@ class Saver:
         """Something has changed on another node."""
         if self._joint is not None:
             self._joint.look_at_all()
+
+    def look_at_ranks(self) -> None:
+        """Ranks have said something that concerns those of other nodes, or these have."""
+        if self._ranks is not None:
+            self._ranks.look()
 
     def look_at_averages(self) -> None:
         """Another node has said something of its ranks' averages."""
@@ -380,6 +389,7 @@ class Saver:
         with self._lock:
             who.awaits, who.closing = step, who.closing or step is None
             self._end_stuck(who.run, who.attempt)
+        self.look_at_ranks()
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the save ends for every rank, also for those that come later."""
@@ -466,6 +476,8 @@ class Saver:
         if self.averages is not None:
             self.averages.close()
         self._write_queue.close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._joint is not None:
             self._joint.close()
         self._decisions.recorded(CLOSE_S)
@@ -522,12 +534,33 @@ class Saver:
 
     def _end_stuck(self, run: str, attempt: int) -> bool:
         """End the rounds for which ranks wait that wait for each other. Called with the lock."""
-        rounds = [r for k, r in self._open.items() if (k.run, k.attempt) == (run, attempt)]
-        ranks = [who for who in self._connected.of(run) if who.attempt == attempt]
-        stuck = stuck_rounds.find(rounds, ranks)
-        for current in stuck:
-            self._abort(current, stuck_rounds.error_of(current, ranks))
+        saves = self._going.saves(LaunchKey(run, attempt))
+        stuck = saves.stuck() if saves.is_waited_for else set()
+        for step in stuck:
+            self._abort(self._open[RoundKey(run, step, attempt)], saves.error_of(step))
         return bool(stuck)
+
+    def _waited_for(self) -> dict[LaunchKey, OpenSaves]:
+        """Saves of which ranks may be at other nodes, and for which some here waits."""
+        with self._lock:
+            keys = {LaunchKey(k.run, k.attempt) for k, current in self._open.items() if self._going.spans(current)}
+            found = {key: self._going.saves(key) for key in keys}
+        return {key: saves for key, saves in found.items() if saves.is_waited_for}
+
+    def _end_stuck_of_nodes(self, launch: LaunchKey, said: OpenSaves, others: Sequence[OpenSaves]) -> None:
+        """End the saves for which ranks of all nodes wait that wait for each other, if what this node has `said` holds."""
+        with self._lock:
+            if self._joint is None or self._going.saves(launch) != said:
+                return
+            whole = said.joined(others)
+            for step in whole.stuck():
+                key, error = RoundKey(launch.run, step, launch.attempt), whole.error_of(step)
+                current = self._open.get(key)
+                if current is not None:
+                    self._abort(current, error)
+                else:  # no rank of this node brings a part of it, and none may come with one later
+                    self._given_up.add(key, set(), error)
+                    self._joint.refuse(key, whole.world, error)
 
     def _without_a_part(self, current: SaveRound) -> set[int]:
         """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""

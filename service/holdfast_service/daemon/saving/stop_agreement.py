@@ -1,59 +1,130 @@
-"""Agreement of all ranks of a launch on the step after which it stops, because a signal has reached some of them."""
+"""Agreement of all ranks of a launch on the step after which it stops, because a signal has reached some of them.
+
+A rank that has said how far it is passes no other step before it knows where to stop. So the step after the last one that
+any rank has passed follows from what was said, whichever daemon finds that all ranks have said it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from holdfast_formats.staging.messages import STOP_RANKS_MAX, LastStep, PassedStep
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
-from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.rounds import LaunchKey, Participant
 
 LAUNCHES_MAX = 256
 ASK_EVERY_S = 0.5  # a rank that has not answered: its connection may have been lost
+GOES_ON_S = 60.0  # ranks that have said nothing for so long have given up
 
 
 class _StoppingLaunch:
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
+        self.world = world
         self.passed: dict[int, int] = {}  # by rank: the last step that it has passed, beyond which it waits
         self.step: int | None = None
         self.asked: dict[int, float] = {}  # by rank: when (monotonic)
+        self.elsewhere: frozenset[int] = frozenset()  # ranks at other nodes that have said it, or are gone
+        self.apart = False  # other nodes cannot be met
+        self.heard = time.monotonic()
 
 
 class StopAgreement:
     """Thread-safe. Nothing is kept beyond a daemon: ranks say everything again to the next one."""
 
-    def __init__(self, lock: threading.Condition, connected: ConnectedRanks) -> None:
-        """The lock guards `connected`."""
-        self._lock, self._connected = lock, connected
-        self._launches: dict[tuple[str, int], _StoppingLaunch] = {}
+    def __init__(
+        self, lock: threading.Condition, connected: ConnectedRanks, news: Callable[[], object] | None = None
+    ) -> None:
+        """The lock guards `connected`. With `news`, ranks of a launch may be at other nodes: it is called when there is
+        something that these have to hear.
+        """
+        self._lock, self._connected, self._news = lock, connected, news
+        self._launches: dict[LaunchKey, _StoppingLaunch] = {}
 
     def report(self, who: Participant, said: PassedStep) -> LastStep:
         """A rank of a launch that is to stop has passed a step, and waits at the next one; or it knows where to stop.
 
         Returns the step, once all ranks have said so, and those that have not yet. These are asked.
         """
+        key = LaunchKey(who.run, who.attempt)
         with self._lock:
-            launch = self._launches.setdefault((who.run, who.attempt), _StoppingLaunch())
+            launch = self._launch(key, who.world)
+            launch.heard, new = time.monotonic(), launch.passed.get(who.rank) != said.passed
             launch.passed[who.rank] = said.passed
             launch.step = said.step if launch.step is None else launch.step
-            missing = set(range(who.world)) - launch.passed.keys() - self._connected.gone(who.run, who.attempt)
-            if launch.step is None and not missing:
+            missing = set(range(who.world)) - launch.passed.keys() - self._connected.gone(*key) - launch.elsewhere
+            if launch.step is None and not missing and (self._news is None or len(launch.passed) == who.world):
                 launch.step = max(launch.passed.values()) + 1
-            due = self._due(who, launch)
-            answer = LastStep(step=launch.step, missing=tuple(sorted(missing))[:STOP_RANKS_MAX])
-            for old in list(self._launches)[:-LAUNCHES_MAX]:
-                del self._launches[old]
+            due = self._due(key, launch)
+            named = tuple(sorted(missing))[:STOP_RANKS_MAX]
+            answer = LastStep(step=launch.step, missing=named, apart=launch.apart and launch.step is None)
         for other in due:
             other.ask_to_stop()
+        if new and answer.step is None and self._news is not None:
+            self._news()
         return answer
 
-    def _due(self, who: Participant, launch: _StoppingLaunch) -> list[Participant]:
+    def ask(self, key: LaunchKey) -> None:
+        """Ranks of this launch at another node are to stop: so are those here."""
+        with self._lock:
+            here = [who for who in self._connected.of(key.run) if who.attempt == key.attempt]
+            due = self._due(key, self._launch(key, here[0].world)) if here else []
+        for other in due:
+            other.ask_to_stop()
+
+    def undecided(self) -> dict[LaunchKey, dict[str, Any]]:
+        """The launches that are to stop, it is not known where, and what their ranks here have said, for other nodes."""
+        now = time.monotonic()
+        with self._lock:
+            return {
+                key: {"passed": {str(rank): step for rank, step in launch.passed.items()}, "gone": sorted(gone)}
+                for key, launch in self._launches.items()
+                if launch.step is None and now - launch.heard < GOES_ON_S and self._connected.ranks(*key)
+                for gone in [self._connected.gone(*key)]
+            }
+
+    def remember(self, key: LaunchKey, said: Mapping[str, Any]) -> None:
+        """What ranks had said to the daemon before this one."""
+        with self._lock:
+            launch = self._launches.get(key) or self._launch(key, 0)
+            launch.passed = {int(rank): step for rank, step in said["passed"].items()} | launch.passed
+
+    def hear(self, key: LaunchKey, words: Collection[Mapping[str, Any]]) -> int | None:
+        """What all nodes have said of their ranks; the step, if that was all."""
+        passed = {int(rank): step for said in words for rank, step in said["passed"].items()}
+        gone = {rank for said in words for rank in said["gone"]}
+        with self._lock:
+            launch = self._launches[key]
+            launch.elsewhere, launch.apart = frozenset(passed.keys() | gone), False
+            complete = passed and set(range(launch.world)) <= launch.elsewhere
+        return max(passed.values()) + 1 if complete else None
+
+    def decide(self, key: LaunchKey, step: int) -> None:
+        """All nodes have agreed."""
+        with self._lock:
+            launch = self._launches[key]
+            launch.step = step if launch.step is None else launch.step
+
+    def apart(self) -> None:
+        """Other nodes cannot be met."""
+        with self._lock:
+            for launch in self._launches.values():
+                launch.apart = True
+
+    def _launch(self, key: LaunchKey, world: int) -> _StoppingLaunch:
+        found = self._launches.setdefault(key, _StoppingLaunch(world))
+        for old in list(self._launches)[:-LAUNCHES_MAX]:
+            del self._launches[old]
+        return found
+
+    def _due(self, key: LaunchKey, launch: _StoppingLaunch) -> list[Participant]:
         now = time.monotonic()
         found = [
             other
-            for other in self._connected.of(who.run)
-            if other.attempt == who.attempt
+            for other in self._connected.of(key.run)
+            if other.attempt == key.attempt
             and other.rank not in launch.passed
             and launch.asked.get(other.rank, float("-inf")) + ASK_EVERY_S < now
         ]

@@ -1,50 +1,110 @@
-"""Finds saves that are never complete, because the ranks that they lack wait for the ends of other saves, or close."""
+"""Finds saves that are never complete, because the ranks that they lack wait for the ends of other saves, or close.
+
+On several nodes, each says what its ranks have brought and wait for (`ranks_exchange`). All nodes find the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import RoundAborted
+from holdfast_formats.staging.joint import RanksWord
 from holdfast_service.daemon.saving.rounds import Participant, SaveRound
 
 LISTED_MAX = 8
+TOGETHER_S = 0.5  # what nodes say must have held on all of them at the same time for so long
 
 
-def find(rounds: Sequence[SaveRound], ranks: Collection[Participant]) -> list[SaveRound]:
-    """Those of an attempt's open rounds that no rank can complete. `ranks` are its connected ones; all others may come."""
-    waiting: dict[int, list[Participant]] = {}
-    for who in ranks:
-        waiting.setdefault(who.rank, []).append(who)
-    left = list(rounds)
-    while True:
-        held = {current.key.step for current in left}
-        may_end = [r for r in left if all(_may_come(waiting.get(rank, ()), held) for rank in _missing(r))]
-        if not may_end:
-            return left
-        left = [current for current in left if current not in may_end]
+class RankWait(NamedTuple):
+    """What a connected rank waits for, as `Participant` has it."""
+
+    rank: int
+    newest: int | None
+    awaits: int | None
+    closing: bool
 
 
-def error_of(current: SaveRound, ranks: Collection[Participant]) -> RoundAborted:
-    """What the ranks of such a save are told: the steps that each rank saved last."""
-    steps: dict[int, set[int]] = {}
-    for who in ranks:
-        if who.newest is not None:
-            steps.setdefault(who.newest, set()).add(who.rank)
-    told = ", ".join(f"step {step} by {_ranks(by)}" for step, by in sorted(steps.items())[:LISTED_MAX])
-    return RoundAborted(
-        f"step {current.key.step} lacks {_ranks(_missing(current))}, waiting for another save or closing; "
-        f"last saved were {told}",
-        hint="every rank must save the same steps; on a signal, let them agree on the step first",
-    )
+class OpenSaves(NamedTuple):
+    """The open saves of a launch: by step, the ranks that bring their parts, or have. All ranks that are not among `ranks`
+    may still come.
+    """
+
+    world: int
+    brought: Mapping[int, frozenset[int]]
+    ranks: frozenset[RankWait]
+
+    @classmethod
+    def of(cls, rounds: Sequence[SaveRound], ranks: Collection[Participant]) -> OpenSaves:
+        world = max((current.world for current in rounds), default=0)
+        brought = {current.key.step: frozenset(current.sealed.keys() | current.leases.keys()) for current in rounds}
+        return cls(world, brought, frozenset(RankWait(who.rank, who.newest, who.awaits, who.closing) for who in ranks))
+
+    @classmethod
+    def heard(cls, said: Mapping[str, Any]) -> OpenSaves:
+        """As another node has `said` it."""
+        brought = {int(step): frozenset(ranks) for step, ranks in said["brought"].items()}
+        return cls(said["world"], brought, frozenset(RankWait(*one) for one in said["ranks"]))
+
+    def said(self) -> dict[str, Any]:
+        """To be said to other nodes: equal for what is equal."""
+        ranks = sorted(self.ranks, key=lambda one: (one.rank, one.newest or -1))
+        brought = {str(step): sorted(ranks) for step, ranks in self.brought.items()}
+        return {"world": self.world, "brought": brought, "ranks": [list(one) for one in ranks]}
+
+    def joined(self, others: Sequence[OpenSaves]) -> OpenSaves:
+        """With what other nodes have."""
+        brought: dict[int, frozenset[int]] = {}
+        for one in (self, *others):
+            for step, ranks in one.brought.items():
+                brought[step] = brought.get(step, frozenset()) | ranks
+        return OpenSaves(self.world, brought, self.ranks.union(*(one.ranks for one in others)))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a rank waits for one of these saves, or closes."""
+        return any(one.closing or one.awaits in self.brought for one in self.ranks)
+
+    def stuck(self) -> set[int]:
+        """The steps of the saves that no rank can complete."""
+        waiting: dict[int, list[RankWait]] = {}
+        for one in self.ranks:
+            waiting.setdefault(one.rank, []).append(one)
+        left = set(self.brought)
+        while True:
+            may_end = {step for step in left if all(_may_come(waiting.get(rank, ()), left) for rank in self._missing(step))}
+            if not may_end:
+                return left
+            left -= may_end
+
+    def error_of(self, step: int) -> RoundAborted:
+        """What the ranks of such a save are told: the steps that each rank saved last."""
+        steps: dict[int, set[int]] = {}
+        for one in self.ranks:
+            if one.newest is not None:
+                steps.setdefault(one.newest, set()).add(one.rank)
+        told = ", ".join(f"step {step} by {_ranks(by)}" for step, by in sorted(steps.items())[:LISTED_MAX])
+        return RoundAborted(
+            f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved were {told}",
+            hint="every rank must save the same steps; on a signal, let them agree on the step first",
+        )
+
+    def _missing(self, step: int) -> set[int]:
+        return set(range(self.world)) - self.brought[step]
 
 
-def _missing(current: SaveRound) -> set[int]:
-    return set(range(current.world)) - current.sealed.keys() - current.leases.keys()
+def held_together(words: Sequence[RanksWord], node: str) -> list[RanksWord]:
+    """Of what nodes have said, this one's and all that held beside it, at the same time; none if that is not known yet."""
+    own = next(word for word in words if word.node == node)
+    held = [word for word in words if word.live and word.until >= own.since + TOGETHER_S]
+    if own not in held or max(word.since for word in held) + TOGETHER_S > min(word.until for word in held):
+        return []
+    return held
 
 
-def _may_come(here: Collection[Participant], held: Collection[int]) -> bool:
+def _may_come(here: Collection[RankWait], held: Collection[int]) -> bool:
     """Whether a rank may still bring its part: one that is not here may be on its way."""
-    return not here or any(not who.closing and who.awaits not in held for who in here)
+    return not here or any(not one.closing and one.awaits not in held for one in here)
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -1,0 +1,105 @@
+"""Says to other nodes what ranks of this one have said, and hears theirs: where a launch stops, and which saves are stuck.
+
+A thread of its own, which asks the catalog only while there is something to be agreed on. No rank waits for the catalog: it
+asks its daemon again, or gives up in its own time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_service.daemon.ports import RanksWords
+from holdfast_service.daemon.saving.rounds import LaunchKey
+from holdfast_service.daemon.saving.stop_agreement import StopAgreement
+from holdfast_service.daemon.saving.stuck_rounds import OpenSaves, held_together
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.3  # while something is to be agreed on
+AWAY_S = 0.5  # between two tries, while the catalog is away
+
+
+class RanksHere(NamedTuple):
+    """The saver's side: launches that may have ranks at other nodes too, which of their saves are waited for, and how those
+    that are stuck end, unless something has changed here since this was said.
+    """
+
+    launches: Callable[[], set[LaunchKey]]
+    waited_for: Callable[[], Mapping[LaunchKey, OpenSaves]]
+    end_stuck: Callable[[LaunchKey, OpenSaves, Sequence[OpenSaves]], None]
+
+
+class RanksExchange:
+    """Thread-safe."""
+
+    def __init__(self, words: RanksWords, node: str, here: RanksHere, stops: StopAgreement) -> None:
+        self._words, self._node, self._here, self._stops = words, node, here, stops
+        self._known: set[LaunchKey] = set()  # of which it is known what this node said before this daemon
+        self._wake, self._closing = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="holdfast-ranks", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Something was said, here or at another node."""
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause: float | None = None
+        while not self._closing:
+            self._wake.wait(pause)
+            self._wake.clear()
+            try:
+                pause = POLL_S if self._meet() else None
+            except CatalogUnavailable as away:
+                log.info("other nodes are not told what ranks have said: %s", away.detail)
+                self._stops.apart()
+                pause = AWAY_S
+            except Exception:
+                log.exception("what ranks have said could not be agreed on with other nodes")
+                pause = AWAY_S
+
+    def _meet(self) -> bool:
+        """Whether something is still to be agreed on."""
+        launches = self._here.launches()
+        for found in self._words.stopping({key.run for key in launches}) if launches else ():
+            if LaunchKey(*found) in launches:
+                self._stops.ask(LaunchKey(*found))
+        waited_for = self._here.waited_for()
+        for key, saves in waited_for.items():
+            words = self._words.say(*key, "waiting", saves.said())
+            held = [OpenSaves.heard(word.said) for word in held_together(words, self._node) if word.node != self._node]
+            if held:
+                self._here.end_stuck(key, saves, held)
+        undecided = self._stops.undecided()
+        for key in undecided:
+            self._agree(key)
+        return bool(waited_for or undecided)
+
+    def _agree(self, key: LaunchKey) -> None:
+        if key not in self._known:
+            for word in self._words.heard(*key, "stopping"):
+                if word.node == self._node:
+                    self._stops.remember(key, word.said)
+            self._known.add(key)
+        decided = self._words.decided(*key, "stopping")
+        if decided is None:
+            words = self._words.say(*key, "stopping", self._stops.undecided().get(key, NOTHING))
+            step = self._stops.hear(key, [word.said for word in words])
+            if step is not None:
+                decided = self._words.decide(*key, "stopping", {"step": step})
+            elif len(words) == 1:  # the other nodes do not know yet
+                self._words.ring()
+        if decided is not None:
+            self._stops.decide(key, decided["step"])
+
+
+NOTHING: Mapping[str, object] = {"passed": {}, "gone": []}
