@@ -42,7 +42,8 @@ def run(suite: Suite, python: Path, tests: Path, socket: Path | None, words: lis
     command += suite.about.get("words", [])
     if socket is not None:
         about[SOCKET] = str(socket)
-        command += ["-p", f"holdfast_in_{suite.name}"]
+    plugin = f"{'alone' if socket is None else 'holdfast'}_in_{suite.name}"
+    command += ["-p", plugin] if (HERE / "plugins" / f"{plugin}.py").is_file() else []
     done = subprocess.run([*command, *suite.about["files"], *words], cwd=tests, env=about, check=False)
     if not report.is_file():
         return [f"pytest ended with {done.returncode} and no report"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import zlib
@@ -26,6 +27,8 @@ _runs = ["no-test"]
 
 class ModelCheckpoint(HoldfastCheckpoint):
     """Takes the arguments as ModelCheckpoint does, three of them by position; its name is in the keys of states."""
+
+    __signature__ = inspect.signature(HoldfastCheckpoint, eval_str=True)  # a test reads a type there
 
     def __init__(self, dirpath: Any = None, filename: Any = None, monitor: Any = None, **options: Any) -> None:
         super().__init__(_runs[-1], at=AT, info=NO_GIT, dirpath=dirpath, filename=filename, monitor=monitor, **options)
