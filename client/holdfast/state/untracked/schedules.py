@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state import optimizer_wrappers
 
-_OF_A_SCHEDULE = ("last_epoch", "scheduler", "schedulers", "lr_scheduler", "optimizer", "optimizers")
+_OTHERS = (nn.Module, torch.amp.GradScaler, DataLoader)
 _MARK = "_wrapped_by_lr_sched"  # torch's, on the step() of an optimizer that has a scheduler
 
 
@@ -28,11 +30,6 @@ def notes_of(state: Mapping[str, Any]) -> Iterator[LeftOutNote]:
 
 
 def _may_be_schedule(value: object) -> bool:
-    """Whether an entry is a scheduler, or an object of a framework or of the user's that may have one inside."""
-    if isinstance(value, LRScheduler | ReduceLROnPlateau):
-        return True
+    """Whether an entry is a scheduler, or an object of a framework or of the user's, which may have one inside."""
     stateful = all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))
-    held = getattr(value, "__dict__", {})
-    return stateful and (
-        any(name in held for name in _OF_A_SCHEDULE) or any(isinstance(one, LRScheduler) for one in held.values())
-    )
+    return stateful and not isinstance(value, _OTHERS)

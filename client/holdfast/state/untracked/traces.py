@@ -85,6 +85,11 @@ def is_data(value: object) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray) or _drawn(value) is not None
 
 
+def is_object(value: object) -> bool:
+    """Whether a value is neither a plain one, nor an array or a stream, nor a container."""
+    return not (is_plain(value) or is_data(value) or isinstance(value, Mapping | list | tuple | deque | Set))
+
+
 def _attributes(value: object) -> list[tuple[str, object]] | None:
     """Those of an object; None for a function, and for a configuration, which is no part of what is trained."""
     held = getattr(value, "__dict__", None)

@@ -19,7 +19,7 @@ from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
-from holdfast.state.untracked.traces import Tracer
+from holdfast.state.untracked.traces import Tracer, is_object
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import CorruptManifest
@@ -51,8 +51,11 @@ class Unsaved:
                 self._attributes.see_modules(key, named)
                 self._buffers.see(key, named)
             for path, owner in self._optimizers(key, value):
-                numbers = (name for name, held in vars(owner).items() if is_number(held))
-                self._attributes.see(path, owner, {*_OF_EVERY_OPTIMIZER, *numbers})
+                around = (
+                    not isinstance(owner, torch.optim.Optimizer) or owner not in optimizer_wrappers.find(value).optimizers
+                )
+                but = (name for name, held in vars(owner).items() if is_number(held) or (around and is_object(held)))
+                self._attributes.see(path, owner, {*_OF_EVERY_OPTIMIZER, *but})
 
     def found(self) -> Mapping[str, Any]:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state.untracked.traces import ITEMS_MAX, SAMPLE_BYTES_MAX, UNKNOWN, Tracer, is_data
+from holdfast.state.untracked.traces import ITEMS_MAX, SAMPLE_BYTES_MAX, UNKNOWN, Tracer, is_object
 
 TRACER = Tracer(lambda value: False)
 
@@ -86,7 +86,7 @@ def test_another_tensor_is_another_one() -> None:
 )
 def test_what_nothing_trains_is_not_looked_at(value: object) -> None:
     """Code, configurations, and results of a forward pass."""
-    assert TRACER.trace(value) == UNKNOWN and not (is_data(value) and not isinstance(value, torch.Tensor))
+    assert TRACER.trace(value) == UNKNOWN and is_object(value) is not isinstance(value, torch.Tensor)
 
 
 def test_what_is_saved_anyway_leaves_no_trace() -> None:

@@ -95,6 +95,25 @@ def test_what_an_optimizer_keeps_besides_is_named_twice(kind: str) -> None:
     ]
 
 
+class Framed(frameworks.Accelerated):
+    """With the objects that frameworks keep in their wrappers, and what a user's wrapper may have."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.gradient_state, self.history = frameworks.Counter(), [0.5]
+
+
+def test_of_wrappers_objects_are_the_framework_s() -> None:
+    """Lists and mappings are named as those of optimizers."""
+    model = nn.Linear(1, 1)
+    wrapper = Framed(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState({"model": model, "optim": wrapper}, 0, 1)
+    wrapper.gradient_state.n += 1
+    assert not state.snapshot().notes
+    wrapper.history.append(0.25)
+    assert [": optim.Framed.history;" in note for note in state.snapshot().notes] == [True]
+
+
 def test_what_the_state_has_by_another_name_is_not_named() -> None:
     """A tensor under a key of its own, a module or an optimizer in an attribute: they are saved."""
     model = frameworks.Unlisted()
