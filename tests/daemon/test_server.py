@@ -106,6 +106,19 @@ def test_memory_over_the_budget_is_refused_with_the_numbers(daemon: RunningDaemo
     greedy.close()
 
 
+def test_a_rank_that_leaves_before_the_answer_is_no_failure(daemon: RunningDaemon) -> None:
+    """It asks for memory and is gone when that is there: the log says so in a line, and not as an error of the daemon."""
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(str(daemon.socket))
+        rank.sendall(wire.encode_frame(wire.Hello(id=1, run="hasty", rank=0, world=1, launch="x")))
+        assert rank.recv(2**16)
+        rank.shutdown(socket.SHUT_RD)
+        rank.sendall(wire.encode_frame(wire.Reserve(id=2, slots=2, data_bytes=100_000, table_bytes=0)))
+        assert not rank.recv(1)
+    wait_until(lambda: "a rank's connection broke" in daemon.log.read_text())
+    assert "Traceback" not in daemon.log.read_text()
+
+
 def test_a_slot_that_was_not_leased_cannot_be_sealed(daemon: RunningDaemon) -> None:
     """Sealing without a lease is a named error and no save."""
     rogue = link(daemon)

@@ -15,10 +15,11 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.link import session
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest.api import Api
 from holdfast.rest.summaries import summary
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointsMissing, DeadlineExceeded
+from holdfast_formats.errors import CheckpointsMissing, CorruptManifest, DeadlineExceeded
 from holdfast_formats.rest.operations import Event
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import flip
@@ -93,6 +94,33 @@ def test_what_was_removed_by_hand_is_copied_back_from_a_replica(tmp_path: Path, 
             assert mended.exit_code == 0, mended.output
             assert api.checkpoint(RUN, 1).verified
             assert "checkpoint-missing" not in {one.code for one in summary(api, RUN).attention}
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("door", ["socket", "http", "directory"])
+def test_a_directory_that_a_person_copied_over_another_is_not_that_step(tmp_path: Path, door: str, verified: bool) -> None:
+    """`cp -r step-1 step-3`: it is damaged, and says what it is; the newest sound one is restored, and stays."""
+    place = Place(tmp_path, replica=False)
+    with place.served() as daemon:
+        place.save(daemon, 1, 2)
+        with Checkpointer(RUN, {"x": torch.full((1000,), 3.0)}, at=daemon.socket) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(3, wait="durable")
+        with Api(daemon.url) as api:
+            wait_until(lambda: not verified or api.checkpoint(RUN, 3).verified, LIMIT_S)
+            one, three = (place.root / naming.checkpoint_path(RUN, step) for step in (1, 3))
+            shutil.rmtree(three)
+            shutil.copytree(one, three)
+            if door == "directory":
+                with pytest.raises(CorruptManifest, match=r"step-00000003 contains run@1"):
+                    open_checkpoint(place.root, None, RUN, 3)
+                return
+            assert restored(daemon.url if door == "http" else daemon.socket) == 2
+            wait_until(lambda: api.checkpoint(RUN, 3).damage is not None, LIMIT_S)
+            assert "contains run@1" in str(api.checkpoint(RUN, 3).damage)
+            assert call("keep", RUN, "--last", "1", "--yes", "--url", daemon.url).exit_code == 0
+            wait_until(lambda: not one.exists(), LIMIT_S)
+        assert restored(daemon.socket) == 2
 
 
 def test_it_is_refused_where_nothing_has_it(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class CheckpointReader:
         for _ in range(REPLACED_MAX):
             commit_bytes = _read_commit(source)
             try:
-                manifest_bytes = _read_manifest(source)
+                manifest_bytes = _read_manifest(source, commit_bytes)
                 reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
                 for file in reader.manifest.files if complete else ():
                     verification.check_size(reader.manifest, file.name, source.size(file.name))
@@ -345,7 +345,7 @@ def read_placement(source: Source) -> manifests.Placement:
 def _read_vouching(source: Source) -> tuple[bytes, bytes]:
     """The manifest and COMMIT, which comes first (I5)."""
     commit_bytes = _read_commit(source)
-    return _read_manifest(source), commit_bytes
+    return _read_manifest(source, commit_bytes), commit_bytes
 
 
 def _replaced(source: Source) -> InUse:
@@ -366,11 +366,13 @@ def _read_commit(source: Source) -> bytes:
         ) from error
 
 
-def _read_manifest(source: Source) -> bytes:
+def _read_manifest(source: Source, commit_bytes: bytes) -> bytes:
     try:
-        return _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
+        found = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
     except NoSuchResource as error:
         raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+    manifests.check_directory(found, commit_bytes, source.label)
+    return found
 
 
 def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:

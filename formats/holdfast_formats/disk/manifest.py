@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import isfinite, prod
 from operator import itemgetter
+from pathlib import PurePath
 
 import msgspec
 
@@ -108,6 +109,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return next((file for file in self.files if file.name == name), None)
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """A manifest of which only that is decoded which its directory is named after."""
+
+    run: str
+    step: int
+
+
 class _Listed(msgspec.Struct, frozen=True):
     """A manifest of which only the files are decoded."""
 
@@ -138,6 +146,7 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decode, _decode_commit = decoding.decoder(Manifest), decoding.decoder(Commit)
+_decode_named = decoding.decoder(_Named)
 _decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Placement)
 
 
@@ -186,6 +195,25 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
         return _decode_place(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
+
+
+def check_directory(manifest_bytes: bytes, commit_bytes: bytes, directory: str) -> None:
+    """Raise `CorruptManifest` for a sound manifest in a directory that is named after another step: a person has moved or
+    copied it. A directory that is named after no step may have any.
+    """
+    step = naming.parse_step_directory(PurePath(directory).name)
+    if step is None:
+        return
+    try:
+        found = _decode_named(manifest_bytes)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return  # what is wrong with it, `decode` says
+    if found.step != step and hashlib.sha256(manifest_bytes).hexdigest() == _read_commit(commit_bytes).manifest_sha256:
+        raise CorruptManifest(
+            f"{directory} contains {found.run}@{found.step}",
+            hint=f"it was moved or copied: rename the directory to {naming.step_directory(found.step)}",
+            file=naming.MANIFEST,
+        )
 
 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:

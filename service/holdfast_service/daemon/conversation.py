@@ -53,6 +53,10 @@ class DataPlane(NamedTuple):
     peers: PeerMemory | None = None  # what other nodes hold
 
 
+class _Unsent(OSError):
+    """The rank has left before it had the answer."""
+
+
 class Conversation:
     """One rank: reads its requests, answers each, and passes outcomes on to it from any thread."""
 
@@ -170,6 +174,8 @@ class Conversation:
             reply = self._answers[type(request)](request)
         except CheckpointError as error:
             reply = wire.Failed(reply_to=request.id, problem=error.problem())
+        except _Unsent:
+            raise
         except Exception:
             log.exception("a request failed: %s", type(request).__name__)
             opaque = CheckpointError("unexpected failure in the daemon", hint="see the daemon's log")
@@ -179,11 +185,14 @@ class Conversation:
 
     def _send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
         frame = wire.encode_frame(message)
-        with self._send_lock:
-            if fds:
-                sent = socket.send_fds(self._connection, [frame], list(fds))
-                frame = frame[sent:]
-            self._connection.sendall(frame)
+        try:
+            with self._send_lock:
+                if fds:
+                    sent = socket.send_fds(self._connection, [frame], list(fds))
+                    frame = frame[sent:]
+                self._connection.sendall(frame)
+        except OSError as error:
+            raise _Unsent(*error.args) from error
 
     def _notify(self, message: wire.Outcome | wire.Stop) -> None:
         try:

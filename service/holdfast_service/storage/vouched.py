@@ -45,7 +45,8 @@ def read_commit(tier: Readable, directory: str) -> bytes:
 
 
 def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
-    """The manifest's bytes, for `manifest.decode` to verify; `CorruptManifest` if it is missing or too long.
+    """The manifest's bytes, for `manifest.decode` to verify; `CorruptManifest` if it is missing, too long, or of another
+    step than its directory.
 
     Raises `NotCommitted` for a COMMIT that cannot be read.
     """
@@ -55,6 +56,7 @@ def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
     found = read_whole(tier, path, manifest.MANIFEST_BYTES_MAX)
     if found is None:
         raise CorruptManifest(f"{directory or 'the directory'} has no {naming.MANIFEST}", file=naming.MANIFEST)
+    manifest.check_directory(found, commit, directory)
     return found
 
 
