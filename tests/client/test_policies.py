@@ -88,6 +88,8 @@ def test_two_ranks_on_slow_storage(daemon: RunningDaemon, monkeypatch: pytest.Mo
         assert committed[-1] == STEPS
     else:
         assert committed[:2] == [1, 2]
+    said = daemon.log.read_text()
+    assert "ERROR" not in said and "\n    " not in said  # a drop is a warning of one line, without a traceback
     source = "directory" if daemon.socket.exists() else "http"
     expected = {"x": torch.full((2 * SIZE,), committed[-1], dtype=torch.uint8)}
     check_saved(daemon.url, "r", committed[-1], expected, source)

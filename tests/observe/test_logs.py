@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast_formats.errors import InvalidRequest, NoSpace
+from holdfast_formats.errors import GenerationDropped, InvalidRequest, NoSpace
 from holdfast_service.observe.logs import JsonLines, TextLines, about
 from tests.daemons import running
 
@@ -99,6 +99,14 @@ def test_a_full_disk_is_one_line_without_a_traceback(message: str, arguments: tu
     assert text.endswith(f"{said}: no room at /root; free space [code=no-space]") and "\n" not in text
     assert line["message"] == f"{said}: no room at /root; free space" and "exception" not in line
     assert line["code"] == "no-space" and line.get("step") == (5 if arguments else None)
+
+
+def test_an_error_in_a_message_is_one_line() -> None:
+    """With what to do, and its code once."""
+    record = a_record("POST /v1/x: %s", GenerationDropped.of(7, None, "newest-wins"))
+    text, line = TextLines().format(record), as_json(record)
+    assert "\n" not in text and "; save less often" in text and text.endswith("[code=generation-dropped]")
+    assert "step 7 was dropped" in line["message"] and line["code"] == "generation-dropped"
 
 
 def test_text_says_what_the_message_does_not() -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource, Unavailable
 from holdfast_service.dashboard.rendering import problem_page
 
 from .reading import met
@@ -71,8 +71,9 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CheckpointError)
     if isinstance(error, Damaged):
         met(error)
-    if error.status >= 500:
-        log.error("%s %s: %s", request.method, request.url.path, error)
+    if error.status >= 500:  # a dropped save, or a disk that is full, is no mistake of the program
+        level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
+        log.log(level, "%s %s: %s", request.method, request.url.path, error)
     return problem_response(error)
 
 

@@ -58,18 +58,27 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _in_words(record: logging.LogRecord) -> logging.LogRecord:
-    """The record, with what happened and what to do in place of the traceback of what is no mistake of the program: a full
-    disk, a catalog that is away.
+    """The record on one line: an error of ours with what to do behind it, and what is no mistake of the program, such as a
+    full disk or a catalog that is away, in place of its traceback.
     """
-    error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, Unavailable) or not isinstance(record.args, tuple):
+    if not isinstance(record.args, tuple):
         return record
-    said = f"{error.detail}; {error.hint}" if error.hint else error.detail
+    raised = record.exc_info[1] if record.exc_info else None
+    ended = raised if isinstance(raised, Unavailable) else None
+    error = ended or next((one for one in record.args if isinstance(one, CheckpointError)), None)
+    if error is None:
+        return record
     told = copy.copy(record)
-    told.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
-    told.args, told.exc_info, told.exc_text = (*record.args, said), None, None
+    told.args = tuple(_said(one) if isinstance(one, CheckpointError) else one for one in record.args)
+    if ended is not None:
+        told.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
+        told.args, told.exc_info, told.exc_text = (*told.args, _said(ended)), None, None
     vars(told).setdefault("code", error.code)
     return told
+
+
+def _said(error: CheckpointError) -> str:
+    return f"{error.detail}; {error.hint}" if error.hint else error.detail
 
 
 class JsonLines(logging.Formatter):
