@@ -119,8 +119,8 @@ class ManyNode:
         self.exchange.secret = "benchmark"
         deliver = rendezvous.deliver
 
-        def timed(round_id: int, receipt: bytes) -> None:
-            deliver(round_id, receipt)
+        def timed(round_id: int, receipt: bytes, instead_of: str | None = None) -> None:
+            deliver(round_id, receipt, instead_of)
             shared.counted.receipt()
 
         rendezvous.deliver = timed  # type: ignore[method-assign]

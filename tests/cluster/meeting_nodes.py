@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, StorageFailed
 from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
@@ -75,6 +75,21 @@ class Doom:
             raise CatalogUnavailable("the model loses the answer")
 
 
+class Failing:
+    """Storage of a node that cannot be written, as long as that is so."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self.broken = tier, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.broken and name in ("join", "put", "replace"):
+            return self._fail
+        return getattr(self._tier, name)
+
+    def _fail(self, path: str, *values: Any) -> Any:
+        raise StorageFailed(f"write {path}: the model's disk is full", errno=28)
+
+
 class Doomed:
     """Something that a node calls, with what may happen there."""
 
@@ -99,6 +114,8 @@ TO_CATALOG = (
     "state",
     "look",
     "parts",
+    "hand_over",
+    "help",
     "deliver",
     "claim",
     "receipts",
@@ -190,6 +207,7 @@ class MeetingNode:
         self._lost: set[RoundKey] = set()
         self.published: list[int] = []
         self.doom, self.ahead = Doom(), 3600.0 * (rank - 1)
+        self.disk = Failing(cast(Tier, tier))
         self.up = False
         self.start()
 
@@ -200,7 +218,7 @@ class MeetingNode:
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
         self.exchange.secrets = self.cluster.secrets()
-        tier = cast(Tier, Doomed(self._stored, self.doom, TO_STORAGE))
+        tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
         self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
         party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews, self.cluster.words)

@@ -15,7 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import select, update
 
 from holdfast_formats import naming
+from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.cluster.membership import later
+from holdfast_service.control.cluster.round_bodies import unpack
 from holdfast_service.control.database.schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving import awaited_nodes, joint_writing
@@ -45,6 +47,8 @@ class Meeting(RuleBasedStateMachine):
         self.stood: dict[int, dict[str, bytes]] = {}
         self.parts: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.ended: dict[int, str] = {}
+        self.unable: dict[int, str] = {}
+        self.helpers: dict[int, str] = {}
         self.seen_by: dict[int, tuple[str, int]] = {}
         self.late: set[int] = set()  # rounds of older attempts that were open when a newer one began
 
@@ -120,6 +124,12 @@ class Meeting(RuleBasedStateMachine):
     def doom(self, number: int, fate: meeting.Fate, left: int) -> None:
         """At one of its next calls."""
         self._one(number).doom.set(fate, left)
+
+    @rule(number=st.integers(0, 4))
+    def disk_fills(self, number: int) -> None:
+        """The node cannot write from now on, or can again."""
+        disk = self._one(number).disk
+        disk.broken = not disk.broken
 
     @precondition(lambda self: any(not node.up for node in self.all))
     @rule()
@@ -204,10 +214,21 @@ class Meeting(RuleBasedStateMachine):
                 of = rounds[part.round_id]
                 if of.state not in ("sealed", "committing"):
                     continue
+                self._is_of_one_writer(of, part)
                 now = (tuple(part.ranks), part.declaration, part.said)
                 kept = self.parts.setdefault((part.round_id, part.node), (*now, None))
                 assert now == kept[:3] and kept[3] in (None, part.receipt)
                 self.parts[part.round_id, part.node] = (*now, part.receipt)
+
+    def _is_of_one_writer(self, of: JointRoundRow, part: PartRow) -> None:
+        """What its node could not write, only the helper has written; and a helper stays the one (I11)."""
+        if part.receipt is not None:
+            writer = decode_receipt(unpack(part.receipt)).node
+            assert writer == (of.helper if part.node == of.unable else part.node), (of.id, part.node, writer)
+        if of.unable is not None:
+            assert self.unable.setdefault(of.id, of.unable) == of.unable
+        if of.helper is not None:
+            assert self.helpers.setdefault(of.id, of.helper) == of.helper
 
     @invariant()
     def what_ranks_hear_is_so(self) -> None:
@@ -238,7 +259,7 @@ class Meeting(RuleBasedStateMachine):
     def _heal(self) -> None:
         for _ in range(HEALING):
             for node in self.all:
-                node.doom.fate = None
+                node.doom.fate, node.disk.broken = None, False
                 if not node.up:
                     node.start()
                 node.cluster.membership.beat()

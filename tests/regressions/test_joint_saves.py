@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 
 import psycopg
@@ -12,7 +11,7 @@ import torch
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, ReplicasDiffer, StorageFailed
+from holdfast_formats.errors import CheckpointError, ReplicasDiffer
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.posix import PosixTier
 from tests.daemons import wait_until
@@ -73,24 +72,6 @@ def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
         for ticket in world.save(7):
             ticket.result()
     assert steps(site.root, "run") == [1, 2, 6, 7]
-
-
-def test_a_node_that_cannot_write_is_named_on_all_nodes(site: Site) -> None:
-    """Its disk is full or, here, its limit on the size of files is low: the path alone would be looked for on every node."""
-    a, b = site.start("a"), site.start("b")
-    with ranks("run", [a, b], "first") as world:
-        for ticket in world.save(1):
-            ticket.result()
-        before = resource.prlimit(b.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(b.process.pid, resource.RLIMIT_FSIZE, (64, before[1]))
-        for ticket in world.save(2, wait=None):
-            with pytest.raises(StorageFailed, match="on node b: ") as failed:
-                ticket.result(60)
-            assert failed.value.members["node"] == "b" and "ulimit -f" in failed.value.hint
-        resource.prlimit(b.process.pid, resource.RLIMIT_FSIZE, before)
-        for ticket in world.save(3):
-            ticket.result()
-    assert steps(site.root, "run") == [1, 3]
 
 
 def test_a_catalog_that_goes_away_while_shares_are_written(site: Site) -> None:

@@ -26,10 +26,11 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 class Daemon(RunningDaemon):
     """The daemon of one node of several."""
 
-    def __init__(self, root: Path, name: str, url: str, *flags: str) -> None:
+    def __init__(self, root: Path, name: str, url: str, *flags: str, before: tuple[str, ...] = ()) -> None:
         self.name = name
         socket = str(root.parent / f"{name}.sock")
-        super().__init__(root, "--node", name, "--catalog", url, *flags, "--socket", socket, listen="127.0.0.1:0")
+        named = ("--node", name, "--catalog", url, *flags, "--socket", socket)
+        super().__init__(root, *named, listen="127.0.0.1:0", before=before)
         self.socket = Path(socket)
 
 

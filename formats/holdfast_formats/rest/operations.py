@@ -35,6 +35,7 @@ EVENTS: dict[str, str] = {
     "run-purged": "a run was removed from the trash for good; `detail` says why",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
     "average-left-out": "a checkpoint has no average of the daemon's, although its ranks keep one",
+    "share-handed-over": "a node could not write its share of a save, and another one did; `detail` says which, and why",
     "commit-command-started": "the command of `--on-commit` was started for a checkpoint",
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",

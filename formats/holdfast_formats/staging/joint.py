@@ -20,14 +20,29 @@ class JointPart(NamedTuple):
     delivered: bool
 
 
+class ShareHandover(NamedTuple):
+    """A share that its `node` cannot write, because of the `problem`. The `helper` writes it instead, once there is one;
+    `overdue`: the other nodes were silent about it for too long, by the database's clock.
+    """
+
+    node: str
+    problem: Mapping[str, Any]
+    helper: str | None
+    overdue: bool
+
+
 class RoundState(NamedTuple):
-    """How far a round is: of how many of its `world` ranks the part was brought, and whether all nodes have `written`."""
+    """How far a round is: of how many of its `world` ranks the part was brought, and whether all nodes have `written`;
+    `delivered`: the node that asks has, or another one for it.
+    """
 
     state: str
     problem: Mapping[str, Any] | None
     world: int
     brought: int
     written: bool
+    delivered: bool = False
+    handover: ShareHandover | None = None
 
 
 class JointRound(NamedTuple):
@@ -39,6 +54,7 @@ class JointRound(NamedTuple):
     world: int
     parts: tuple[JointPart, ...]
     problem: Mapping[str, Any] | None
+    handover: ShareHandover | None = None
 
     @property
     def missing(self) -> list[JointPart]:

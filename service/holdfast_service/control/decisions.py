@@ -30,7 +30,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.rest.runs import RunLaunch
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.blocks import SharePlan
-from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_formats.staging.joint import JointlyStaged, ShareHandover
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
@@ -369,6 +369,10 @@ class Decisions:
         self.standing.look_again(run, step)
         self._rounds.left(round_id, measured)
         self._let_go(run, attempt)
+
+    def written_for(self, made: Manifest, handover: ShareHandover) -> None:
+        """A node has written the share of another one, which could not, of a checkpoint that several nodes have saved."""
+        self._records.written_for(made, handover)
 
     def abort(
         self, round_id: int, error: CheckpointError, staging: Place | None, measured: Mapping[str, float] | None = None

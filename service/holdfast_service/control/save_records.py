@@ -11,6 +11,7 @@ from holdfast_formats.errors import CheckpointError, GenerationDropped
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Level
+from holdfast_formats.staging.joint import ShareHandover
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.rounds import Rounds
@@ -49,6 +50,21 @@ class SaveRecords:
             "were not of the same updates, or not alike where they have to be, which the daemon's log names"
         )
         self._tell("average-left-out", text, made.run, made.step, "warning")
+
+    def written_for(self, made: Manifest, handover: ShareHandover) -> None:
+        """A node could not write its share of this checkpoint."""
+        why = handover.problem.get("detail", "it could not write")
+        told = f"{why}; node {handover.helper} has written the share of node {handover.node} of step {made.step}"
+        self._tell(
+            "share-handed-over",
+            told,
+            made.run,
+            made.step,
+            "warning",
+            unable=handover.node,
+            helper=handover.helper,
+            problem=dict(handover.problem),
+        )
 
     def aborted(
         self, round_id: int, error: CheckpointError, staging: Place | None, measured: Mapping[str, float] | None = None

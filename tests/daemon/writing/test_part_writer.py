@@ -64,7 +64,8 @@ class Site:
                 self.asked[one] += 1
                 into[one.rank][one.begin : one.end] = self.slots[one.rank][one.begin : one.end]
 
-        share = NodeShare(self.own[node].shares, self.own[node].block_bytes)
+        ranks = [rank for rank, home in enumerate(self.node_of) if home == node]
+        share = NodeShare(self.own[node].shares, self.own[node].block_bytes, ranks)
         return write_share(PosixStore(tier).begin(staged), plan, SlotSources(own, bring), share, f"n{node}")
 
     def save(self, tier: MemoryTier) -> manifest.Manifest:

@@ -19,8 +19,10 @@ from holdfast_formats.errors import RoundAborted
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
+from holdfast_service.control.cluster import handovers
 from holdfast_service.control.cluster.arrivals import GOING, Arrivals, StepKey
 from holdfast_service.control.cluster.bell import CHANNEL
+from holdfast_service.control.cluster.handovers import Handovers
 from holdfast_service.control.cluster.membership import Membership, later, now, now_text
 from holdfast_service.control.cluster.round_bodies import LOST, RoundBodies, unpack
 from holdfast_service.control.database.schema import JointRoundRow, JsonText, NodeRow, PartRow, VoteRow
@@ -34,6 +36,7 @@ class Rendezvous:
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
         self._arrivals, self._bodies = Arrivals(membership), RoundBodies(membership.database)
+        self._handovers = Handovers(membership)
 
     def arrive(  # noqa: PLR0913 - each is one thing
         self, run: str, step: int, attempt: int, world: int, ranks: Collection[int], declaration: bytes, said: bytes
@@ -86,19 +89,22 @@ class Rendezvous:
         me = self._membership.me
         of_round = PartRow.round_id == round_id
         brought = select(func.coalesce(func.sum(_count(PartRow.ranks)), 0)).where(of_round).scalar_subquery()
-        boot = select(PartRow.boot).where(of_round, PartRow.node == me.name).scalar_subquery()
+        mine = (of_round, PartRow.node == me.name)
+        boot = select(PartRow.boot).where(*mine).scalar_subquery()
+        delivered = exists().where(*mine, PartRow.receipt.is_not(None))
         missing = exists().where(of_round, PartRow.receipt.is_(None))
         row = JointRoundRow
         counted = case((row.state == "open", brought), else_=row.world)  # nobody counts what is complete
-        wanted = select(row.state, row.problem, row.world, counted, ~missing, boot).where(row.id == round_id)
+        told = (row.state, row.problem, row.world, counted, ~missing, delivered)
+        wanted = select(*told, boot, *handovers.columns()).where(row.id == round_id)
         with self._database.plain() as connection:
             found = connection.execute(wanted).one_or_none()
             if found is None:
                 raise RoundAborted(LOST)
-            state, problem, world, ranks, written, known = found
+            state, problem, world, ranks, written, done, known, *handed = found
             if known is not None and known != me.boot and state in GOING:
-                connection.execute(update(PartRow).where(of_round, PartRow.node == me.name).values(boot=me.boot))
-        return RoundState(state, problem, world, int(ranks), bool(written))
+                connection.execute(update(PartRow).where(*mine).values(boot=me.boot))
+        return RoundState(state, problem, world, int(ranks), bool(written), bool(done), handovers.handover(*handed))
 
     def look(self, round_id: int) -> JointRound:
         """The round with its parts, as they are now."""
@@ -106,7 +112,7 @@ class Rendezvous:
         columns = (JointRoundRow.state, JointRoundRow.created, JointRoundRow.world, JointRoundRow.problem)
         of_part = (PartRow.node, PartRow.ranks, PartRow.boot, PartRow.receipt.is_not(None))
         wanted = (
-            select(*columns, *of_part, NodeRow.boot, live, NodeRow.about)
+            select(*columns, *of_part, NodeRow.boot, live, NodeRow.about, *handovers.columns())
             .outerjoin(PartRow, PartRow.round_id == JointRoundRow.id)
             .outerjoin(NodeRow, NodeRow.name == PartRow.node)
             .where(JointRoundRow.id == round_id)
@@ -117,14 +123,15 @@ class Rendezvous:
         if not rows:
             raise RoundAborted(LOST)
         state, created, world, problem = rows[0][:4]
+        handed = handovers.handover(*rows[0][11:])
         parts = tuple(
             JointPart(
                 node, tuple(ranks), bool(known) and boot == newest, bool(known), (about or {}).get("exchange") or "", done
             )
-            for _, _, _, _, node, ranks, boot, done, newest, known, about in rows
+            for _, _, _, _, node, ranks, boot, done, newest, known, about, *_ in rows
             if ranks
         )
-        return JointRound(round_id, state, created, world, parts, problem)
+        return JointRound(round_id, state, created, world, parts, problem, handed)
 
     def sealed(self, round_id: int) -> JointRound:
         """A sealed round with its parts, as they were when it was sealed: nobody's share was written yet."""
@@ -134,12 +141,27 @@ class Rendezvous:
         """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
         return self._bodies.parts(round_id)
 
-    def deliver(self, round_id: int, receipt: bytes) -> None:
-        """What this node has written and synced. The first receipt of a node stands. Who delivers then tries to `claim`: of
-        those that come last, one finds that nobody is missing.
+    def hand_over(self, round_id: int, problem: Mapping[str, Any]) -> bool:
+        """This node cannot write its share, and writes nothing of it any more: another node may. False where no other node
+        is there, or a share was handed over before.
         """
-        mine = (PartRow.round_id == round_id, PartRow.node == self._membership.me.name, PartRow.receipt.is_(None))
-        going = exists().where(JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING))
+        return self._handovers.ask(round_id, problem)
+
+    def help(self, round_id: int) -> bool:
+        """Whether this node is the one that writes the share that was handed over, for a while from now."""
+        return self._handovers.take(round_id)
+
+    def deliver(self, round_id: int, receipt: bytes, instead_of: str | None = None) -> None:
+        """What this node has written and synced, as its share or `instead_of` the node that it helps. The first receipt of a
+        share stands. Who delivers then tries to `claim`: of those that come last, one finds that none is missing.
+        """
+        if instead_of is not None:
+            self._handovers.deliver(round_id, instead_of, receipt)
+            return
+        me = self._membership.me.name
+        mine = (PartRow.round_id == round_id, PartRow.node == me, PartRow.receipt.is_(None))
+        its_own = func.coalesce(JointRoundRow.unable, "") != me
+        going = exists().where(JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING), its_own)
         with self._database.plain() as connection:
             connection.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
 

@@ -443,6 +443,11 @@ class JointRoundRow(CatalogTable):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     joined: Mapped[bytes | None] = mapped_column(LargeBinary)  # all parts in one body, once it is sealed
     lineage: Mapped[list[Any] | None] = mapped_column(JsonText)  # as the first node that commits it has found
+    # The node that cannot write its share, and why; who writes it instead, which counts until then.
+    unable: Mapped[str | None] = mapped_column(String(64))
+    unable_why: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    helper: Mapped[str | None] = mapped_column(String(64))
+    helped_until: Mapped[datetime | None] = mapped_column(_MOMENT)
 
 
 class DeclarationRow(CatalogTable):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
-from holdfast_formats.staging.joint import JointRound
+from holdfast_formats.staging.joint import JointRound, ShareHandover
 from holdfast_service.daemon.saving.joint_writing import ShareWritten
 from holdfast_service.daemon.saving.rounds import SaveRound
 
@@ -32,6 +32,9 @@ class JoinedRound:
     def __init__(self, current: SaveRound, round_id: int, ranks: tuple[int, ...]) -> None:
         self.current, self.id, self.ranks = current, round_id, ranks
         self.writing: Future[ShareWritten] | None = None  # once it is sealed
+        self.helping: Future[None] | None = None  # while this node writes the share of another one, and afterwards
+        self.helped = False  # whether what came of that was looked at
+        self.handover: ShareHandover | None = None  # as it was when this node committed
         self.over = threading.Event()
         self.ended: JoinedEnd | None = None  # although it may still be written from its slots
         self.dead_since: dict[str, float] = {}
@@ -41,12 +44,18 @@ class JoinedRound:
         self.crews_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
         self.look_at = 0.0
         self.pause_s = POLL_S[0]
-        self.state = ""
+        self.state, self.written = "", False  # when it was last looked at
 
     @property
     def news(self) -> bool:
-        """Whether its writing has ended, and nothing has been done about it."""
-        return self.writing is not None and self.writing.done() and not self.asked
+        """Whether something that it writes has ended, and nothing has been done about it."""
+        written = self.writing is not None and self.writing.done() and not self.asked
+        return written or (self.helping is not None and self.helping.done() and not self.helped)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether something is written from its slots."""
+        return any(one is not None and not one.done() for one in (self.writing, self.helping))
 
     @property
     def delivered(self) -> bool:
@@ -56,6 +65,18 @@ class JoinedRound:
     @property
     def place(self) -> Place:
         return Place(*self.current.key, self.id)
+
+    @property
+    def slots(self) -> dict[int, memoryview]:
+        """What its ranks have sealed."""
+        return {rank: sealed.data for rank, sealed in self.current.sealed.items()}
+
+    @property
+    def writers(self) -> list[str]:
+        """Who has written the share of each node, in the order of the nodes' numbers."""
+        assert self.seen is not None
+        nodes, over = [one.node for one in self.seen.parts], self.handover
+        return nodes if over is None else [over.helper or node if node == over.node else node for node in nodes]
 
     @property
     def measured(self) -> dict[str, float]:

@@ -11,17 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
-    DaemonGone,
-    NoSpace,
     RoundAborted,
-    StorageFailed,
     from_problem,
 )
 from holdfast_formats.naming import Place
@@ -36,10 +33,10 @@ from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, Joine
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.share_handovers import ShareHandovers, on_node
 
 log = logging.getLogger(__name__)
 
-_OF_A_MACHINE = frozenset({StorageFailed.code, NoSpace.code, CheckpointError.code, DaemonGone.code})
 AWAY_S = 0.5  # between two tries, while the catalog is away
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
@@ -67,11 +64,6 @@ class Host(NamedTuple):
     ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
 
 
-def _unexpected(error: BaseException, node: str) -> RoundAborted:
-    log.error("a save with other nodes failed", exc_info=error)
-    return RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {node}", hint="see the daemon's log")
-
-
 class JointSaves:
     """The thread that meets other nodes. Thread-safe."""
 
@@ -88,6 +80,7 @@ class JointSaves:
         self._party, self._decisions, self._node, self._writer = party, decisions, node, writer
         self._host, self._history = host, history
         self._awaited = AwaitedNodes(party.rendezvous, party.crews, node)
+        self._handovers = ShareHandovers(party.rendezvous, node, self._help)
         self._joints: dict[RoundKey, JoinedRound] = {}
         self._refusals: list[tuple[RoundKey, int, CheckpointError]] = []
         self._published: list[int] = []
@@ -109,7 +102,7 @@ class JointSaves:
 
     def refuse(self, key: RoundKey, world: int, error: CheckpointError) -> None:
         """This node gives up its part of a round: so do all others."""
-        self._refusals.append((key, world, self._named(error)))
+        self._refusals.append((key, world, on_node(error, self._node)))
         self._wake.set()
 
     @property
@@ -150,7 +143,7 @@ class JointSaves:
             "the daemon ended before the save of all nodes did", hint="the next launch restores it if it stands"
         )
         try:
-            if not joint.delivered:
+            if not (joint.delivered or joint.written):
                 self._party.rendezvous.abort(joint.id, error.problem())
         except CheckpointError as away:
             log.warning("other nodes are not told that this one ends: %s", away.detail)
@@ -224,14 +217,13 @@ class JointSaves:
         except CatalogUnavailable:
             raise
         except Exception as failure:
-            error = failure if isinstance(failure, CheckpointError) else _unexpected(failure, self._node)
-            self._give_up(joint, error)
+            self._give_up(joint, failure)
 
-    def _give_up(self, joint: JoinedRound, error: CheckpointError) -> None:
+    def _give_up(self, joint: JoinedRound, failure: Exception) -> None:
         """End the round for all nodes, unless a node is committing it: then it is looked at again. They are told which node
         ended it.
         """
-        error = self._named(error)
+        error = on_node(failure, self._node)
         if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
             joint.look_at = time.monotonic() + POLL_S[1]
         elif joint.writing is not None:
@@ -239,13 +231,6 @@ class JointSaves:
         else:
             self._joints.pop(joint.current.key, None)
             self._host.given_up(joint.current, error)
-
-    def _named(self, error: CheckpointError) -> CheckpointError:
-        """The error with this node's name: others would look for the path that it names on their own disks."""
-        if "node" in error.members or error.code not in _OF_A_MACHINE:
-            return error
-        problem = error.problem()
-        return from_problem({**problem, "detail": f"on node {self._node}: {error.detail}", "node": self._node})
 
     def _is_lost(self, joint: JoinedRound) -> bool:
         """Whether the catalog knows nothing of the round any more, so nobody can commit it."""
@@ -265,7 +250,7 @@ class JointSaves:
             self._party.rendezvous.seal(joint.id)
             seen = self._party.rendezvous.state(joint.id)
         joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
-        joint.state, joint.look_at = seen.state, time.monotonic() + joint.pause_s
+        joint.state, joint.written, joint.look_at = seen.state, seen.written, time.monotonic() + joint.pause_s
         if seen.state == "open":
             self._wait_for_others(joint)
             return
@@ -275,7 +260,7 @@ class JointSaves:
                 self._host.given_up(joint.current, from_problem(seen.problem or {}))
                 self._party.rendezvous.hear(joint.id)
             elif seen.state in ("sealed", "committing"):
-                self._begin(joint)
+                self._begin(joint, seen)
             elif self._host.sealed(joint.current):
                 self._end(joint, None)
             else:
@@ -283,16 +268,22 @@ class JointSaves:
             return
         self._follow(joint, seen)
 
-    def _begin(self, joint: JoinedRound) -> None:
-        """All parts are there: nobody gives the round up alone any more."""
+    def _begin(self, joint: JoinedRound, state: RoundState) -> None:
+        """All parts are there: no node gives the round up alone any more."""
         joint.seen = seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
             return
-        slots = {rank: sealed.data for rank, sealed in joint.current.sealed.items()}
-        self._party.exchange.offer(joint.id, slots)
-        joint.writing = self._pool.submit(self._writer.write, seen, slots, joint.over.is_set)
+        self._party.exchange.offer(joint.id, joint.slots)
+        joint.writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.over.is_set)
         joint.writing.add_done_callback(lambda done: self._wake.set())
+
+    def _help(self, joint: JoinedRound, node: str) -> Future[None]:
+        """Write the share of another node as well."""
+        assert joint.seen is not None
+        made = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.over.is_set)
+        made.add_done_callback(lambda done: self._wake.set())
+        return made
 
     def _follow(self, joint: JoinedRound, seen: RoundState) -> None:
         assert joint.writing is not None
@@ -301,14 +292,18 @@ class JointSaves:
             self._end(joint, None if seen.state == "committed" else from_problem(seen.problem or {}))
             if seen.state == "aborted":
                 self._party.rendezvous.hear(joint.id)
-        elif error is not None:
-            self._abort(joint, error)
+        elif error is not None and not self._handovers.hand_over(joint, seen, error):
+            self._abort(joint, self._handovers.alone(joint, error))
         elif not seen.written:
-            lost = self._awaited.lost(joint)
+            lost = self._handovers.go_on(joint, seen) or self._awaited.lost(joint)
             if lost is not None:
                 self._abort(joint, lost)
         elif joint.delivered:
             self._claim(joint)
+        elif error is not None:
+            lost = self._awaited.deserted(joint)
+            if lost is not None:
+                self._abort(joint, lost)
 
     def _claim(self, joint: JoinedRound) -> None:
         """Commit the round if nobody is missing, and no other node does."""
@@ -319,10 +314,13 @@ class JointSaves:
     def _commit(self, joint: JoinedRound, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
         receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
+        joint.handover = self._party.rendezvous.state(joint.id).handover
         staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
             made = self._decisions.commit(current.id, written.plan, measured, staged)
+            if joint.handover is not None:
+                self._decisions.written_for(made, joint.handover)
         except CatalogUnavailable:  # the claim is still this node's when it is back
             raise
         except Exception as error:
@@ -335,7 +333,7 @@ class JointSaves:
 
     def _abort(self, joint: JoinedRound, error: BaseException, claimed: bool = False) -> None:
         """This node cannot go on: the round ends for all, unless it has just been committed."""
-        error = self._named(error if isinstance(error, CheckpointError) else _unexpected(error, self._node))
+        error = on_node(error, self._node)
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 
@@ -344,12 +342,13 @@ class JointSaves:
         joint.over.set()
         joint.ended = JoinedEnd(result, None if left else joint.place)
         self._party.exchange.withdraw(joint.id)
-        if joint.writing is not None:
-            joint.writing.cancel()
+        for one in (joint.writing, joint.helping):
+            if one is not None:
+                one.cancel()
         self._finish(joint)
 
     def _finish(self, joint: JoinedRound) -> None:
-        if joint.ended is None or (joint.writing is not None and not joint.writing.done()):
+        if joint.ended is None or joint.at_work:
             return
         del self._joints[joint.current.key]
         if joint.ended.result is None:
@@ -360,7 +359,7 @@ class JointSaves:
                 log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
         written: Sequence[WrittenSpan] = ()
         if isinstance(joint.ended.result, Manifest) and joint.writing is not None and joint.seen is not None:
-            written = joint.writing.result().spans([one.node for one in joint.seen.parts])
+            written = joint.writing.result().spans(joint.writers)
         self._host.ended(joint.current, joint.ended.result, joint.ended.staged, written)
 
     def _wait_for_others(self, joint: JoinedRound) -> None:

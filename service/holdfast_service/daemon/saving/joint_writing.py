@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.errors import CatalogUnavailable, from_problem
 from holdfast_formats.naming import Place
 from holdfast_formats.staging import declaration, part
 from holdfast_formats.staging.blocks import SharePlan
 from holdfast_formats.staging.declaration import Declaration
-from holdfast_formats.staging.joint import JointRound
+from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.checking.portions import WrittenSpan
@@ -56,6 +56,15 @@ class ShareWritten(NamedTuple):
         ]
 
 
+class _Written(NamedTuple):
+    """A share that is durable, and the seconds that it took."""
+
+    place: Place
+    receipt: bytes
+    write_s: float
+    fsync_s: float
+
+
 class ShareWriter:
     """Writes shares, one after the other; for one thread."""
 
@@ -71,44 +80,51 @@ class ShareWriter:
         self._rendezvous, self._exchange, self._history = rendezvous, exchange, history
         self._declarations: dict[str, Declaration] = {}
 
-    def write(self, seen: JointRound, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> ShareWritten:
-        """Write this node's share of a sealed round, and tell what was written. `is_over` says whether it has ended."""
+    def write(
+        self, seen: JointRound, state: RoundState, slots: Mapping[int, memoryview], is_over: Callable[[], bool]
+    ) -> ShareWritten:
+        """Write this node's share of a sealed round, and tell what was written; `state` is as it was before. `is_over` says
+        whether it has ended.
+        """
         began = time.monotonic()
-        parts = self._patiently(lambda: self._rendezvous.parts(seen.id), is_over)
-        nodes = [one.node for one in seen.parts]
-        planned_share = self._planned(parts, nodes.index(self._node))
-        plan, share = planned_share.plan, NodeShare(planned_share.shares, planned_share.block_bytes)
-        if seen.parts[nodes.index(self._node)].delivered:  # before this daemon was started: it may be published by now (I4)
-            return ShareWritten(planned_share, {})
-        if nodes[0] == self._node:
-            self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
+        if state.handover is not None and state.handover.node == self._node:  # it was said before this daemon was started
+            raise from_problem(state.handover.problem)
+        share = self._planned(seen, self._node, is_over)
+        if state.delivered:  # before this daemon was started: it may be published by now (I4)
+            return ShareWritten(share, {})
+        if seen.parts[0].node == self._node:
+            self._decisions.admit(share.plan)  # once for all nodes: who is refused ends the round for all of them
         planned = time.monotonic()
-        timed = FsyncTimed(self._decisions.store.begin(Place(plan.run, plan.step, plan.attempt, seen.id)))
+        written = self._write(seen, self._node, share, slots, is_over)
+        self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt), is_over)
+        log.info("%s@%s attempt %s: planned in %.3f s", *written.place[:3], planned - began)
+        return ShareWritten(share, {"write_s": written.write_s, "fsync_s": written.fsync_s})
+
+    def write_for(self, seen: JointRound, node: str, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> None:
+        """Write the share of another node, which cannot, of a sealed round; its bytes are brought from its slots."""
+        written = self._write(seen, node, self._planned(seen, node, is_over), slots, is_over)
+        self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt, node), is_over)
+
+    def _write(
+        self, seen: JointRound, node: str, share: SharePlan, slots: Mapping[int, memoryview], is_over: Callable[[], bool]
+    ) -> _Written:
+        """What a node of the round is to write, by this one."""
+        plan, began = share.plan, time.monotonic()
+        place = Place(plan.run, plan.step, plan.attempt, seen.id)
+        timed = FsyncTimed(self._decisions.store.begin(place))
         peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.look(seen.id))
+        ranks = next(one.ranks for one in seen.parts if one.node == node)
+        what = NodeShare(share.shares, share.block_bytes, ranks)
         try:
             with self._history.writing():
-                receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), share, self._node)
+                receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), what, self._node)
         finally:
             peers.close()
-        written = time.monotonic()
-        self._patiently(lambda: self._rendezvous.deliver(seen.id, encode_receipt(receipt)), is_over)
-        size = sum(one.end - one.begin for one in share.shares)
-        self._history.disk.wrote(size, written - planned)
-        told = (
-            "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, planned in %.3f s, %d bytes came from others"
-        )
-        log.info(
-            told,
-            plan.run,
-            plan.step,
-            plan.attempt,
-            size,
-            plan.bytes,
-            written - planned,
-            planned - began,
-            peers.bytes_brought,
-        )
-        return ShareWritten(planned_share, {"write_s": written - planned, "fsync_s": timed.seconds})
+        took_s, size = time.monotonic() - began, sum(one.end - one.begin for one in share.shares)
+        self._history.disk.wrote(size, took_s)
+        told = "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, %d bytes came from others"
+        log.info(told, *place[:3], size, plan.bytes, took_s, peers.bytes_brought)
+        return _Written(place, encode_receipt(receipt), took_s, timed.seconds)
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
         """Ask the catalog until it answers: what is sealed, and what is written, waits for it."""
@@ -121,7 +137,9 @@ class ShareWriter:
                 log.info("the catalog is asked again: %s", away.detail)
                 time.sleep(AWAY_S)
 
-    def _planned(self, parts: Sequence[tuple[str, bytes, bytes]], me: int) -> SharePlan:
+    def _planned(self, seen: JointRound, node: str, is_over: Callable[[], bool]) -> SharePlan:
+        """The plan of the round, with what this node of it is to write."""
+        parts = self._patiently(lambda: self._rendezvous.parts(seen.id), is_over)
         decoded = []
         for digest, declared, said in parts:
             if digest not in self._declarations:
@@ -129,7 +147,7 @@ class ShareWriter:
                     del self._declarations[next(iter(self._declarations))]
                 self._declarations[digest] = declaration.decode(declared)
             decoded.append((digest, part.decode(self._declarations[digest], said)))
-        return self._decisions.plan_share(decoded, me)
+        return self._decisions.plan_share(decoded, [one.node for one in seen.parts].index(node))
 
 
 class Peers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
@@ -31,15 +31,16 @@ _Written = list[tuple[PlannedTensor, Extent]]
 
 
 class NodeShare(NamedTuple):
-    """What a node writes: shares in file order, and the assets of its ranks. `block_bytes` is the grid's."""
+    """What a node writes: shares in file order, and the assets of its `ranks`. `block_bytes` is the grid's."""
 
     shares: Sequence[Share]
     block_bytes: int
+    ranks: Collection[int]
 
 
 class SlotSources(NamedTuple):
     """The slots of this node's ranks, and how bytes of others are brought: to the same places of the given memory.
-    `is_over` says that nobody needs what is written any more.
+    `is_over` says that what is written is not needed any more.
     """
 
     slots: Slots
@@ -49,17 +50,41 @@ class SlotSources(NamedTuple):
 
 def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
     """Stage a node's share and the assets of its ranks, and make their bytes durable; their names are once it is committed.
+    It may be another node's than that of the slots. When this raises, nothing of it writes any more.
 
     The receipt lists the extents of this share, and of the files nothing but the assets: the plan knows the rest. Raises
     what `write` raises, and what `bring` does.
     """
     with announced(staged.place):
-        files = [_put_asset(staged, asset, sources.slots) for asset in plan.assets if asset.rank in sources.slots]
+        assets = [asset for asset in plan.assets if asset.rank in share.ranks]
+        slots = _with_assets(sources, assets)
+        files = [_put_asset(staged, asset, slots) for asset in assets]
         extents: dict[str, dict[str, list[Extent]]] = {}
         for tensor, extent in _write_shares(staged, plan, sources, share):
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
     return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
+
+
+def _with_assets(sources: SlotSources, assets: Sequence[PlannedAsset]) -> Slots:
+    """The slots, with those of other nodes as far as assets stand there."""
+    away = [asset for asset in assets if asset.rank not in sources.slots]
+    if not away:
+        return sources.slots
+    ends = {asset.rank: 1 for asset in away}
+    for rank, blob in away:
+        ends[rank] = max(ends[rank], blob.slot_offset + blob.length)
+    wanted = [SlotRange(rank, blob.slot_offset, blob.slot_offset + blob.length) for rank, blob in away if blob.length]
+    return {**sources.slots, **_brought(sources, wanted, ends)}
+
+
+def _brought(sources: SlotSources, wanted: Sequence[SlotRange], ends: Mapping[int, int]) -> dict[int, memoryview]:
+    """Ranges of slots of other nodes, at their places in memory of their own, as long as each rank's `ends`."""
+    # Long enough that offsets are those of the slots; pages that nothing is brought to are never made.
+    into = {rank: memoryview(mmap.mmap(-1, end, flags=_PRIVATE)) for rank, end in ends.items()}
+    if wanted:
+        sources.bring(wanted, into)
+    return into
 
 
 def _put_asset(staged: StagedCheckpoint, asset: PlannedAsset, slots: Slots) -> FileEntry:
@@ -139,11 +164,7 @@ class _Ahead:
         file = self._plan.files[one.file]
         there = tensors_in(file, FilePart(one.begin, one.end, self._block_bytes))
         wanted = slot_ranges(there, one.begin, one.end, without=self._sources.slots.keys())
-        # Long enough that offsets are those of the slots; pages that nothing is brought to are never made.
-        into = {rank: memoryview(mmap.mmap(-1, end, flags=_PRIVATE)) for rank, end in _ends(there, wanted).items()}
-        if wanted:
-            self._sources.bring(wanted, into)
-        return into
+        return _brought(self._sources, wanted, _ends(there, wanted))
 
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from holdfast_formats.errors import StateMismatch
 
-HEAD = "0020"  # the newest of versions/
+HEAD = "0023"  # the newest of versions/
 _alembic_is_global = threading.Lock()
 _LOCK = 0x686F6C64  # of PostgreSQL's advisory locks; nodes that start at once migrate one after the other
 _LOCK_TIMEOUT_S = 60

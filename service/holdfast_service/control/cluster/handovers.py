@@ -1,0 +1,76 @@
+"""How a node of a round that cannot write its share has another one write it: once in a round.
+
+A node that cannot write says so when nothing of it writes any more, and its receipt is not taken from then on. One node at
+most takes the share over. So a byte has one writer at a time (I11), and a second node that cannot write ends the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import zstandard
+from sqlalchemy import ColumnElement, exists, func, select, update
+from sqlalchemy.orm import aliased
+
+from holdfast_formats.staging.joint import ShareHandover
+from holdfast_service.control.cluster.bell import CHANNEL
+from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
+
+HELP_S = 30.0  # who helps says so again within this time
+
+
+def columns() -> tuple[ColumnElement[Any], ...]:
+    """What `handover` is made of."""
+    row = JointRoundRow
+    overdue = func.coalesce(row.helped_until < now(), False)
+    return row.unable.expression, row.unable_why.expression, row.helper.expression, overdue
+
+
+def handover(unable: str | None, why: Mapping[str, Any] | None, helper: str | None, overdue: bool) -> ShareHandover | None:
+    """The hand-over of a round, from its `columns`."""
+    return None if unable is None else ShareHandover(unable, why or {}, helper, bool(overdue))
+
+
+class Handovers:
+    """Every call is one transaction; `CatalogUnavailable` if the database does not answer. Thread-safe."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._database = membership, membership.database
+
+    def ask(self, round_id: int, problem: Mapping[str, Any]) -> bool:
+        """As `Rendezvous.hand_over`."""
+        me, row = self._membership.me.name, JointRoundRow
+        live = (NodeRow.name == PartRow.node) & (NodeRow.boot == PartRow.boot) & (NodeRow.until > now())
+        others = exists().where(PartRow.round_id == round_id, PartRow.node != me, PartRow.said != b"", live)
+        mine = _undelivered(round_id, me)
+        free = (row.id == round_id, row.state == "sealed", row.unable.is_(None), others, mine)
+        values = {"unable": me, "unable_why": dict(problem), "helped_until": later(HELP_S)}
+        with self._database.apart() as session:
+            asked = session.scalar(update(row).where(*free).values(values).returning(row.id)) is not None
+            session.execute(select(func.pg_notify(CHANNEL, "")))
+            return asked
+
+    def take(self, round_id: int) -> bool:
+        """As `Rendezvous.help`."""
+        me, row = self._membership.me.name, JointRoundRow
+        delivered = exists().where(PartRow.round_id == round_id, PartRow.node == me, PartRow.receipt.is_not(None))
+        mine = (row.unable != me, row.helper.is_(None) | (row.helper == me), delivered, _undelivered(round_id, row.unable))
+        taken = update(row).where(row.id == round_id, row.state == "sealed", *mine)
+        with self._database.plain() as connection:
+            found = connection.scalar(taken.values(helper=me, helped_until=later(HELP_S)).returning(row.id))
+            return found is not None
+
+    def deliver(self, round_id: int, node: str, receipt: bytes) -> None:
+        """What this node has written and synced for another one."""
+        row, me = JointRoundRow, self._membership.me.name
+        mine = exists().where(row.id == round_id, row.state == "sealed", row.unable == node, row.helper == me)
+        share = (PartRow.round_id == round_id, PartRow.node == node, PartRow.receipt.is_(None))
+        with self._database.plain() as connection:
+            connection.execute(update(PartRow).where(*share, mine).values(receipt=zstandard.compress(receipt)))
+
+
+def _undelivered(round_id: int, node: Any) -> ColumnElement[bool]:
+    part = aliased(PartRow)
+    return exists().where(part.round_id == round_id, part.node == node, part.receipt.is_(None))
