@@ -54,8 +54,10 @@ class Site:
             self.own = [share_planner.plan_share(self.parts, node) for node in range(self.nodes)]
         self.asked: Counter[SlotRange] = Counter()
 
-    def write(self, tier: Tier, node: int, staged: Place = STAGED) -> Receipt:
-        own = {rank: data for rank, data in self.slots.items() if self.node_of[rank] == node}
+    def write(self, tier: Tier, node: int, staged: Place = STAGED, by: int | None = None) -> Receipt:
+        """The share of a node, which another one may write."""
+        by = node if by is None else by
+        own = {rank: data for rank, data in self.slots.items() if self.node_of[rank] == by}
         plan = self.plan._replace(files=self.own[node].plan.files)
 
         def bring(wanted: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
@@ -66,7 +68,7 @@ class Site:
 
         ranks = [rank for rank, home in enumerate(self.node_of) if home == node]
         share = NodeShare(self.own[node].shares, self.own[node].block_bytes, ranks)
-        return write_share(PosixStore(tier).begin(staged), plan, SlotSources(own, bring), share, f"n{node}")
+        return write_share(PosixStore(tier).begin(staged), plan, SlotSources(own, bring), share, f"n{by}")
 
     def save(self, tier: MemoryTier) -> manifest.Manifest:
         receipts = [self.write(tier, node) for node in reversed(range(self.nodes))]
@@ -185,6 +187,25 @@ def test_assets_come_from_the_node_that_has_them() -> None:
     tier = MemoryTier()
     Site(made, [0, 1]).save(tier)
     assert files_of(tier)["config.json"] == b"{}"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("unable", [0, 1, 2])
+def test_who_writes_a_share_makes_no_difference(unable: int) -> None:
+    """Every other node can, over what the first had begun to write: files, assets and digests are the same."""
+    made = columns([500, 700, 3], 3)
+    for rank, text in enumerate([b"{}", b"", b"[1]"]):
+        made.blobs[rank].append(Blob(f"of-{rank}.json", len(made.data[rank]), len(text)))
+        made.data[rank] += text
+    site, expected = Site(made, [0, 1, 2]), MemoryTier()
+    written = site.save(expected)
+    for helper in {0, 1, 2} - {unable}:
+        tier = MemoryTier()
+        site.write(tier, unable)
+        receipts = [site.write(tier, node, by=helper if node == unable else node) for node in range(3)]
+        assert receipts[unable].node == f"n{helper}"
+        assert commit.publish_joint(PosixStore(tier), site.plan, JointlyStaged(STAGED, receipts, CREATED)) == written
+        assert files_of(tier) == files_of(expected)
 
 
 @pytest.mark.usefixtures("small")
