@@ -28,12 +28,11 @@ from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.ports import Decisions, RanksWords, Rendezvous
-from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf
+from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf, ShareHandovers, on_node
 from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
-from holdfast_service.daemon.saving.share_handovers import ShareHandovers, on_node
 
 log = logging.getLogger(__name__)
 
