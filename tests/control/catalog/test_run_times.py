@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import func, update
+
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import RunRow
 from tests.control.published import a_row
 
 RUN = "run"
@@ -43,6 +49,25 @@ def test_where_nodes_share_a_catalog_its_database_says_how_much_has_passed(datab
     for step in range(6):
         nodes[step % 2].record_checkpoint(a_row(RUN, step))
     assert 0 <= seen(nodes[0])[-1] <= 60  # what has passed in this test
+
+
+@pytest.mark.parametrize(("days", "most"), [(-400, 7), (400, 0)])
+def test_a_database_whose_clock_jumps_adds_no_more_than_the_node_was_up_for(
+    database: Database, days: int, most: int
+) -> None:
+    """A clock that was set forward makes nothing old, and one that was set back makes nothing younger."""
+    if not database.is_shared:
+        return
+    now = [0.0]
+    catalog = Catalog(database, clock=lambda: now[0])
+    catalog.record_checkpoint(a_row(RUN, 1))
+    (began,) = seen(catalog)
+    before = func.clock_timestamp() + timedelta(days=days)
+    with database.write() as session:
+        session.execute(update(RunRow).where(RunRow.name == RUN).values(recorded=before))
+    now[0] = 7.0
+    catalog.record_checkpoint(a_row(RUN, 2))
+    assert seen(catalog)[-1] == began + most
 
 
 def test_the_time_of_a_renamed_run_goes_on(database: Database) -> None:
