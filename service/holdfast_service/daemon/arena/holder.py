@@ -11,7 +11,7 @@ blink and costs next to no memory.
 Left alone by daemons for a while, it lets go of segments in which nothing is sealed (ranks that live have descriptors of
 their own), and starts a daemon that commits what is. If the root is gone, or no daemon has come for a day, it lets go of
 that too, and writes down what is lost, beside its socket. It ends when it has held nothing and nobody has been connected
-for a while.
+for a while. One that has not answered, and so was replaced by another at its socket, lets go of everything.
 
 Above a daemon, it starts that daemon, passes signals on to it, and starts it again when it was killed. It ends with the
 daemon's own exit status when the daemon ends by itself and nothing is sealed.
@@ -135,7 +135,7 @@ class Holder:
         self._others: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._listener, self._path = listener, path
+        self._listener, self._path, self._inode = listener, path, path.stat().st_ino
         self._supervised, self._start = supervised, supervised
         self._child = Child(None if supervised else path.with_suffix(".log"))
         self._began = self._attended = time.monotonic()
@@ -158,12 +158,22 @@ class Holder:
                 needed = time.monotonic()
                 continue
             self._child.ended()
+            if not self._daemons and self.is_replaced:  # the other one was given everything
+                self._let_go()
             if self._daemons:
                 self._attended, self._try_at, self._retry_s = time.monotonic(), 0.0, RETRY_S
             self._alone(time.monotonic() - self._attended)
             if self._held or self._daemons or self._child.pid is not None:
                 needed = time.monotonic()
         return 0
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another holder listens at its socket."""
+        try:
+            return self._path.stat().st_ino != self._inode
+        except OSError:
+            return False
 
     def stop(self, number: int, _: object) -> None:
         """A signal for the daemon below."""
@@ -230,6 +240,9 @@ class Holder:
                     file.write(json.dumps(record) + "\n")
         except OSError as error:
             print(f"holdfast: cannot write {place}: {error}", file=sys.stderr)
+        self._let_go()
+
+    def _let_go(self) -> None:
         while self._held:
             os.close(self._held.popitem()[1])
 
@@ -351,7 +364,6 @@ def main() -> int:
     parser.add_argument("--supervise", nargs=argparse.REMAINDER, metavar="COMMAND")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is meant for the daemon and the trainer
-    ours = arguments.socket.stat().st_ino
     os.set_inheritable(arguments.listener, False)
     supervised = Start(arguments.supervise, os.getcwd(), None, "", "") if arguments.supervise else None
     with socket.socket(fileno=arguments.listener) as listener:
@@ -360,7 +372,7 @@ def main() -> int:
             for number in PASSED_ON:
                 signal.signal(number, holder.stop)
         status = holder.serve()
-        if arguments.socket.exists() and arguments.socket.stat().st_ino == ours:  # another holder may have come since
+        if arguments.socket.exists() and not holder.is_replaced:
             arguments.socket.unlink()
     return status
 
