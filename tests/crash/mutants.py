@@ -566,9 +566,23 @@ MUTATIONS = (
     Mutation(
         "the order of a reader and a removal on two nodes",
         "service/holdfast_service/control/cluster/cluster.py",
-        "with self._locks.session(deciding(run), shared=True) as session:",
+        "with self._locks.session(deciding(run), shared=True, insists=True) as session:",
         "with self._database.apart() as session:",
         ("tests/control/cluster/test_cluster.py",),
+    ),
+    Mutation(
+        "a look at the lock after a removal",
+        "service/holdfast_service/control/retention/rotation.py",
+        "        except CatalogUnavailable:\n            self._store.bring_back(run, step, path)\n",
+        "        except ImportError:\n            self._store.bring_back(run, step, path)\n",
+        ("tests/regressions/test_nodes_that_stand_still.py",),
+    ),
+    Mutation(
+        "a lock that a node which stands still has",
+        "service/holdfast_service/control/cluster/duties.py",
+        "            session.execute(select(func.pg_terminate_backend(pid)))\n",
+        "            pass\n",
+        ("tests/control/cluster/test_duties.py",),
     ),
     Mutation(
         "a change of the run file on two nodes",
