@@ -198,7 +198,7 @@ def test_memory_that_is_not_there_is_refused(http: httpx.Client) -> None:
 def test_outcomes_are_waited_for(http: httpx.Client, upload: str) -> None:
     """Whoever waits hears of an end when it comes; whoever parts is known no more."""
     rank = upload.removesuffix("/uploads/0")
-    assert http.get(f"{rank}/outcomes", params={"wait_s": 0.01}).json() == {"items": [], "next": 0}
+    assert http.get(f"{rank}/outcomes", params={"wait_s": 0.01}).json() == {"items": [], "next": 0, "stop": False}
     heard: list[dict] = []
     waiting = threading.Thread(target=lambda: heard.append(http.get(f"{rank}/outcomes", params={"wait_s": 20}).json()))
     waiting.start()
