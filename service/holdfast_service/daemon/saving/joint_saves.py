@@ -139,7 +139,8 @@ class JointSaves:
     def _leave(self, joint: JoinedRound) -> None:
         """The daemon ends. What is staged stays: other nodes may still commit it, if this one's share is among it."""
         error = RoundAborted(
-            "the daemon ended before the save of all nodes did", hint="the next launch restores it if it stands"
+            f"the daemon of node {self._node} ended before the save of all nodes did",
+            hint="the next launch restores it if it stands",
         )
         try:
             if not (joint.delivered or joint.written):

@@ -62,7 +62,7 @@ class Saver:
         self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None, party: JointParty | None = None
     ) -> None:
         """With a `party`, ranks of a save may be on other nodes as well."""
-        self._decisions = decisions
+        self._decisions, self._node = decisions, node
         self._going = GoingSaves(jointly=party is not None)
         self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
@@ -471,7 +471,7 @@ class Saver:
         """Write and verify complete saves, end the others, stop."""
         with self._lock:
             for current in list(self._open.values()):
-                self._abort(current, RoundAborted("the daemon is shutting down"))
+                self._abort(current, RoundAborted(f"the daemon of node {self._node} is shutting down"))
         self.restores.close()
         if self.averages is not None:
             self.averages.close()
