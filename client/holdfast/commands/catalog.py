@@ -57,7 +57,7 @@ def check(
         else:
             with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
                 answer = api.request("GET", "/v1/catalog/check", params={"thorough": thorough})
-                found = CatalogCheck.model_validate_json(answer.content)
+                found = api.parsed(answer.content, CatalogCheck)
     if as_json:
         console.print_json({**found.model_dump(), "sound": found.sound})
     else:
@@ -145,10 +145,10 @@ def _by_job(url: str) -> CatalogRebuild:
     with Api(url) as api:
         body = JobRequest(kind="rebuild").model_dump_json().encode()
         headers = {"Content-Type": "application/json"}
-        job = Job.model_validate_json(api.request("POST", "/v1/jobs", content=body, headers=headers).content)
+        job = api.parsed(api.request("POST", "/v1/jobs", content=body, headers=headers).content, Job)
         while job.state in ("queued", "running"):
             time.sleep(POLL_S)
-            job = Job.model_validate_json(api.request("GET", f"/v1/jobs/{job.id}").content)
+            job = api.parsed(api.request("GET", f"/v1/jobs/{job.id}").content, Job)
     if job.result is not None:
         return CatalogRebuild.model_validate(job.result)
     raise from_problem(job.problem) if job.problem else StorageFailed(f"job {job.id} was {job.state}")

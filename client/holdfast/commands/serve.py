@@ -48,7 +48,7 @@ def check_installed() -> None:
 def open(url: Url = None, shown: Shown = False) -> None:
     """Open the dashboard in a browser, signed in. Without a display, print the link."""
     with console.reporting(as_json=False), Api(url or config.default_url()) as api:
-        made = Link.model_validate(api.request("POST", "/v1/links").json())
+        made = api.parsed(api.request("POST", "/v1/links").content, Link)
         address = f"{api.url}{made.path}"
     if shown or not config.has_display() or not _opened(address):
         console.out().print(address, markup=False, soft_wrap=True)

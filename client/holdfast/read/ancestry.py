@@ -11,6 +11,7 @@ from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
+from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import CheckpointId
 
@@ -66,7 +67,7 @@ def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Itera
         with _beside(source, which) as parent:
             if parent is None:
                 return
-            if digest(parent.read(naming.COMMIT)) != model["commit"]:
+            if digest(parent.read(naming.COMMIT, 0, COMMIT_BYTES_MAX)) != model["commit"]:
                 yield f"{indent}replaced since: it is another checkpoint now"
                 return
             origin = origin_of(CheckpointReader.open(parent, complete=False))

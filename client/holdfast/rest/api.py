@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from holdfast import config
-from holdfast.rest import owner_token
+from holdfast.rest import bounded, owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
 from holdfast.rest.patience import Patient
@@ -83,8 +83,9 @@ class Api(JobsApi):
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            transport=Patient(httpx.HTTPTransport(limits=limits, trust_env=False)),
-            headers={"User-Agent": AGENT} | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
+            transport=bounded.Bounded(Patient(httpx.HTTPTransport(limits=limits, trust_env=False))),
+            headers={"User-Agent": AGENT, "Accept-Encoding": "identity"}
+            | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
             verify=_certificates(self.url),
             trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon
@@ -131,7 +132,7 @@ class Api(JobsApi):
         """The verified and healthy checkpoint with the lowest metric, or the highest."""
         with self._translated():
             answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
-            return bodies.CheckpointInfo.model_validate_json(self._checked(answer).content)
+            return self.parsed(self._checked(answer).content, bodies.CheckpointInfo)
 
     def statistics(
         self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
@@ -146,7 +147,7 @@ class Api(JobsApi):
         """Health by layer over the newest steps."""
         with self._translated():
             answer = self._http.get(f"{_run_path(run)}/layers", params={"group": group, "last": last})
-            return Layers.model_validate_json(self._checked(answer).content)
+            return self.parsed(self._checked(answer).content, Layers)
 
     def remove(self, run: str, step: int) -> None:
         """Remove a checkpoint; `Pinned`, `InUse`, `NewestVerified` or `NewestHealthy` when it may not. See `retention`."""
@@ -165,10 +166,17 @@ class Api(JobsApi):
         with self._translated():
             return self._checked(self._http.request(method, path, **parts))
 
+    def parsed(self, content: bytes, model: type[Model]) -> Model:
+        """What the service sent, as the given model; `StorageFailed` if it is not that."""
+        return bounded.parsed(content, model, self.url)
+
     def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
-        """The stored manifest; compressed on the way when both sides can."""
+        """The stored manifest."""
+        from holdfast_formats.disk.manifest import MANIFEST_BYTES_MAX  # with numpy, which lists do without
+
+        bound = {bounded.BYTES_MAX: MANIFEST_BYTES_MAX}
         with self._translated():
-            return self._checked(self._http.get(f"{_step_path(run, step)}/manifest")).content
+            return self._checked(self._http.get(f"{_step_path(run, step)}/manifest", extensions=bound)).content
 
     def tensors(self, run: str, step: Step = "latest", group: str | None = None) -> Iterator[bodies.Tensor]:
         return self._pages(f"{_step_path(run, step)}/tensors", bodies.Tensor, {"group": group})
@@ -261,7 +269,7 @@ class Api(JobsApi):
             headers["Content-Encoding"] = chunk.encoding
         with self._translated():
             answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=Pieces(chunk.body), headers=headers)
-            return bodies.Upload.model_validate_json(self._checked(answer).content)
+            return self.parsed(self._checked(answer).content, bodies.Upload)
 
     def seal_upload(self, rank_id: str, number: int, whole: bodies.SealRequest) -> bodies.Upload:
         """Hand a complete slot over; from then on the daemon saves it, even if the rank dies."""
@@ -285,7 +293,7 @@ class Api(JobsApi):
         """Uploads that have ended, after waiting for one. The request also tells that the rank is alive."""
         with self._translated():
             answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
-            return bodies.Outcomes.model_validate_json(self._checked(answer).content)
+            return self.parsed(self._checked(answer).content, bodies.Outcomes)
 
     def choose(self, rank_id: str, turn: int, question: bodies.Question) -> messages.Answer:
         """Ask which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
@@ -301,11 +309,11 @@ class Api(JobsApi):
         content = body.model_dump_json().encode()
         with self._translated():
             answer = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
-            return model.model_validate_json(self._checked(answer).content)
+            return self.parsed(self._checked(answer).content, model)
 
     def _range(self, path: str, first: int, length: int) -> Iterator[bytes]:
-        headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
-        with self._http.stream("GET", path, headers=headers) as response:
+        headers, bound = {"Range": f"bytes={first}-{first + length - 1}"}, {bounded.BYTES_MAX: length}
+        with self._http.stream("GET", path, headers=headers, extensions=bound) as response:
             if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return
             if response.is_error:
@@ -319,20 +327,22 @@ class Api(JobsApi):
             yield from response.iter_raw()
 
     def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
-        page_of: TypeAdapter[bodies.Page[Model]] = TypeAdapter(bodies.Page[item])  # type: ignore[valid-type]
+        page_of: type[bodies.Page[Model]] = bodies.Page[item]  # type: ignore[valid-type]
         params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
         params.setdefault("limit", PAGE_ITEMS)
         while True:
             with self._translated():
-                page = page_of.validate_json(self._checked(self._http.get(path, params=params)).content)
+                page = self.parsed(self._checked(self._http.get(path, params=params)).content, page_of)
             yield from page.items
             if page.next is None:
                 return
+            if not page.items:
+                raise StorageFailed(f"{self.url} sent an empty page, and that more follow", hint=bounded.HINT)
             params["cursor"] = page.next
 
     def _get(self, path: str, model: type[Model]) -> Model:
         with self._translated():
-            return model.model_validate_json(self._checked(self._http.get(path)).content)
+            return self.parsed(self._checked(self._http.get(path)).content, model)
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.is_success:
@@ -345,10 +355,6 @@ class Api(JobsApi):
             yield
         except httpx.HTTPError as error:
             raise self._gone(error) from error
-        except ValidationError as error:
-            first = error.errors()[0]["msg"]
-            hint = "check that it is a Holdfast service of the same version"
-            raise StorageFailed(f"{self.url} sent an invalid answer: {first}", hint=hint) from error
 
     def _gone(self, error: httpx.HTTPError) -> DaemonGone:
         hint = "start it with `holdfast serve`, or give another address (at=, --url or HOLDFAST_URL)"
@@ -365,7 +371,7 @@ def was_reached(error: CheckpointError) -> bool:
 def _rebuilt(response: httpx.Response) -> CheckpointError:
     try:
         body: Any = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if isinstance(body, dict) and "code" in body:
         return from_problem(body)

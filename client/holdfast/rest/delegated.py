@@ -10,10 +10,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from holdfast.rest.api import Api
-from holdfast_formats.errors import CheckpointError, RoundAborted, StorageFailed, from_problem
+from holdfast_formats.errors import CheckpointError, RoundAborted, from_problem
 from holdfast_formats.rest.operations import Job, JobRequest
 
 ENDED = ("done", "failed", "cancelled")
@@ -27,10 +25,10 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
 
     If the caller stops waiting, the job goes on. `on_bytes` is told the progress.
     """
-    job = _parsed(api.request("POST", "/v1/jobs", json=wanted.model_dump()).content)
+    job = api.parsed(api.request("POST", "/v1/jobs", json=wanted.model_dump()).content, Job)
     while job.state not in ENDED:
         on_bytes(job.done_bytes, job.total_bytes)
-        job = _parsed(api.request("GET", f"/v1/jobs/{job.id}", params={"wait_s": WAIT_S}).content)
+        job = api.parsed(api.request("GET", f"/v1/jobs/{job.id}", params={"wait_s": WAIT_S}).content, Job)
     if job.state == "cancelled":
         raise RoundAborted(f"job {job.id} was cancelled", hint="submit it again")
     if job.problem is not None:
@@ -80,16 +78,6 @@ def _heard(process: subprocess.Popen[str], on_bytes: OnBytes | None) -> dict[str
             elif on_bytes is not None:
                 on_bytes(*found)
     return said
-
-
-def _parsed(content: bytes) -> Job:
-    try:
-        return Job.model_validate_json(content)
-    except ValidationError as error:
-        raise StorageFailed(
-            f"the service sent an invalid answer: {error.errors()[0]['msg']}",
-            hint="check that it is a Holdfast service of the same version",
-        ) from error
 
 
 def words(option: str, values: Sequence[object]) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
+from holdfast.rest import bounded
 from holdfast_formats.errors import DeadlineExceeded, Unavailable
 from holdfast_formats.rest.operations import Event, Gap, Job, JobRequest
 
@@ -18,6 +19,7 @@ QUIET_MAX_S = 60.0  # the service sends something every 15 s: a stream that is s
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 PATIENCE_S = 300.0
 _ENDED = ("done", "failed", "cancelled")
+_FIELDS = ("id", "event", "data")
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -27,6 +29,7 @@ class ApiConnection(Protocol):
     _http: httpx.Client
 
     def request(self, method: str, path: str, **parts: Any) -> httpx.Response: ...
+    def parsed(self, content: bytes, model: type[Model]) -> Model: ...
     def _checked(self, response: httpx.Response) -> httpx.Response: ...
     def _translated(self) -> AbstractContextManager[None]: ...
     def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]: ...
@@ -49,12 +52,12 @@ class JobsApi:
         headers = {"Content-Type": "application/json"}
         with self._translated():
             answer = self.request("POST", "/v1/jobs", content=wanted.model_dump_json().encode(), headers=headers)
-            return Job.model_validate_json(answer.content)
+            return self.parsed(answer.content, Job)
 
     def job(self: ApiConnection, job_id: int, wait_s: float = 0.0) -> Job:
         """The progress of a job; waits up to `wait_s` (at most 20) for its end. `NoSuchResource`."""
         with self._translated():
-            return Job.model_validate_json(self.request("GET", f"/v1/jobs/{job_id}", params={"wait_s": wait_s}).content)
+            return self.parsed(self.request("GET", f"/v1/jobs/{job_id}", params={"wait_s": wait_s}).content, Job)
 
     def jobs(
         self: ApiConnection, kind: str | None = None, state: str | None = None, run: str | None = None
@@ -105,9 +108,9 @@ class JobsApi:
                 for frame in _frames(self, headers, params):
                     tries, away_since, last = 0, None, frame.id or last
                     if frame.kind == "gap":
-                        on_gap(Gap.model_validate_json(frame.data))
+                        on_gap(self.parsed(frame.data.encode(), Gap))
                     elif frame.data:
-                        yield Event.model_validate_json(frame.data)
+                        yield self.parsed(frame.data.encode(), Event)
             except Unavailable:
                 away_since = away_since or time.monotonic()  # not since the last frame: a stream may be quiet for long
                 if last is None or time.monotonic() - away_since > patience_s:
@@ -119,15 +122,18 @@ class JobsApi:
 def _frames(api: ApiConnection, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[EventFrame]:
     """The frames of one connection, until it ends or breaks (`DaemonGone`); an incomplete frame at its end is ignored."""
     timeout = httpx.Timeout(QUIET_MAX_S, connect=5.0)
-    with api._translated(), api._http.stream("GET", "/v1/events", headers=headers, params=params, timeout=timeout) as answer:
+    asked = api._http.build_request(
+        "GET", "/v1/events", headers=headers, params=params, timeout=timeout, extensions={bounded.BYTES_MAX: None}
+    )
+    with api._translated(), closing(api._http.send(asked, stream=True)) as answer:
         if answer.is_error:
             answer.read()
         api._checked(answer)
         fields: dict[str, str] = {}
-        for line in answer.iter_lines():
+        for line in bounded.lines(answer):
             if line:
                 name, _, value = line.partition(":")
-                fields[name] = value.removeprefix(" ")
+                fields[name if name in _FIELDS else ""] = value.removeprefix(" ")
             elif fields:
                 yield EventFrame(fields.get("id"), fields.get("event", "message"), fields.get("data", ""))
                 fields = {}

@@ -16,4 +16,4 @@ def targets(api: Api) -> list[NotificationTarget]:
 def send_test(api: Api, name: str) -> TestDelivery:
     """What came of a test message; `NoSuchResource`, `InUse`."""
     answer = api.request("POST", f"/v1/notifications/{quote(name, safe='')}/test")
-    return TestDelivery.model_validate_json(answer.content)
+    return api.parsed(answer.content, TestDelivery)

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple, get_args
 from urllib.parse import quote
 
 import httpx
-from pydantic import ValidationError
 
-from holdfast.rest.api import Api, Model
-from holdfast_formats.errors import StorageFailed
+from holdfast.rest.api import Api
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, check_label
 
@@ -26,19 +24,19 @@ class InForce(NamedTuple):
 def policy(api: Api, run: str) -> InForce:
     """The policy in force; the trainer's `keep_last` as long as none was set."""
     answer = api.request("GET", f"{_run(run)}/policy")
-    return InForce(_parsed(answer, RetentionPolicy), answer.headers.get("etag", ""))
+    return InForce(api.parsed(answer.content, RetentionPolicy), answer.headers.get("etag", ""))
 
 
 def set_policy(api: Api, run: str, wanted: RetentionPolicy, tag: str) -> Preview:
     """Set the policy, and return what it keeps and removes; `PreconditionFailed` when `tag` is not the present one's."""
-    return _parsed(_put(api, run, wanted, headers={"If-Match": tag}), Preview)
+    return api.parsed(_put(api, run, wanted, headers={"If-Match": tag}).content, Preview)
 
 
 def preview(api: Api, run: str, wanted: RetentionPolicy | None = None) -> Preview:
     """Return what the policy in force, or this one, keeps and removes and why; nothing is changed."""
     if wanted is None:
-        return _parsed(api.request("GET", f"{_run(run)}/retention"), Preview)
-    return _parsed(_put(api, run, wanted, params={"dry_run": "true"}), Preview)
+        return api.parsed(api.request("GET", f"{_run(run)}/retention").content, Preview)
+    return api.parsed(_put(api, run, wanted, params={"dry_run": "true"}).content, Preview)
 
 
 def pin(api: Api, run: str, step: int) -> None:
@@ -67,7 +65,7 @@ def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
 def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> bodies.CheckpointInfo:
     """Return what `remove` would remove, or raise its error."""
     answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
-    return _parsed(answer, bodies.CheckpointInfo)
+    return api.parsed(answer.content, bodies.CheckpointInfo)
 
 
 def _forced(force: Force | None) -> dict[str, str]:
@@ -76,17 +74,6 @@ def _forced(force: Force | None) -> dict[str, str]:
 
 def _put(api: Api, run: str, wanted: RetentionPolicy, **parts: Any) -> httpx.Response:
     return api.request("PUT", f"{_run(run)}/policy", json=wanted.model_dump(), **parts)
-
-
-def _parsed(answer: httpx.Response, model: type[Model]) -> Model:
-    try:
-        return model.model_validate_json(answer.content)
-    except ValidationError as error:
-        first = error.errors()[0]["msg"]
-        raise StorageFailed(
-            f"{answer.url} sent an invalid answer: {first}",
-            hint="check that it is a Holdfast service of the same version",
-        ) from error
 
 
 def _run(run: str) -> str:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-import httpx
-from pydantic import ValidationError
-
-from holdfast.rest.api import Api, Model
-from holdfast_formats.errors import StorageFailed
+from holdfast.rest.api import Api
 from holdfast_formats.rest.runs import RenamedRun, RunAbout, RunChange, Trash, TrashedRun
 
 
@@ -19,22 +15,22 @@ def about(api: Api, run: str) -> RunAbout:
 
 def change(api: Api, run: str, wanted: RunChange) -> RunAbout:
     """Set owner or notes, archive it or take it back, acknowledge its death; returns what is remembered of it then."""
-    return _parsed(api.request("PATCH", _run(run), json=wanted.model_dump(exclude_none=True)), RunAbout)
+    return api.parsed(api.request("PATCH", _run(run), json=wanted.model_dump(exclude_none=True)).content, RunAbout)
 
 
 def delete(api: Api, run: str, marked: bool = False, dry_run: bool = False) -> TrashedRun:
     """Move a run to the trash, or with `dry_run` say what that would be; `marked`: pinned checkpoints go along."""
-    return _parsed(api.request("DELETE", _run(run), params={"marked": marked, "dry_run": dry_run}), TrashedRun)
+    return api.parsed(api.request("DELETE", _run(run), params={"marked": marked, "dry_run": dry_run}).content, TrashedRun)
 
 
 def undelete(api: Api, run: str, entry: str | None = None) -> TrashedRun:
     """Bring a run back as it was deleted last, or as this entry of the trash."""
-    return _parsed(api.request("POST", f"{_run(run)}/undelete", params=_entry(entry)), TrashedRun)
+    return api.parsed(api.request("POST", f"{_run(run)}/undelete", params=_entry(entry)).content, TrashedRun)
 
 
 def rename(api: Api, run: str, to: str) -> RenamedRun:
     """Give a run another name; returns it as it was."""
-    return _parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}), RenamedRun)
+    return api.parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}).content, RenamedRun)
 
 
 def trash(api: Api) -> Trash:
@@ -44,7 +40,7 @@ def trash(api: Api) -> Trash:
 
 def empty_trash(api: Api, run: str, entry: str | None = None) -> Trash:
     """Remove what was deleted of a run, or this entry, for good; returns what that was."""
-    return _parsed(api.request("DELETE", f"{_run(run)}/trash", params=_entry(entry)), Trash)
+    return api.parsed(api.request("DELETE", f"{_run(run)}/trash", params=_entry(entry)).content, Trash)
 
 
 def _entry(entry: str | None) -> dict[str, str]:
@@ -53,13 +49,3 @@ def _entry(entry: str | None) -> dict[str, str]:
 
 def _run(run: str) -> str:
     return f"/v1/runs/{quote(run, safe='')}"
-
-
-def _parsed(answer: httpx.Response, model: type[Model]) -> Model:
-    try:
-        return model.model_validate_json(answer.content)
-    except ValidationError as error:
-        raise StorageFailed(
-            f"{answer.url} sent an invalid answer: {error.errors()[0]['msg']}",
-            hint="check that it is a Holdfast service of the same version",
-        ) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
-from holdfast.rest.api import PAGE_ITEMS, Api
+from holdfast.rest.api import Api
 from holdfast_formats.errors import CheckpointError, InvalidRequest, from_problem
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 
@@ -32,23 +32,16 @@ class ServiceTokens(NamedTuple):
     api: Api
 
     def create(self, wanted: TokenRequest) -> NewToken:
-        return NewToken.model_validate(self.api.request("POST", _PATH, json=wanted.model_dump()).json())
+        return self.api.parsed(self.api.request("POST", _PATH, json=wanted.model_dump()).content, NewToken)
 
     def all(self) -> list[Token]:
         """All tokens, newest first, including revoked and expired ones."""
-        found: list[Token] = []
-        cursor: dict[str, str] = {}
-        while True:
-            page = self.api.request("GET", _PATH, params={"limit": PAGE_ITEMS, **cursor}).json()
-            found += [Token.model_validate(item) for item in page["items"]]
-            if page["next"] is None:
-                return found
-            cursor = {"cursor": page["next"]}
+        return list(self.api.pages(_PATH, Token))
 
     def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
         """A new secret; the old one is accepted for the grace."""
         path = f"{_PATH}/{quote(name, safe='')}/rotate"
-        return NewToken.model_validate(self.api.request("POST", path, json=wanted.model_dump()).json())
+        return self.api.parsed(self.api.request("POST", path, json=wanted.model_dump()).content, NewToken)
 
     def revoke(self, name: str) -> None:
         self.api.request("DELETE", f"{_PATH}/{quote(name, safe='')}")

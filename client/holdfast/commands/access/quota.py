@@ -40,7 +40,7 @@ def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False)
     """Set the quota of a pattern of runs. It holds from the next save on."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         body = QuotaRequest(quota_bytes=parse_bytes(size) or 0).model_dump()
-        made = Quota.model_validate_json(api.request("PUT", _path(pattern), json=body).content)
+        made = api.parsed(api.request("PUT", _path(pattern), json=body).content, Quota)
     if as_json:
         console.print_json(made.model_dump())
     else:
