@@ -42,7 +42,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
-from holdfast_service.control.checkpoints import planner, roots, share_planner
+from holdfast_service.control.checkpoints import commit, planner, roots, share_planner
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
@@ -62,7 +62,7 @@ from holdfast_service.control.launches.choosing import Choices, Known, RestoreQu
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.publishing import Publishing
-from holdfast_service.control.retention.admission import Admission
+from holdfast_service.control.retention.admission import Admission, counted_bytes
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_renaming import RunRenaming
@@ -344,6 +344,8 @@ class Decisions:
             self.attempts.keep_speakers(plan.run)
         except CheckpointError as error:  # their loss only lets a launch's name be used twice
             log.warning("cannot write who speaks for the ranks of %s: %s", plan.run, error.detail)
+        if staged is None or commit.published_already(self.store, plan, staged) is None:
+            self._admission.check_quotas(plan.run, plan.step, counted_bytes(plan))
         try:
             made = self._publishing.publish(plan, staged)
         except StorageFailed as error:
@@ -455,7 +457,7 @@ class Decisions:
 
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""
-        imports = Imports(self.store, self._catalog, self.events, self.admit, self.standing.way)
+        imports = Imports(self.store, self._catalog, self.events, self._admission, self.standing.way)
         imports.on_commit = self.on_commit
         return imports
 

@@ -15,7 +15,7 @@ from holdfast_service.control.retention.admission import USED_S
 from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.storage import MemoryTier, PosixTier
 from tests.control.retention.test_admission import Counted, save, size_of
-from tests.daemon.saver_world import RUN, SaverWorld, saver_world
+from tests.daemon.saver_world import RUN, GatedTier, SaverWorld, saver_world
 
 
 def quotas_of(world: SaverWorld) -> TeamQuotas:
@@ -43,6 +43,32 @@ def test_a_save_over_the_quota_of_a_team_is_refused_early() -> None:
             ("other-*", 0, 0),
             (f"{RUN}*", 2 * size, 1),
         ]
+
+
+@pytest.mark.parametrize("pattern", ["*", RUN])
+def test_a_quota_that_others_use_up_while_a_save_is_written(pattern: str) -> None:
+    """Two that fit one by one do not pass it together: the second is refused when it is to be committed, and leaves
+    nothing.
+    """
+    tier = GatedTier(MemoryTier())
+    with saver_world(tier) as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        size = size_of(world, 1)
+        quotas_of(world).set(pattern, 2 * size)
+        tier.gate.swing(True)
+        rank.save(2)
+        tier.gate.wait_for(2)  # it was admitted, and is being written
+        other = world.catalog.checkpoint(RUN, 1).model_copy(update={"run": "other" if pattern == "*" else RUN, "step": 9})
+        world.catalog.declare_attempt("other", "launch", 1, "now")
+        world.catalog.record_checkpoint(other)  # by another daemon
+        tier.gate.swing(False)
+        problem = rank.wait(2).problem
+        assert problem is not None and problem["code"] == "quota-exceeded"
+        assert (problem["needed"], problem["used"], problem["quota"]) == (size, 2 * size, 2 * size)
+        assert world.committed() == [1] and tier.list(f"{RUN}/{naming.STAGING}") == []
+        quotas_of(world).set(pattern, 4 * size)
+        assert save(world, rank, 3) is None
 
 
 def test_a_file_that_cannot_be_read_stops_no_save() -> None:
@@ -108,8 +134,8 @@ def test_what_is_no_file_is_told_of(tmp_path: Path, kind: str) -> None:
         assert save(world, rank, 1) is None
 
 
-def test_a_save_waits_once_for_all_its_quotas() -> None:
-    """However many teams its run belongs to: the catalog may be slow."""
+def test_a_save_waits_for_all_its_quotas_at_once() -> None:
+    """However many teams its run belongs to: the catalog may be slow. And once more when it is to be committed."""
     with saver_world() as world:
         (rank,) = world.launch(1)
         for length in range(1, len(RUN) + 1):
@@ -118,7 +144,7 @@ def test_a_save_waits_once_for_all_its_quotas() -> None:
         asked = admission._ask
         admission._ask = lambda question, wait_s: waits.append(wait_s) or asked(question, wait_s)
         assert save(world, rank, 1) is None
-        assert waits == [USED_S]
+        assert waits == [USED_S, USED_S]
 
 
 def test_quotas_survive_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

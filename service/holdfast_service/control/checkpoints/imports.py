@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
@@ -18,16 +20,21 @@ from holdfast_service.control.checkpoints.commit import Vouched
 from holdfast_service.storage import Store
 
 
+class Room(Protocol):
+    """Says whether a checkpoint fits, before it is written and once it is."""
+
+    def admit(self, plan: WritePlan) -> None: ...
+    def check_quotas(self, run: str, step: int, need: int) -> None: ...
+
+
 class Imports:
-    """Brings checkpoints from elsewhere into one root. `admit` says whether a plan fits, as for a save; `way` the rewinds to
+    """Brings checkpoints from elsewhere into one root. `room` says whether one fits, as for a save; `way` the rewinds to
     the line of a run that lives: what is brought in from elsewhere is on it, whatever it came by there.
     """
 
-    def __init__(
-        self, store: Store, catalog: Catalog, events: Events, admit: Callable[[WritePlan], None], way: Callable[[str], Way]
-    ) -> None:
+    def __init__(self, store: Store, catalog: Catalog, events: Events, room: Room, way: Callable[[str], Way]) -> None:
         self._store, self._catalog, self._events = store, catalog, events
-        self.admit, self.way = admit, way
+        self._room, self.way = room, way
         self.on_commit: Callable[[Manifest], None] = lambda made: None
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
@@ -41,12 +48,17 @@ class Imports:
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
 
+    def admit(self, plan: WritePlan) -> None:
+        """Return if it fits; `QuotaExceeded` or `NoSpace`."""
+        self._room.admit(plan)
+
     def vouch(self, plan: WritePlan, receipt: Receipt) -> Vouched:
         """The manifest and the small files of what is staged: it is read back by them before it is published."""
         return commit.vouch(plan, receipt, self._events.now(), Lineage(rewinds=self.way(plan.run)))
 
     def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, how: str = "imported") -> Manifest:
         """Publish what is staged and proven, as manifest and COMMIT vouch for it; `how` it was made is for people."""
+        self._room.check_quotas(place.run, place.step, manifest.decode(encoded, commit_bytes).bytes)
         made = commit.publish_copy(self._store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was {how} and is committed"

@@ -95,6 +95,12 @@ class Admission:
             if made is None:
                 raise shortage
 
+    def check_quotas(self, run: str, step: int, need: int) -> None:
+        """`QuotaExceeded` if what is written does not fit any more: others may have committed since it was admitted."""
+        over = self._over_quota(run, step, need)
+        if over is not None:
+            raise over
+
     def quotas(self, run: str) -> dict[str, int]:
         """The quotas that a run counts against, as far as they can be read."""
         found: dict[str, int] = {}
@@ -126,18 +132,17 @@ class Admission:
             log.warning("cannot tell how much of its quota %s uses: %s", run, away.detail)
             return 0
 
-    def _team_shortage(self, plan: WritePlan, what: str) -> QuotaExceeded | None:
+    def _team_shortage(self, run: str, what: str, need: int) -> QuotaExceeded | None:
         """The first team's quota into which it does not fit."""
         try:
-            quotas = self._teams.of(plan.run)
+            quotas = self._teams.of(run)
             used_by = self._ask(partial(self._teams.used, quotas), USED_S) if quotas else {}  # one wait for all of them
         except CatalogUnavailable as away:
-            log.warning("cannot tell how much of their quotas the teams of %s use: %s", plan.run, away.detail)
+            log.warning("cannot tell how much of their quotas the teams of %s use: %s", run, away.detail)
             return None
         except (Damaged, StorageFailed) as error:  # as for the quota of a run
             log.error("%s", error)
             return None
-        need = counted_bytes(plan)
         for pattern, quota in quotas.items():
             used = used_by[pattern]
             if used + need > quota:
@@ -152,28 +157,30 @@ class Admission:
                 )
         return None
 
-    def _shortage(self, plan: WritePlan) -> CheckpointError | None:
-        what = f"{plan.run}@{plan.step}"
-        quota = self._quota(plan.run)
+    def _over_quota(self, run: str, step: int, need: int) -> QuotaExceeded | None:
+        what = f"{run}@{step}"
+        quota = self._quota(run)
         if quota is not None:
-            need = counted_bytes(plan)
-            used = self._used(plan.run)
+            used = self._used(run)
             if used + need > quota:
                 return QuotaExceeded(
                     f"{what} needs {need} bytes; its run already uses {used} of its quota of {quota} bytes",
-                    hint=f"raise the quota, keep fewer checkpoints, or use `holdfast rm`; `holdfast keep {plan.run} "
+                    hint=f"raise the quota, keep fewer checkpoints, or use `holdfast rm`; `holdfast keep {run} "
                     "--dry-run` shows what is kept and why",
                     needed=need,
                     used=used,
                     quota=quota,
                 )
-        over = self._team_shortage(plan, what)
+        return self._team_shortage(run, what, need)
+
+    def _shortage(self, plan: WritePlan) -> CheckpointError | None:
+        over = self._over_quota(plan.run, plan.step, counted_bytes(plan))
         if over is not None:
             return over
         room, free = disk_bytes(plan) + SPARE_BYTES, self._tier.free_bytes()
         if room > free:
             return NoSpace(
-                f"{what} needs {room} bytes of disk space, but only {free} are free",
+                f"{plan.run}@{plan.step} needs {room} bytes of disk space, but only {free} are free",
                 hint=f"free space, or keep fewer checkpoints; `holdfast keep {plan.run} --dry-run` shows what is "
                 "kept and why",
                 needed=room,
