@@ -238,14 +238,16 @@ class TestRounds:
         assert catalog.declare_attempt("run", "next", 2, NOW) == 4
 
     def test_what_was_published_before_the_daemon_ended_is_committed(self, catalog: Catalog) -> None:
-        """Whatever the clock said when its round was opened; but not by the one whose place it was to take."""
+        """Whatever clocks said; but not where it was to take the place of another one, which may be what stands there."""
         catalog.declare_attempt("run", "launch", 2, NOW)
         published = catalog.note_round("run", 1, 1, 2, "2031-01-01T00:00:00.000Z")[0]
         replaced = catalog.note_round("run", 2, 1, 2, NOW)[0]
         catalog.end_round(replaced, "committed", NOW)
         catalog.note_round("run", 2, 1, 2, "2031-01-01T00:00:00.000Z")
+        catalog.end_round(catalog.note_round("run", 4, 1, 2, NOW)[0], "committed", NOW)
+        catalog.note_round("run", 4, 1, 2, "1999-01-01T00:00:00.000Z")  # the clock was ahead when the first one was made
         catalog.note_round("run", 3, 1, 2, NOW)
-        for step in (1, 2):
+        for step in (1, 2, 4):
             catalog.record_checkpoint(a_row("run", step))
         assert [found.id for found in catalog.settle_committed_rounds(LATER)] == [published]
 

@@ -242,12 +242,12 @@ class Catalog:
     def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
         """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
         same = [getattr(CheckpointRow, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
-        # Where another round of this launch has committed the step, this one was to be put in the place of that: only then
-        # do times say which one stands, since clocks may be wrong.
-        before, at = aliased(RoundRow), CheckpointRow.created >= RoundRow.opened
+        # Where another round of this launch has committed the step, this one was to be put in its place. Which one stands
+        # cannot be told, since clocks may be wrong: what is staged of this one is saved once more, or named as lost.
+        before = aliased(RoundRow)
         of_step = [getattr(before, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
         first = ~exists().where(*of_step, before.id != RoundRow.id, before.state == "committed")
-        published = exists().where(*same, at) | (first & exists().where(*same))
+        published = first & exists().where(*same)
         wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
         with self._write() as session:
             rows = session.scalars(wanted.with_for_update()).all()

@@ -2,22 +2,22 @@
 
 Any node that can do a job's kind may claim it; `tries` counts its starts, and who started it last alone reports on it. A
 node that starts puts back what it was running when it ended. What another node runs is put back once that node, as the boot
-that has claimed it, is no member of the cluster any more, by the database's time; where there is no cluster, once it has
-given no sign of life for `LOST_S`.
+that has claimed it, is no member of the cluster any more, by the database's time; where there is no cluster, once this
+daemon has seen no new sign of life of it for `LOST_S`. No clock is compared with that of another machine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, and_, delete, exists, false, func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
@@ -60,9 +60,18 @@ def _forget_old(session: Session) -> None:
 class Jobs:
     """The jobs of one catalog, as one node sees them. Thread-safe."""
 
-    def __init__(self, database: Database, node: str, now: Callable[[], str], membership: Membership | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        node: str,
+        now: Callable[[], str],
+        membership: Membership | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """With a `membership`, daemons of other nodes take the same jobs."""
         self._database, self._node, self._now, self._membership = database, node, now, membership
+        self._clock = clock
+        self._signs: dict[_Sign, float] = {}  # of jobs of other nodes, and since when they are the last
 
     def submit(self, request: JobRequest) -> tuple[Job, bool]:
         """The job that does this, and whether it is new: while one like it is queued or running, it is that one."""
@@ -192,7 +201,7 @@ class Jobs:
 
     def recover_lost(self) -> list[Job]:
         """As `recover`, for jobs of nodes that are gone."""
-        lost = self._is_lost()
+        lost = self._is_silent() if self._membership is None else _is_gone()
         with self._database.read() as session:
             if session.scalar(select(JobRow.id).where(JobRow.state == "running", lost).limit(1)) is None:
                 return []
@@ -228,11 +237,28 @@ class Jobs:
         except IntegrityError as error:
             raise _Faster from error
 
-    def _is_lost(self) -> ColumnElement[bool]:
-        if self._membership is None:
-            return JobRow.seen < moments.later(self._now(), -LOST_S)
-        same = or_(JobRow.boot.is_(None), NodeRow.boot == JobRow.boot)
-        return ~exists().where(NodeRow.name == JobRow.node, same, NodeRow.until > func.clock_timestamp())
+    def _is_silent(self) -> ColumnElement[bool]:
+        """Jobs of other nodes whose last sign of life has been the last one for long, as this daemon has seen time pass."""
+        running = select(JobRow.id, JobRow.tries, JobRow.seen).where(JobRow.state == "running", JobRow.node != self._node)
+        with self._database.read() as session:
+            signs = [_Sign(*row) for row in session.execute(running)]
+        now = self._clock()
+        self._signs = {sign: self._signs.get(sign, now) for sign in signs}
+        lost = [sign for sign, since in self._signs.items() if now - since >= LOST_S]
+        return or_(false(), *(and_(JobRow.id == one.id, JobRow.tries == one.tries, JobRow.seen == one.seen) for one in lost))
+
+
+class _Sign(NamedTuple):
+    """What is known of a running job: by which start, and its last sign of life."""
+
+    id: int
+    tries: int
+    seen: str | None
+
+
+def _is_gone() -> ColumnElement[bool]:
+    same = or_(JobRow.boot.is_(None), NodeRow.boot == JobRow.boot)
+    return ~exists().where(NodeRow.name == JobRow.node, same, NodeRow.until > func.clock_timestamp())
 
 
 class _Faster(Exception):
