@@ -10,18 +10,37 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.left_out import LeftOutNote
-from holdfast.state.optimizers import IMPLEMENTATION
 from holdfast.tensors.leaves import PartPlan, Selection
+from holdfast.tensors.optimizer_documents import BEGAN
 from holdfast_formats.errors import InvalidRequest
 
 Hyper = Mapping[str, Any]
 LISTED_MAX = 20
+# They say how a step is computed, not what was trained: the live optimizer keeps its own.
+IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 # A schedule moves these. Where it has noted what it began with, that is what the user gave.
 _MOVED = {
     "lr": ("initial_lr",),
     "momentum": ("base_momentum", "max_momentum"),
     "betas": ("base_momentum", "max_momentum"),
 }
+
+
+class FirstRates:
+    """The learning rate that each parameter group had when it was seen first, which is what its user gave."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[Hyper, Any]] = {}  # the group (kept alive), and its rate
+
+    def look(self, groups: Iterable[Hyper]) -> None:
+        for group in groups:
+            self._first.setdefault(id(group), (group, group.get("lr")))
+
+    def moved(self, group: Hyper) -> float | None:
+        """The rate that a group began with, if it is a number, is another one now, and no schedule has noted it."""
+        first = self._first.get(id(group), (group, None))[1]
+        plain = isinstance(first, float | int) and "initial_lr" not in group
+        return first if plain and not _equal(_number(group.get("lr")), first) else None
 
 
 class LiveGroups(NamedTuple):
@@ -52,14 +71,13 @@ def check_keep(patterns: Sequence[str], live: Iterable[tuple[str, Iterable[Hyper
             )
 
 
-def chosen(
-    of: LiveGroups, stored: Mapping[str, dict[str, Any]], plan: PartPlan, selection: Selection
-) -> list[dict[str, Any]]:
-    """For each live group, the hyper-parameters of the stored group that has its parameters, less what is to be kept.
+def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selection: Selection) -> list[dict[str, Any]]:
+    """For each live group, the hyper-parameters of the document's group that has its parameters, less what is to be kept.
 
     Where these were saved in groups that differ, the plan has a conflict, by name.
     """
-    by_name = {name: group for group in stored.values() for name in group["params"]}
+    by_name = {name: group for group in document["groups"].values() for name in group["params"]}
+    began = {name: lr for name, lr in document.get(BEGAN, {}).items() if name in by_name}
     found, replaced = [], list[str]()
     for position, (names, live) in enumerate(zip(of.names, of.hyper, strict=True)):
         where = f"{of.key}.param_groups[{position}]"
@@ -72,7 +90,9 @@ def chosen(
             plan.conflicts.append(f"{where}: its parameters were saved in groups that differ in {_shown(hypers, differing)}")
             plan.keepable += [f"{of.key}/{name}" for name in differing]
         found.append(hypers[0] if hypers else {})
-        replaced += [f"{text} of {where}" for text in _replaced(live, found[-1], of.given)]
+        firsts = {by_name[name]["params"][0] for name in names if name in by_name}
+        by_hand = next((began[name] for name in firsts if name in began), None)
+        replaced += [f"{text} of {where}" for text in _replaced(live, found[-1], of.given, by_hand)]
     if replaced:
         more = ", …" * (len(replaced) > LISTED_MAX)
         text = f"hyper-parameters of the checkpoint replace what was given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
@@ -103,8 +123,10 @@ def _shown(hypers: Sequence[Hyper], names: Sequence[str]) -> str:
     return "; ".join(f"{name} ({', '.join(dict.fromkeys(str(hyper.get(name)) for hyper in hypers))})" for name in names)
 
 
-def _replaced(live: Hyper, stored: Hyper, given: frozenset[str]) -> list[str]:
-    """What the user gave and the checkpoint replaces; values that a schedule has moved since are not compared."""
+def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: float | None) -> list[str]:
+    """What the user gave and the checkpoint replaces. A value that a schedule has moved since, or the user's own loop, is
+    compared as it began.
+    """
     told = []
     for name in sorted(given & live.keys() & stored.keys()):
         now, then = live[name], stored[name]
@@ -113,11 +135,16 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str]) -> list[str]:
             now, then = live.get("initial_lr", now), stored["initial_lr"]
         elif began:
             continue
-        if isinstance(now, torch.Tensor) and now.numel() == 1:
-            now = now.item()
+        elif name == "lr" and began_by_hand is not None:
+            then = began_by_hand
+        now = _number(now)
         if not isinstance(then, torch.Tensor) and not _equal(now, then):
             told.append(f"{name} {now} by {then}")
     return told
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _equal(now: Any, then: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from holdfast.state import optimizer_shards, optimizer_wrappers
 from holdfast.state.extras import GROUP as EXTRA
+from holdfast.state.hyper_parameters import FirstRates
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_tensor, parameter_names, tied
 from holdfast.state.named import refuse_left_out
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
@@ -20,8 +21,11 @@ from holdfast_formats.errors import InvalidRequest
 OptimizerEntry = OptimizerState | ShardedOptimizer
 
 
-def optimizers_of(state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool) -> list[OptimizerEntry]:
-    """Every optimizer of a state whose other entries are `collections`; `declared` says that a layout is declared.
+def optimizers_of(
+    state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool, rates: FirstRates
+) -> list[OptimizerEntry]:
+    """Every optimizer of a state whose other entries are `collections`; `declared` says that a layout is declared. `rates`
+    remembers what they began with.
 
     Refuses a parameter that has two owners or no name.
     """
@@ -35,7 +39,7 @@ def optimizers_of(state: Mapping[str, Any], collections: Sequence[NamedTensors],
             _refuse_layout(key, declared)
             optimizer = optimizer_shards.read(key, value, _by_name(collections))
         else:
-            optimizer = _torch_optimizers(key, value, state, collections)
+            optimizer = _torch_optimizers(key, value, state, collections, rates)
         for name in optimizer.parameter_names():
             if name in owners:
                 raise InvalidRequest(f"the parameter {name} is in two optimizers: {owners[name]} and {key}")
@@ -44,7 +48,9 @@ def optimizers_of(state: Mapping[str, Any], collections: Sequence[NamedTensors],
     return found
 
 
-def _torch_optimizers(key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors]) -> OptimizerState:
+def _torch_optimizers(
+    key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors], rates: FirstRates
+) -> OptimizerState:
     if type(value).__name__ == "ZeroRedundancyOptimizer":
         raise InvalidRequest(
             f"{key}: ZeroRedundancyOptimizer does not expose its shards", hint="shard with fully_shard (FSDP2)"
@@ -55,7 +61,9 @@ def _torch_optimizers(key: str, value: Any, state: Mapping[str, Any], collection
     stored = [tensor for part in collections for tensor in part.tensors()]
     innermost = optimizer_wrappers.check(key, value, state, stored).optimizers
     refuse_left_out(key, innermost, names, state)
-    return OptimizerState(key, innermost, names)
+    found = OptimizerState(key, innermost, names, rates)
+    rates.look(found.groups_of_parameters())
+    return found
 
 
 def _weights(collections: Sequence[NamedTensors]) -> Iterator[tuple[str, Mapping[str, Storable]]]:

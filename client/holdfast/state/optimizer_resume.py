@@ -93,7 +93,7 @@ class _Resumption:
         groups = list(self.state.groups_of_parameters())
         names = [[self.state.names[id(tensor)][0] for tensor in group["params"]] for group in groups]
         live = LiveGroups(self.state.key, names, groups, given_to(self.state.optimizers))
-        hyper = chosen(live, document["groups"], self.plan, self.selection)
+        hyper = chosen(live, document, self.plan, self.selection)
         self.plan.actions.append(lambda: self._install(parameters, document["state"], hyper))
         return self.plan
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from holdfast.state import masters
+from holdfast.state.hyper_parameters import IMPLEMENTATION
 from holdfast.state.optimizers import (
     GROUP,
-    IMPLEMENTATION,
     MASTER_GROUP,
     MASTER_KEYS,
     MESH,
@@ -118,6 +118,10 @@ class ShardedOptimizer(NamedTuple):
             kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
             groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
         return groups
+
+    def began(self) -> dict[str, float]:
+        """None: the framework's own schedule sets the learning rates."""
+        return {}
 
     def unchanged(self) -> bool:
         """Whether it would say the same now: the identical tensors and Fragments, equal values, for the same names."""

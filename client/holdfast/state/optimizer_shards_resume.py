@@ -62,7 +62,7 @@ class _Resumption:
         names = [group["params"] for group in groups]
         given = given_to(self.state.shards.hooks) - {"lr"}  # the framework's own schedule moves it
         live = LiveGroups(self.state.key, names, groups, given)
-        hyper = chosen(live, document["groups"], self.plan, self.selection)
+        hyper = chosen(live, document, self.plan, self.selection)
         self.plan.actions.append(lambda: self._install(hyper))
         return self.plan
 

@@ -3,12 +3,14 @@
 Per optimizer the group `optim` holds one JSON document under the optimizer's key in the state:
 
     {"groups": {first name: {"params": [names], "lr": …}}, "state": {name: {key: value}},
-     "masters": {key: [names]}, "kinds": {key: kind}, "wrapped": {name: {key: description}}}
+     "masters": {key: [names]}, "kinds": {key: kind}, "wrapped": {name: {key: description}},
+     "began": {first name: lr}}
 
 `groups` are the hyper-parameters, by the group's first parameter; `state` is what is kept per parameter besides tensors;
 `masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
 key's tensors what a restore cannot see from their shape. `wrapped`, if there is any, says what the wrapper tensors are whose
-inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers.
+inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers. `began` has the learning rate that
+a group began with, if the user's own loop has set another one since.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from holdfast.state import masters
+from holdfast.state.hyper_parameters import IMPLEMENTATION, FirstRates
 from holdfast.tensors import trees, wrapped
 from holdfast.tensors.fragments import (
     Fragment,
@@ -31,7 +34,7 @@ from holdfast.tensors.fragments import (
     local_tensors,
 )
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
-from holdfast.tensors.optimizer_documents import WRAPPED
+from holdfast.tensors.optimizer_documents import BEGAN, WRAPPED
 from holdfast.tensors.torch_dtypes import has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign import optimizer_state
@@ -40,8 +43,6 @@ GROUP = "optim"
 MASTER_GROUP = masters.MASTER_GROUP
 
 MASTER_KEYS = optimizer_state.MASTER_KEYS
-# They say how a step is computed, not what was trained: the live optimizer keeps its own.
-IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
 
@@ -77,6 +78,7 @@ class OptimizerState(NamedTuple):
     key: str
     optimizers: tuple[torch.optim.Optimizer, ...]
     names: Mapping[int, tuple[str, Storable]]
+    rates: FirstRates
 
     @property
     def groups(self) -> frozenset[str]:
@@ -255,6 +257,12 @@ class OptimizerState(NamedTuple):
             groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
         return groups
 
+    def began(self) -> dict[str, float]:
+        """The learning rates of groups in which the user's own loop has set another one, by the first parameter."""
+        first = {self.names[id(group["params"][0])][0]: group for group in self.groups_of_parameters() if group["params"]}
+        found = {name: self.rates.moved(group) for name, group in first.items()}
+        return {name: lr for name, lr in found.items() if lr is not None}
+
 
 class Documented(Protocol):
     """An optimizer, or several, with the hyper-parameters that it has now."""
@@ -263,6 +271,7 @@ class Documented(Protocol):
     def key(self) -> str: ...
     def groups_of_parameters(self) -> Iterable[Mapping[str, Any]]: ...
     def hyper(self) -> dict[str, dict[str, Any]]: ...
+    def began(self) -> dict[str, float]: ...
 
 
 class OptimizerDocument:
@@ -280,7 +289,8 @@ class OptimizerDocument:
         plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
         seen = repr(hyper) if plain else ""
         if self._written is None or not plain or self._written[0] != seen:
-            document = {"groups": self._state.hyper(), **self._known}
+            began = self._state.began()
+            document = {"groups": self._state.hyper(), **self._known, **({BEGAN: began} if began else {})}
             self._written = seen, trees.grow(document, self._state.key, self._state.key)
         tree = self._written[1]
         content.add_value(GROUP, self._state.key, tree.text)

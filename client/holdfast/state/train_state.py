@@ -46,7 +46,7 @@ from holdfast.state.containers import ContainerKeeper
 from holdfast.state.entries import AskedEntry, StatePart
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
 from holdfast.state.given import Given
-from holdfast.state.hyper_parameters import check_keep
+from holdfast.state.hyper_parameters import FirstRates, check_keep
 from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
     EMA,
@@ -167,6 +167,7 @@ class TrainState:
         self._temporaries = Temporaries()
         self._temporaries.refuse(state)
         self._numbers: dict[str, WrapperNumbers] = {}  # of optimizers, by key
+        self._rates = FirstRates()
         self.unsaved = Unsaved(state)
         self._parts()  # refuses now what can be refused without a save
         self.unsaved.see()  # before training changes anything
@@ -368,7 +369,7 @@ class TrainState:
             tensors = [part._replace(state=part.state._replace(unsaved=frozenset())) for part in tensors]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
-        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None)
+        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._rates)
         tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
         given = [value for value in self.state.values() if isinstance(value, Given)]
         others: list[AskedEntry] = [*given]

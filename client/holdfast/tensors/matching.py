@@ -229,7 +229,8 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
         comparison.notes += _excused(comparison, unexpected)
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
-        text = f"groups in the checkpoint that are not restored: {', '.join(idle)}"
+        meant = f"groups={_taken(selection)} says that it is meant"
+        text = f"groups in the checkpoint that are not restored: {', '.join(idle)} ({meant})"
         comparison.notes.append(text if selection.chosen else LeftOutNote(text))
     casts = tuple(comparison.casts)
     filling = (partial(casting.fill, casts),) if casts else ()
@@ -270,6 +271,11 @@ def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
         _listed("names of the checkpoint are not in the state: they are not used", unexpected),
     )
     return [LeftOutNote(text) for text in texts if text]
+
+
+def _taken(selection: Selection) -> tuple[str, ...]:
+    """The groups that are restored, as `groups=` takes them."""
+    return tuple(sorted(selection.groups))
 
 
 def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> None:

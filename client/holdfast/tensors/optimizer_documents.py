@@ -13,6 +13,7 @@ from holdfast_formats.errors import StateMismatch
 
 _PARTS = frozenset({"groups", "state", "masters", "kinds"})
 WRAPPED = "wrapped"  # what wrapper tensors are; missing where there are none
+BEGAN = "began"  # the learning rates that groups began with where the user's own loop sets them; missing where it sets none
 
 
 def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
@@ -35,11 +36,15 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
             state.setdefault(new, kept)
     masters = {key: _all_renamed(listed, names) for key, listed in _items(document["masters"])}
     groups: dict[str, Any] = {}
+    began = dict(_items(document.get(BEGAN, {})))
     for first, group in _items(document["groups"]):
         params = _all_renamed(group["params"], names)
         if params or not group["params"]:
             groups[params[0] if params else first] = {**group, "params": params}
-    return _text({**document, "groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)})
+        if first in began and params:
+            began[params[0]] = began.pop(first)
+    found = {"groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)}
+    return _text({**document, **found, **({BEGAN: _ordered(began)} if began else {})})
 
 
 def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
@@ -71,7 +76,9 @@ def merged(texts: Sequence[str]) -> str:
     groups: dict[str, Any] = {}
     wrapped: dict[str, Any] = {}
     seen: set[str] = set()
+    began: dict[str, Any] = {}
     for document in known:
+        began.update(_items(document.get(BEGAN, {})))
         for name, kept in _items(document.get(WRAPPED, {})):
             wrapped.setdefault(name, kept)
         for name, kept in _items(document["state"]):
@@ -85,7 +92,8 @@ def merged(texts: Sequence[str]) -> str:
             seen.update(params)
             _join(groups, first, {**group, "params": params})
     listed = {key: list(names) for key, names in masters.items()}
-    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds, **({WRAPPED: wrapped} if wrapped else {})}
+    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
+    found |= {part: held for part, held in ((WRAPPED, wrapped), (BEGAN, began)) if held}
     return _text({**known[0], **{part: _ordered(held) for part, held in found.items()}})
 
 

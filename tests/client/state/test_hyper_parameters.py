@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from holdfast.left_out import LeftOutNote
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest
-from tests.client.checkpoint_in_memory import restore, save
+from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 Made = dict[str, Any]
 
@@ -57,6 +58,42 @@ def test_what_a_schedule_moves_is_no_news() -> None:
     (note,) = restore(checkpoint, made(0.2, scheduled=True)).notes
     assert "lr " in note
     assert "betas" not in note
+
+
+def by_hand(state: Made, steps: int) -> None:
+    """Train with a schedule that the loop writes itself."""
+    for step in range(steps):
+        state["optim"].param_groups[0]["lr"] = 0.1 / (2 + step)
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+
+
+def test_what_a_loop_sets_at_each_step_is_no_news() -> None:
+    """The next step sets it again, so nothing that the user gave is lost. Another beginning is news, and once."""
+    state = made(0.1)
+    seen = TrainState(state, 0, 1)  # as a Checkpointer does, before the training
+    by_hand(state, 5)
+    checkpoint, twin = Checkpoint(seen.snapshot()), made(0.1)
+    assert restore(checkpoint, twin).notes == []
+    assert twin["optim"].param_groups[0]["lr"] == 0.1 / 6
+    changed = made(0.4)
+    seen = TrainState(changed, 0, 1)
+    restoration = seen.prepare(checkpoint.stored())
+    checkpoint.fill(restoration)
+    restoration.apply()
+    (note,) = restoration.notes
+    assert "lr 0.4 by 0.1 of optim.param_groups[0]" in note
+    by_hand(changed, 1)
+    assert restore(Checkpoint(seen.snapshot()), made(0.4)).notes == []
+
+
+def test_a_rate_that_no_loop_has_set_is_compared_as_it_is() -> None:
+    """What was restored and trained on is what another launch would lose by giving the first rate once more."""
+    state = made(0.1, steps=1)
+    checkpoint = Checkpoint(TrainState(state, 0, 1).snapshot())
+    (note,) = restore(checkpoint, made(0.2)).notes
+    assert "lr 0.2 by 0.1" in note
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

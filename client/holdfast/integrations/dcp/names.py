@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.state.hyper_parameters import IMPLEMENTATION
 from holdfast.state.modules import EMA, MODEL
-from holdfast.state.optimizers import IMPLEMENTATION
 from holdfast.state.train_state import EXTRA, MASTER, OPTIM
 from holdfast.tensors import trees
 from holdfast.tensors.leaves import Key
