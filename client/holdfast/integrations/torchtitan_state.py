@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.state.modules import clean
+from holdfast.state.modules import EXTRA_STATE, clean
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 DATALOADER = "dataloader"
@@ -17,46 +17,60 @@ _PICKLED = b"\x80"  # how a pickle of protocol 2 or newer begins
 
 
 class ModelParts(nn.Module):
-    """The parts of a model (several with pipelines) as one, by their own parameters and persistent buffers.
+    """The parts of a model (several with pipelines) as one, by their own parameters, persistent buffers and extra state.
 
     torchtitan's fused projections offer copies of their parts from `state_dict()`, gathered from all ranks. The parameter
     itself is stored instead, in place and without a collective, under its own name: `…attention.qkv_linear.wqkv.weight`.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        """Raises `InvalidRequest` for parts with other state than parameters and buffers, and for a name that two have."""
+        """Raises `InvalidRequest` for parts with other state, and for a name that two have."""
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self._extras: dict[str, nn.Module] = {}  # modules with an extra state, by its name
         self._tensors: dict[str, torch.Tensor] = {}  # looked up once: FSDP shows other tensors in the middle of a step
         for part in parts:
             self._add(part)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The live tensors, by name."""
-        return dict(self._tensors)
+        """The live tensors, by name, and what modules return as their extra state."""
+        return {**self._tensors, **{name: module.get_extra_state() for name, module in self._extras.items()}}
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, by the names that they have in their parts: so are the names of what they hold."""
+        yield "", self
+        for part in self.parts:
+            yield from part.named_modules(*args, **kwargs)
 
     def entry(self) -> Any:
         """What stands for the parts in a state. A save compares a mapping with the last one, and walks through a module
         anew; but only a module tells buffers, which may differ between ranks, from parameters.
         """
         parameters = {id(parameter) for parameter in self.parameters()}
-        return dict(self._tensors) if all(id(one) in parameters for one in self._tensors.values()) else self
+        plain = not self._extras and all(id(one) in parameters for one in self._tensors.values())
+        return dict(self._tensors) if plain else self
 
     def _add(self, part: nn.Module) -> None:
         transient = set()
         for path, module in part.named_modules(remove_duplicate=False):
-            _refuse_state_of_its_own(path, module)
+            _refuse_hooks(path, module)
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                name = clean(f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE)
+                self._refuse_twins(name, self._extras.setdefault(name, module) is module)
             # no public way in torch 2.13 tells which buffers are persistent, without the hooks of state_dict()
             transient |= {f"{path}.{name}" if path else name for name in module._non_persistent_buffers_set}
         found: list[tuple[str, torch.Tensor]] = [*part.named_parameters(remove_duplicate=False)]
         found += [pair for pair in part.named_buffers(remove_duplicate=False) if pair[0] not in transient]
         for raw, tensor in found:
             name = clean(raw)
-            if self._tensors.setdefault(name, tensor) is not tensor:
-                raise InvalidRequest(
-                    f"two parts of the model have a tensor {name!r}, and they are not the same",
-                    hint="parts of a pipeline have different layers: give them different names",
-                )
+            self._refuse_twins(name, self._tensors.setdefault(name, tensor) is tensor)
+
+    def _refuse_twins(self, name: str, same: bool) -> None:
+        if not same:
+            raise InvalidRequest(
+                f"two parts of the model have a tensor {name!r}, and they are not the same",
+                hint="parts of a pipeline have different layers: give them different names",
+            )
 
 
 class DataPosition:
@@ -124,12 +138,7 @@ def explained(error: StateMismatch) -> StateMismatch:
     )
 
 
-def _refuse_state_of_its_own(path: str, module: nn.Module) -> None:
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        raise InvalidRequest(
-            f"{path or 'the model'} ({type(module).__name__}) has get_extra_state(), which this adapter does not store",
-            hint="keep such values in buffers, or pass an object that has them in states=",
-        )
+def _refuse_hooks(path: str, module: nn.Module) -> None:
     for hook in module._state_dict_hooks.values():  # torch 2.13 has no public list of them
         where = getattr(hook, "__module__", None) or type(hook).__module__
         if not where.startswith(_KNOWN_HOOKS):

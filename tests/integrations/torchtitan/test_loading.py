@@ -291,19 +291,13 @@ def test_an_occupied_path_is_refused_before_the_save(build: Build, tmp_path: Pat
 
 
 def test_state_that_would_be_lost_is_refused(build: Build) -> None:
-    """E4: extra state and foreign hooks of modules, pickles of loaders, two parts with one name, reserved names."""
+    """E4: foreign hooks of modules, pickles of loaders, two parts with one name, reserved names."""
     from holdfast.integrations.torchtitan_state import DataPosition, ModelParts
-
-    class Keeping(nn.Linear):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"calls": 1}
 
     class Pickling(ParallelAwareDataloader):
         def state_dict(self) -> dict[str, Any]:
             return super().state_dict()
 
-    with pytest.raises(InvalidRequest, match="get_extra_state"):
-        ModelParts([nn.Sequential(Keeping(2, 2))])
     hooked = nn.Linear(2, 2)
     hooked.register_state_dict_post_hook(lambda module, state, prefix, local: state.update(more=torch.ones(1)))
     with pytest.raises(InvalidRequest, match="hook of state_dict"):
