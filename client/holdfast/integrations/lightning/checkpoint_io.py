@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer_options import Options
-from holdfast.integrations.lightning import contents, framework
+from holdfast.integrations.lightning import configs, contents, framework
 from holdfast.state.given import Taken
 from holdfast.state.modules import is_tensors
 from holdfast.tickets import SaveTicket
@@ -82,7 +82,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
             raise InvalidRequest("storage_options mean nothing to Holdfast", hint="leave them out")
         step = _step(checkpoint, path)
         model = next((name for name in _MODEL if is_tensors(checkpoint.get(name))), None)
-        rest = {name: value for name, value in checkpoint.items() if name != model}
+        rest = configs.stored({name: value for name, value in checkpoint.items() if name != model})
         tensors = dict(_tensors(checkpoint))
         if self._saved is not None and self._saved.step == step and self._saved.path != os.path.abspath(path):
             self._check_same(tensors, self._saved)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from holdfast.checkpoint import Checkpoint
 from holdfast.checkpoint import open as open_checkpoint
 from holdfast.checkpointer_options import Options
-from holdfast.integrations.lightning import framework
+from holdfast.integrations.lightning import configs, framework
 from holdfast.tensors import json_values
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import InvalidRequest
@@ -75,7 +75,7 @@ def document(checkpoint: Checkpoint, key: str = KEY) -> Any:
     def fetch(kind: str, name: str) -> Any:
         return checkpoint.read(name, group="extra", framework="torch" if kind == "tensor" else "numpy")
 
-    return json_values.loads(text, key, fetch)
+    return configs.shown(json_values.loads(text, key, fetch))
 
 
 def weights(checkpoint: Checkpoint, groups: tuple[str, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.integrations.lightning import framework
+from holdfast.integrations.lightning import configs, framework
 from holdfast.integrations.lightning.contents import AVERAGED, INSIDE, KEY, OPTIMIZERS, STATE, NotGathered
 from holdfast.state.named import Named
 from holdfast_formats.errors import InvalidRequest
@@ -94,11 +94,11 @@ class LiveState:
             )
         if OPTIMIZERS in found:
             found[OPTIMIZERS] = len(found[OPTIMIZERS])
-        return found | {INSIDE: self._weights}
+        return configs.stored(found) | {INSIDE: self._weights}
 
     def shown(self) -> dict[str, Any]:
         """The document as Lightning's callbacks and hooks expect it; tensors are the live ones."""
-        found = dict(self.document.value)
+        found = configs.shown(self.document.value)
         averaged, optimizers = found.pop(AVERAGED, False), found.pop(OPTIMIZERS, None)
         found.pop(INSIDE, None)
         trainer = self._trainer
