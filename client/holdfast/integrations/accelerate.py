@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _ELSEWHERE = {"DEEPSPEED": "use holdfast.integrations.deepspeed.attach(engine, …)"}
+_REPLACED = ("save_state", "load_state", "skip_first_batches", "end_training", "free_memory")
 _NUMBER = re.compile(r"(\d+)(?=\D*$)")
 
 
@@ -52,7 +53,8 @@ def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> Accelerato
         that a directory is or leads to; directories that accelerate wrote itself are loaded by accelerate. It returns the
         step.
     -   `skip_first_batches(loader, n)` goes on with the epoch and random numbers of the save.
-    -   `end_training()` sees every save through.
+    -   `end_training()` sees every save through. `free_memory()` does too, and detaches: attach again after another
+        `prepare()`.
 
     Raises `InvalidRequest` where nothing is prepared, for the distributed types that it does not know, and where hooks or
     loaders are registered that it cannot store.
@@ -67,8 +69,7 @@ class AcceleratorCheckpoints:
 
     def __init__(self, accelerator: Any, run: str, options: Options) -> None:
         self._accelerator = accelerator
-        self._own = {name: getattr(accelerator, name) for name in ("save_state", "load_state", "skip_first_batches")}
-        self._end_training = accelerator.end_training
+        self._own = {name: getattr(accelerator, name) for name in _REPLACED}
         self._loaders: list[LoaderPosition] = []
         self._steps: dict[int, int] = {}  # taken by each optimizer in this process, by its identity
         self._before = 0  # optimizer steps of the restored checkpoint
@@ -81,7 +82,7 @@ class AcceleratorCheckpoints:
         self.checkpointer = Checkpointer(run, self._state, **chosen)
         self.ticket: SaveTicket | None = None
         accelerator.holdfast = self
-        for name, own in (*self._own.items(), ("end_training", self._end_training)):
+        for name, own in self._own.items():
             setattr(accelerator, name, ReplacedMethod(own, getattr(self, name)))
 
     @property
@@ -178,7 +179,22 @@ class AcceleratorCheckpoints:
     def end_training(self) -> None:
         """See every save through, then end as accelerate does."""
         self.close()
-        self._end_training()
+        self._own["end_training"]()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """See every save through and let everything go, then release memory as accelerate does. The accelerator is not
+        attached any more: another training attaches it again.
+        """
+        try:
+            self.close()
+        finally:
+            for name in (*_REPLACED, "holdfast"):
+                vars(self._accelerator).pop(name, None)
+            self._state.clear()
+            self._loaders.clear()
+            self._steps.clear()
+            released = self._own["free_memory"](*objects)
+        return released
 
     def close(self) -> None:
         """See every save through. Raises the error of one that failed and that nobody was told of."""

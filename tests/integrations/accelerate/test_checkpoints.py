@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,26 @@ def test_everything_that_is_prepared_or_registered_comes_back(daemon: RunningDae
         assert other.everything() == expected and other.holdfast.optimizer_steps == 3
     assert other.accelerator.load_state() == 4 and other.everything() != expected
     other.holdfast.close()
+
+
+def test_free_memory_releases_what_was_prepared(daemon: RunningDaemon) -> None:
+    """The save is seen through, nothing keeps the model, and another training attaches the same accelerator."""
+    one = Training(daemon, "freed", 5)
+    accelerator, own = one.accelerator, type(one.accelerator).save_state
+    one.step()
+    accelerator.save_state()
+    kept = [weakref.ref(part) for part in (one.model, one.model.weight, one.optimizer.optimizer)]
+    ticket = one.holdfast.ticket
+    vars(one).clear()
+    accelerator.free_memory()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+    assert ticket is not None and ticket.done and accelerator.save_state.__func__ is own
+    accelerator.prepare(nn.Linear(4, 2))
+    again = attach(accelerator, "freed-again", at=daemon.socket)
+    accelerator.save_state(step=1, wait="durable")
+    accelerator.end_training()
+    assert again.checkpointer.run == "freed-again"
 
 
 def test_a_plain_checkpointer_reads_it(daemon: RunningDaemon) -> None:
