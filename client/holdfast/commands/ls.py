@@ -13,7 +13,7 @@ from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import completion, console, run_lists
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.tables import Table
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RUN_SORTS
 
@@ -44,6 +44,7 @@ Sort = Annotated[
         help=f"Sort runs by {', '.join(RUN_SORTS)}, metric:NAME, each with a minus for the largest first, or by attention.",
     ),
 ]
+MISSING_SHOWN = 10  # steps
 _HIDDEN = ("archived", "failed")
 All = Annotated[bool, typer.Option("--all", help="List archived runs, and those that failed to start, too.")]
 
@@ -110,8 +111,22 @@ def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool,
     for made in listing.checkpoints:
         if made.damage is not None:
             _warn(f"step {made.step} is damaged: {made.damage.get('detail', 'unknown')}")
+    for step in _missing(library, run):
+        _warn(f"step {step} is gone: removed from the storage, and not by Holdfast (`holdfast repair {run}@{step}`)")
     for error in listing.unreadable:
         _warn(f"unreadable: {error.detail}")
+
+
+def _missing(library: Library, run: str) -> list[int]:
+    """Steps that only a service knows to be gone."""
+    if not isinstance(library, ServiceLibrary):
+        return []
+    from holdfast.rest import runs  # with httpx, which the listing of a directory does without
+
+    try:
+        return runs.about(library.api, run).missing[:MISSING_SHOWN]
+    except NoSuchResource:  # an older service
+        return []
 
 
 def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> Table:

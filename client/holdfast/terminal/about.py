@@ -13,6 +13,7 @@ from holdfast.terminal import console
 from holdfast_formats.rest.runs import RunAbout, RunLaunch
 
 LAUNCHES_SHOWN = 5
+STEPS_SHOWN = 10
 VALUE_CHARACTERS_MAX = 400
 _KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes")
 
@@ -22,6 +23,9 @@ def lines(found: RunAbout) -> Iterator[Text]:
     yield Text(found.run, "bold")
     since = f", {console.human_age(found.life_since)}" if found.life_since else ""
     facts = {"state": f"{found.life}{since}", "owner": found.owner or "nobody is named", "notes": found.notes or "none"}
+    if found.missing:
+        shown = ", ".join(map(str, found.missing[:STEPS_SHOWN])) + ", …" * (len(found.missing) > STEPS_SHOWN)
+        facts["missing"] = f"step {shown}: removed from the storage, and not by Holdfast"
     if found.archived:
         facts["archived"] = console.human_age(found.archived)
     if found.acknowledged:

@@ -46,6 +46,10 @@ class RunAbout(Body):
     acknowledged_by: str | None = Field(default=None, description="name of the token with which that was said")
     acknowledged_at: str | None = Field(default=None, description="when that was said")
     launches: list[RunLaunch] = Field(description="the newest launches, the newest first")
+    missing: list[int] = Field(
+        default_factory=list,
+        description="steps whose directories are gone from the storage, and were not removed by Holdfast; the newest first",
+    )
 
 
 class RunChange(Body):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import app
+from holdfast_formats import naming
 from tests.checkpoints import build_root
+from tests.daemons import running, wait_until
 from tests.serving import served
 
 RUNS = {"big": (1, 2, 3), "high": (90,), "small": (4, 8)}
@@ -62,3 +65,18 @@ def test_what_a_directory_cannot_tell_is_refused(root: Path) -> None:
     assert refused.exit_code == 2 and "ask a service" in refused.output
     refused = call("big", "--sort", "-storage", "--root", str(root))
     assert refused.exit_code == 2 and "--sort sorts runs" in refused.output
+
+
+def test_what_was_removed_by_hand_is_named(root: Path) -> None:
+    """`ls` and `show` say of which steps nothing is left, and what copies them back; before, they were not there at all."""
+    show = ["show", "small@8"]
+    with running(root, listen="127.0.0.1:0") as daemon:
+        shutil.rmtree(root / naming.checkpoint_path("small", 8))
+        wait_until(lambda: "step 8 is gone" in call("small", "--url", daemon.url).stderr)
+        listed = call("small", "--url", daemon.url)
+        assert "holdfast repair small@8" in listed.stderr and listed.stdout.splitlines()[1].split()[0] == "4"
+        shown = CliRunner().invoke(app, [*show, "--url", daemon.url])
+        assert shown.exit_code == 3 and "removed from the storage, and not by Holdfast" in shown.stderr
+        about = CliRunner().invoke(app, ["show", "small", "--url", daemon.url])
+        assert "missing     step 8" in about.stdout
+        assert "gone" not in call("big", "--url", daemon.url).stderr

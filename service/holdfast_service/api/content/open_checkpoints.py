@@ -28,6 +28,7 @@ from holdfast_service.api.content import selectors
 from holdfast_service.api.reading import hold
 from holdfast_service.api.services import Services
 from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.findings import missing
 from holdfast_service.storage import Tier, vouched
 
 OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
@@ -165,7 +166,15 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
         return selectors.find(services, run, step)
     if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
         raise InvalidRequest(f"step {step!r} is not an integer", hint=f"use a number or {LATEST!r}")
-    return services.catalog.checkpoint(run, int(step))
+    try:
+        return services.catalog.checkpoint(run, int(step))
+    except NoSuchCheckpoint:
+        if int(step) not in missing.missing(services.catalog.database, run):
+            raise
+        raise NoSuchCheckpoint(
+            f"{run}@{int(step)} is gone: its directory was removed from the storage, and not by Holdfast",
+            hint=f"`holdfast repair {run}@{int(step)}` copies it back from a replica; `holdfast ls {run}` lists the others",
+        ) from None
 
 
 def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, limit: int) -> bodies.Page[bodies.Tensor]:

@@ -15,6 +15,7 @@ from holdfast_service.api.door.needs import READS, READS_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.findings import missing
 from holdfast_service.control.insight.run_orders import BY_NAME
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
@@ -54,7 +55,7 @@ def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
 )
 def get_about(request: Request, services: Wired, run: str) -> RunAbout:
     found = _one(request, services, run)
-    return services.abouts.of(run, found.life, found.life_since)
+    return _about(services, run, found)
 
 
 @router.patch(
@@ -74,7 +75,12 @@ def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, chang
     else:
         deaths.said(summed, run)
     found = _one(request, services, run)
-    return services.abouts.of(run, found.life, found.life_since)
+    return _about(services, run, found)
+
+
+def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
+    gone = missing.missing(services.catalog.database, run)
+    return services.abouts.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
 
 
 def _one(request: Request, services: Wired, run: str) -> bodies.Run:
