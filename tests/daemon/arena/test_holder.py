@@ -325,6 +325,35 @@ def test_a_signal_that_comes_before_the_daemon_is_started_again_ends_the_holder(
     assert above.communicate(timeout=60) == ("", "") and above.returncode == 137
 
 
+FORKING = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import holder
+child, fork = holder.Child(None), os.fork
+def forked():
+    pid = fork()
+    if pid:
+        os.kill(pid if sys.argv[2] == "daemon" else os.getpid(), signal.SIGTERM)
+    return pid
+os.fork = forked
+signal.signal(signal.SIGTERM, lambda number, _: child.signal(number))
+child.start(holder.Start([sys.executable, "-c", "import time; time.sleep(600)"], ".", None, "", ""))
+while not child.ended():
+    time.sleep(0.01)
+print(child.status, child.killed)
+"""
+
+
+@pytest.mark.parametrize("to", ["holder", "daemon"])
+def test_a_signal_between_the_fork_and_its_number_ends_the_daemon(to: str) -> None:
+    """To the holder, which does not know the daemon's number yet, or to the daemon, which still has the holder's handlers:
+    it is neither lost nor taken for one that came before.
+    """
+    command = [sys.executable, "-c", FORKING, str(Path(holder.__file__).parent), to]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("143 True\n", 0), done.stderr
+
+
 def test_a_daemon_below_the_holder_that_refuses_to_serve_ends_it(path: Path) -> None:
     """A flag is wrong, or the root is in use: the container ends, with that status, instead of trying for ever."""
     above = supervise(path, "import sys; sys.exit(4)")
