@@ -22,6 +22,7 @@ from holdfast_formats.errors import (
     InvalidRequest,
     NoSpace,
     NoSuchCheckpoint,
+    QuotaExceeded,
     StateMismatch,
 )
 from holdfast_formats.lineage import Rewind
@@ -253,13 +254,14 @@ def test_what_is_there_is_not_overwritten(world: CopiesWorld, transfers: Transfe
     assert contents(world.path()) == before
 
 
-def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path: Path) -> None:
     """Its ranks would take it at their next restore. Another run takes it, a dry run only says what would be, and what is
     queued when the ranks come is refused then.
     """
     source = hugging_face(tmp_path / "place" / "hf", sharded=False)
     wanted = job("import", 9, **{"from": source.name})
-    transfers.trains = lambda run: run == wanted.run
+    training = {wanted.run}
+    transfers = Transfers(world.tier, world.decisions, world.repairer, tmp_path / "place", training.__contains__)
     for act in (
         lambda: transfers.check(JobRequest(kind="import", run=wanted.run, step=9, arguments={"from": source.name})),
         lambda: transfers.import_job(wanted, Quiet()),
@@ -268,7 +270,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, transfers
             act()
     dry = job("import", 9, **{"from": source.name, "dry_run": True})
     assert transfers.import_job(dry, Quiet())["dry_run"]
-    transfers.trains = lambda run: run == "another"
+    training.clear()
     assert transfers.import_job(wanted, Quiet())["step"] == 9
 
 
@@ -367,6 +369,26 @@ def test_an_import_that_does_not_fit(world: CopiesWorld, transfers: Transfers, t
             transfers.import_job(job("import", 9, **{"from": source}), Quiet())
         assert caught.value.status == NoSpace.status
     assert not world.path(9).exists()
+
+
+@pytest.mark.parametrize("kind", ["ours", "foreign"])
+def test_an_import_whose_quota_is_used_up_meanwhile(
+    world: CopiesWorld, transfers: Transfers, tmp_path: Path, kind: str
+) -> None:
+    """What a save has committed while it was copied counts: it is refused before it is seen, and leaves nothing."""
+    build(tmp_path / "place" / "ours", run="elsewhere", step=3)
+    hugging_face(tmp_path / "place" / "foreign", sharded=False)
+    there = world.catalog.checkpoint(RUN, 5)
+    write_run_file(world.tier, "full", RunFile(policy=RetentionPolicy(quota_bytes=2**20)))
+
+    class Saving(Quiet):
+        def report(self, done_bytes: int, total_bytes: int) -> None:
+            world.catalog.record_checkpoint(there.model_copy(update={"run": "full", "step": 1, "bytes": 2**20}))
+
+    world.catalog.declare_attempt("full", "launch", 1, "now")
+    with pytest.raises(QuotaExceeded):
+        transfers.import_job(job("import", 9, "full", **{"from": kind}), Saving())
+    assert not world.tier.list(f"full/{naming.CHECKPOINTS}") and not world.tier.list(f"full/{naming.STAGING}")
 
 
 def test_an_import_fences_nobody_off(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:

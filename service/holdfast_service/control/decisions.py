@@ -16,7 +16,6 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
-    Damaged,
     StorageFailed,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -58,7 +57,7 @@ from holdfast_service.control.following import FollowingCatalog
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.lives import KnownLives
 from holdfast_service.control.jobs.staged import wanted_places
-from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion
+from holdfast_service.control.launches.choosing import Choices, Copies, Known, Mend, Mending, RestoreQuestion
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.publishing import Publishing
@@ -105,7 +104,7 @@ class Decisions:
         self._files.has_saved = lambda run: catalog.has_saved(run, self.attempts.newest(run))
         self.abouts = RunAbouts(tier, catalog, self._files, self.events)
         self.readers = Readers()
-        self.rotation = Rotation(self.store, catalog, self._files, self.readers)
+        self.rotation = Rotation(self.store, catalog, self._files, self.readers, lambda: self.watch)
         self.rotation.events = self.events
         self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due, self.rotation.looks)
         self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
@@ -116,21 +115,27 @@ class Decisions:
         self.trash.forgotten, self.trash.later = self.standing.forget, self.book.tell
         self.renaming = RunRenaming(tier, catalog, self.attempts, self.rotation, self.trash, self.events)
         self.renaming.renamed, self.renaming.is_alone = self.standing.forget, cluster is None
-        known = Known(self._health, self.findings, self.readers, self.standing.left)
         self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
-        self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
-        self._choices.absences = self._absences
-        self._wishes = RetentionWishes(self._files, catalog, self.book, keep_last)
-        self._lives = KnownLives(self.attempts, catalog, self.book, self._tell, shared=cluster is not None)
         self.thinning = Thinning(self.store, catalog, self.book, self.rotation, self._files)
         self.thinning.made = self.standing.made
+        self.watch, self._mending = self._root_watch(), Mending()
+        known = Known(
+            self._health,
+            self.findings,
+            self.readers,
+            self.standing.left,
+            self.watch.relist,
+            self._absences,
+            self._mending,
+        )
+        self._choices = Choices(self.store, catalog, self.attempts, self.book, known, self._tell)
+        self._wishes = RetentionWishes(self._files, catalog, self.book, keep_last)
+        self._lives = KnownLives(self.attempts, catalog, self.book, self._tell, shared=cluster is not None)
         self._permits = SavePermits(self.attempts, self.standing, catalog, self.book)
         self._publishing = Publishing(self.store, catalog, self.attempts, self.book, self.standing, self.rotation)
         self._publishing.let_go = self._let_go
         self._records = SaveRecords(self.store, catalog, self.book, self._rounds, self._tell)
         self._following = FollowingCatalog(self.store, catalog, self.attempts, self._rounds, self.events, self._absences)
-        self.watch = self._root_watch()
-        self._choices.relist = self.watch.relist
         self.on_commit: Callable[[Manifest], None] = lambda made: None  # must not wait
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self.care: RootCare | None = None  # of a root that several nodes serve
@@ -398,13 +403,9 @@ class Decisions:
             self.standing.begins(run, (attempt, turn))
         return self._choices.choose(RestoreQuestion(run, attempt, turn, step, groups, healthy))
 
-    def mend_first(
-        self,
-        mend: Callable[[tuple[str, int, int], int, Damaged | None], object],
-        copies: Callable[[str], Mapping[str, Collection[int]]],
-    ) -> None:
+    def mend_first(self, mend: Mend, copies: Copies) -> None:
         """What a restore would pass over is mended first, by `mend`; `copies` says which steps stand in which replicas."""
-        self._choices.mend, self._choices.lost.stands = mend, copies
+        self._mending.begin(mend, copies)
 
     def recorded(self, wait_s: float) -> bool:
         """Wait until the catalog knows all that was decided; False when the time is over."""

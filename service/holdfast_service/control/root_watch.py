@@ -59,7 +59,6 @@ class RootWatch:
         self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        rotation.proofs.tell(self)
 
     def mend_by(self, suspect: Suspect, check_soon: CheckSoon) -> None:
         """From now on `suspect` has damage mended, if possible, and `check_soon` reads back what may be another one."""

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -149,10 +149,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def copying(config: Config, tier: Tier, decisions: Decisions, checker: Checker, lend: Lend) -> Iterator[Transfers]:
+def copying(
+    config: Config, tier: Tier, decisions: Decisions, checker: Checker, lend: Lend, trains: Callable[[str], bool]
+) -> Iterator[Transfers]:
     """The configured replicas, each with a running worker, for the length of the block. What `checker` finds is repaired.
 
-    Yields the object that copies on request.
+    Yields the object that copies on request. `trains` says whether ranks of a run are connected.
     """
     check_apart(config.root, config.replica)
     replicators: dict[str, Replicator] = {}
@@ -175,8 +177,7 @@ def copying(config: Config, tier: Tier, decisions: Decisions, checker: Checker, 
             one.start()
         mending.start()
         try:
-            transfers = Transfers(tier, decisions, repairer, config.export_root)
-            transfers.replicators = replicators
+            transfers = Transfers(tier, decisions, repairer, config.export_root, trains, replicators)
             checker.repairs = repairer
             RestoreCare(decisions, checker, transfers).begin()
             yield transfers

@@ -25,16 +25,28 @@ from holdfast_service.wiring.imports import OURS, Importer, WantedImport
 from holdfast_service.wiring.merges import Merger, OpenDirectory
 from holdfast_service.wiring.progress import Progress
 
+NO_REPLICAS: Mapping[str, Replicator] = {}
+
 
 class Transfers:
-    """Brings checkpoints out of one root and into it. `place` is the only directory that jobs may name, if any."""
+    """Brings checkpoints out of one root and into it."""
 
-    def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        decisions: Decisions,
+        repairer: Repairer,
+        place: Path | None = None,
+        trains: Callable[[str], bool] = lambda run: False,
+        replicators: Mapping[str, Replicator] = NO_REPLICAS,
+    ) -> None:
+        """`place` is the only directory that jobs may name, if any; `trains` says whether ranks of a run are connected, to
+        any node; `replicators` are those of the replicas, by name.
+        """
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
         self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
         self._merger = Merger(tier, decisions, self._importer)
-        self.trains: Callable[[str], bool] = lambda run: False  # whether ranks of a run are connected, to any node
-        self.replicators: Mapping[str, Replicator] = {}  # by the replica that each copies to
+        self._trains, self.replicators = trains, replicators
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
         """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, or `as` and what `ExportTerms`
@@ -108,7 +120,7 @@ class Transfers:
 
     def _check_idle(self, wanted: WantedImport) -> None:
         """`InUse` where ranks of the run would restore, or take for their own save, what somebody else brings."""
-        if not wanted.dry_run and self.trains(wanted.run):
+        if not wanted.dry_run and self._trains(wanted.run):
             raise InUse(
                 f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",
                 hint="choose another run for it, or stop the training first",

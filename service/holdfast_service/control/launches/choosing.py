@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from holdfast_formats import naming
@@ -29,6 +29,9 @@ SEEN_POLL_S = 0.5
 MENDED_MAX = 8  # damaged checkpoints that a restore has mended first
 ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
 
+Mend = Callable[[tuple[str, int, int], int, Damaged | None], object]
+Copies = Callable[[str], Mapping[str, Collection[int]]]
+
 
 class RestoreQuestion(NamedTuple):
     """The `turn`-th of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy` one."""
@@ -41,13 +44,37 @@ class RestoreQuestion(NamedTuple):
     healthy: bool = False
 
 
+class Mending:
+    """What mends a checkpoint that a restore would pass over. Nothing does, and no replica is known, before `begin`."""
+
+    def __init__(self) -> None:
+        self._mend: Mend = lambda question, step, error: None
+        self._copies: Copies = lambda run: {}
+
+    def begin(self, mend: Mend, copies: Copies) -> None:
+        self._mend, self._copies = mend, copies
+
+    def mend(self, question: tuple[str, int, int], step: int, error: Damaged | None) -> None:
+        """Have a checkpoint mended that is damaged in this way, or gone, and wait for that."""
+        self._mend(question, step, error)
+
+    def copies(self, run: str) -> Mapping[str, Collection[int]]:
+        """The steps of a run that stand in replicas, by replica, as far as they can be reached now."""
+        return self._copies(run)
+
+
 class Known(NamedTuple):
-    """What is known of checkpoints; `left` says which steps of a run training has left behind."""
+    """What is known of checkpoints. `left`: steps of a run that training has left behind. `relist` compares the list of a
+    run with its directories.
+    """
 
     health: HealthRecords
     findings: Findings
     readers: Readers
     left: Callable[[str], set[int]]
+    relist: Callable[[str], object]
+    absences: roots.Absences
+    mending: Mending
 
 
 class Choices:
@@ -65,14 +92,11 @@ class Choices:
         """`tell` records an event, by and by."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
         self._book, self._tell = book, tell
-        self._health, self._findings, self._readers, self._left = known
-        self.absences = roots.Absences()
-        self.relist: Callable[[str], object] = lambda run: roots.list_run(store, catalog, run, self.absences)
+        self._health, self._findings, self._readers, self._left = known[:4]
+        self._relist, self._absences, self._mending = known.relist, known.absences, known.mending
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
-        self.lost = LostCheckpoints(catalog)
-        # Has a checkpoint mended that is damaged in this way, or gone, and waits for that.
-        self.mend: Callable[[tuple[str, int, int], int, Damaged | None], object] = lambda question, step, error: None
+        self.lost = LostCheckpoints(catalog, known.mending.copies)
 
     def choose(self, asked: RestoreQuestion) -> int | None:
         """The step that every rank of this attempt restores; None when there is nothing to restore.
@@ -128,7 +152,7 @@ class Choices:
         """Wait until what other nodes have published can be seen here, or has been missing for long enough: the step, and
         the others of the run, from which follows what this launch goes on from.
         """
-        limit = time.monotonic() + self.absences.patience_s
+        limit = time.monotonic() + self._absences.patience_s
         while time.monotonic() < limit:
             known, step = self._attempts.asked(*asked[:3])
             try:
@@ -158,13 +182,13 @@ class Choices:
             if found is None:
                 return
             tried.add(found[0])
-            self.mend((asked.run, asked.attempt, asked.turn), *found)
+            self._mending.mend((asked.run, asked.attempt, asked.turn), *found)
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
         """What to mend first, and its damage; None as damage for one that is gone."""
         run = asked.run
         if not roots.agrees(self._store, self._catalog, run):
-            self.relist(run)
+            self._relist(run)
         newest = self._catalog.newest(run, asked.groups)
         listed = roots.all_checkpoints(self._catalog, run)
         for made in listed:  # newest first
@@ -184,7 +208,7 @@ class Choices:
         run, step = asked.run, asked.step
         try:
             if not roots.agrees(self._store, self._catalog, run):
-                self.relist(run)
+                self._relist(run)
         except NoSuchRun as behind:
             raise CatalogUnavailable(f"the catalog has not heard of the run {run!r} yet", hint="try again") from behind
         if step is not None:

@@ -19,14 +19,13 @@ AFRESH = "to train from the beginning, delete what is known of the run (`holdfas
 class LostCheckpoints:
     """What was committed of runs of a root and is there no more, as catalog and replicas know it. Thread-safe."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        # The steps of a run that stand in replicas, by replica, as far as they can be reached now.
-        self.stands: Callable[[str], Mapping[str, Collection[int]]] = lambda run: {}
+    def __init__(self, catalog: Catalog, stands: Callable[[str], Mapping[str, Collection[int]]]) -> None:
+        """`stands`: the steps of a run that stand in replicas, by replica, as far as they can be reached now."""
+        self._catalog, self._stands = catalog, stands
 
     def copies(self, run: str) -> dict[str, set[int]]:
         """The steps of which replicas have a copy, by replica, but for those that were removed."""
-        found = {name: set(steps) for name, steps in self.stands(run).items()}
+        found = {name: set(steps) for name, steps in self._stands(run).items()}
         try:
             with self._catalog.database.read() as session:
                 columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)

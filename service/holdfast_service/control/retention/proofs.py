@@ -57,18 +57,14 @@ class ProvenDecisions(NamedTuple):
 class Proofs:
     """The looks of one root that come before a removal."""
 
-    def __init__(self, looks: Looks, catalog: Catalog) -> None:
-        self.looks, self._catalog = looks, catalog
-        self._hears: Discoveries = Silent()
-
-    def tell(self, hears: Discoveries) -> None:
-        """Tell from now on of what is found."""
-        self._hears = hears
+    def __init__(self, looks: Looks, catalog: Catalog, hears: Callable[[], Discoveries] = Silent) -> None:
+        """`hears` gives what is told of what is found."""
+        self.looks, self._catalog, self._hears = looks, catalog, hears
 
     @property
     def discoveries(self) -> Discoveries:
         """Hears what was found otherwise, too."""
-        return self._hears
+        return self._hears()
 
     def decided(self, run: str, candidates: Sequence[Candidate], decide: Decide) -> ProvenDecisions:
         """What `decide` says of the candidates that are there. All that stay and count were looked at, so that nothing goes

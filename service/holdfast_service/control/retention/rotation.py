@@ -40,7 +40,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.control.retention.proofs import UNKNOWN, Proofs, ProvenDecisions
+from holdfast_service.control.retention.proofs import UNKNOWN, Discoveries, Proofs, ProvenDecisions, Silent
 from holdfast_service.control.retention.replaced import Replaced
 from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
 from holdfast_service.storage import Store
@@ -57,11 +57,19 @@ CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end when asked to, at 
 class Rotation:
     """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first run that is due."""
 
-    def __init__(self, store: Store, catalog: Catalog, files: RunFiles, readers: Readers) -> None:
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        files: RunFiles,
+        readers: Readers,
+        hears: Callable[[], Discoveries] = Silent,
+    ) -> None:
+        """`hears` gives what is told of what looks at the storage find."""
         self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
         self.looks = Looks(store.files)
-        self.proofs = Proofs(self.looks, catalog)
+        self.proofs = Proofs(self.looks, catalog, hears)
         self._replaced = Replaced(store, catalog, self.proofs, readers)
         self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
         self._local = threading.Lock()
