@@ -75,7 +75,7 @@ browser: $(READY) ## the dashboard in a real Chromium, while a training run save
 engine: $(READY) ## run what deploy/ has: images and Compose files with a real engine (root, docker.io, docker-compose, debootstrap), Slurm's script
 	$(BIN)/python -m pytest -m engine tests/containers tests/cluster/test_slurm.py
 
-versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and with the oldest packages that pyproject.toml allows
+versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and with the oldest packages and torch that pyproject.toml allows
 	$(BIN)/python -m pytest -m versions tests/versions
 
 # The newest that pyproject.toml allows, for every Python and machine at once. CONTRIBUTING.md says when.

@@ -57,9 +57,9 @@ def installed(python: str, directory: Path, resolution: str) -> Path:
     return made
 
 
-def run(command: list[str], **environment: str) -> str:
+def run(command: list[str], within_s: float = INSTALL_S, **environment: str) -> str:
     """What a command prints; fails the test with its output when it does not succeed."""
     known = {**os.environ, **environment}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, env=known, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=known, cwd=TOP, check=False)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
     return ended.stdout

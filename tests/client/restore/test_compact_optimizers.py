@@ -73,13 +73,14 @@ class Negative(torch.optim.SGD):
 MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "lion": Lion,
-    "muon": lambda params: torch.optim.Muon(params, lr=1e-2),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9),
     "centered": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
     "negative": Negative,
     "odd": Odd,
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    MAKES["muon"] = lambda params: torch.optim.Muon(params, lr=1e-2)
 # Of each optimizer's states, those that a rule codes.
 CODED: dict[str, dict[str, dict[str, str]]] = {
     **{name: {"int8": {}} for name in ("adafactor", "lion", "muon", "sgd", "centered", "negative")},
@@ -90,6 +91,7 @@ CODED: dict[str, dict[str, dict[str, str]]] = {
     "odd": {"bf16": {}, "int8": {}},
 }
 RUNS = [(name, rule) for name, rules in CODED.items() for rule in rules]
+HERE = [(name, rule) for name, rule in RUNS if name in MAKES]
 REFUSED = "negative-int8@1 is not compacted: negative-int8@1 cannot be stored in fewer bytes: it has values below zero"
 
 
@@ -134,9 +136,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
                 with Checkpointer(f"{name}-{rule}", trainer.state, at=daemon.socket) as checkpointer:
                     for step in (1, 2):
                         checkpointer.save(step, wait="durable")
-        for name, rule in RUNS:
+        for name, rule in HERE:
             retention.set_policy(api, f"{name}-{rule}", RetentionPolicy(optim=rule, optim_full=1), "*")
-        for name, rule in RUNS:
+        for name, rule in HERE:
             run, wanted = f"{name}-{rule}", [False, bool(CODED[name][rule])]
             wait_until(lambda run=run, wanted=wanted: [c.compacted is not None for c in api.checkpoints(run)] == wanted)
         wait_until(lambda: REFUSED in daemon.log.read_text())
@@ -148,6 +150,8 @@ def test_states_of_other_optimizers(daemon: RunningDaemon, name: str, rule: str)
     """What is no moment is exact, and what is one is as far off as the manifest says. Training goes on nearly as it would
     have.
     """
+    if name not in MAKES:
+        pytest.skip("this torch has no torch.optim.Muon: torch 2.9 and newer do")
     saved, restored = Trainer(name), Trainer(name)
     saved.train(range(WARM))
     with Checkpointer(f"{name}-{rule}", restored.state, at=daemon.socket) as checkpointer:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor import _utils
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from holdfast.tensors.mesh_splits import Split, _runs_along, split_runs
@@ -26,6 +26,9 @@ def test_splits_follow_torch():
             assert indices(split_runs(size, [Split(0, parts, part, factor)])) == shards[part].tolist()
 
 
+@pytest.mark.skipif(
+    not hasattr(_utils, "_compute_local_shape_and_global_offset"), reason="this torch asks a process group for the place"
+)
 def test_repeated_splits_follow_torch():
     """Two cuts of one dimension, in torch's order, give torch's local length and first index."""
     choices = [Shard(0), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3), Replicate()]
@@ -37,7 +40,7 @@ def test_repeated_splits_follow_torch():
                 if not isinstance(p, Replicate)
             ]
             found = indices(split_runs(size, splits))
-            shape, offset = _compute_local_shape_and_global_offset((size,), mesh, list(coordinate), placements)
+            shape, offset = _utils._compute_local_shape_and_global_offset((size,), mesh, list(coordinate), placements)
             assert len(found) == shape[0]
             assert not found or found[0] == offset[0]
 
