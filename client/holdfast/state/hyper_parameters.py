@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.left_out import LeftOutNote
@@ -144,7 +145,10 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: 
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """The number that a tensor of one element was made of: 0.1, where the nearest 32-bit number is 0.10000000149."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return value
+    return float(str(np.float32(value.item()))) if value.dtype is torch.float32 else value.item()
 
 
 def _equal(now: Any, then: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,9 @@ def step(state: dict[str, Any]) -> None:
 
 
 def described(state: TrainState) -> tuple[Any, ...]:
-    """What a snapshot says, with where every byte lies; random streams are copies, new at each."""
+    """What a snapshot says, with where every byte lies; random streams are copies, new at each. What a state remembers of
+    learning rates is left out: one that is new has seen no other.
+    """
     snapshot = state.snapshot()
     leaves = {
         leaf.key: (
@@ -91,7 +94,12 @@ def described(state: TrainState) -> tuple[Any, ...]:
         for leaf in snapshot.leaves
         if "rng" not in leaf.name
     }
-    values = {(group, key): text for group, texts in snapshot.values.items() for key, text in texts.items() if key != "rng"}
+    values = {
+        (group, key): re.sub(r'"began":{[^}]*},?', "", text)
+        for group, texts in snapshot.values.items()
+        for key, text in texts.items()
+        if key != "rng"
+    }
     return snapshot.groups, leaves, values, snapshot.aliases, snapshot.mesh
 
 
