@@ -31,7 +31,7 @@ class Whole(Small):
 
     def __init__(self, rate: float, blocks: Any, same: float, missing: Any = None) -> None:
         L.LightningModule.__init__(self)
-        self.save_hyperparameters(OmegaConf.create(CONFIG))
+        self.save_hyperparameters(OmegaConf.create({key: value for key, value in CONFIG.items() if key != "missing"}))
         self.net = torch.nn.Linear(4, 2)
 
 
