@@ -85,7 +85,7 @@ class Checkpointer:
     """Saves and restores a training state through this machine's daemon.
 
     `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
-    JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. `at`
+    JSON values; it is read again at every save. Every rank constructs one, with the same run and in the same order. `at`
     says where the daemon is: the directory it serves (one is started there if none does), its socket's path, which ends in
     .sock or exists, or its http:// or https:// address. Without it the user's daemon is used, else one is started on
     ./holdfast-data. `fenced` is the caller's promise to call `fence()` before changing any tensor of the state, except in

@@ -114,7 +114,7 @@ class Commands(LazyGroup):
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
         "notify": _entry(
-            "telling.notify", "Show whom the daemon tells of alerts (`serve --notify FILE`), and send test messages.", "app"
+            "telling.notify", "Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", "app"
         ),
         "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
         "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),

@@ -115,7 +115,7 @@ def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if together else information.rank
     world = torch.distributed.get_world_size() if together else information.world
-    if information.launch is not None:  # whoever sets it may have several ranks in one process: each counts its own
+    if information.launch is not None:  # several ranks may be in one process then: each counts its own
         ordinal = next(_constructed[run, information.launch, str(rank)])
         return rank, world, f"{information.launch}/{information.restart_count}/{ordinal}"
     ordinal = next(_constructed[run,])

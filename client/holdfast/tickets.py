@@ -268,7 +268,7 @@ class Tickets:
         return self._untold.pop("dropped", None)
 
     def warn(self) -> None:
-        """Tell whoever saves of the failure and the drop that nobody was told of."""
+        """Log or raise the failure, and the drop, that was not told yet."""
         failed, dropped = self.take_failure(), self.take_drop()
         if failed is not None:
             warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}")

@@ -407,7 +407,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_telling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about whom the daemon tells of alerts, and which other daemons it watches."""
+    """Add the flags about where the daemon sends alerts, and which other daemons it watches."""
     parser.add_argument(
         "--notify",
         metavar="FILE",

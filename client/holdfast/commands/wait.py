@@ -73,7 +73,7 @@ class _Awaited:
             console.out().print(f"{self._run}@{self._step} is {found.state}", markup=False, highlight=False)
 
     def _look(self) -> bodies.CheckpointInfo | None:
-        """The checkpoint if it is what is waited for. One that training left behind is not: its step is saved anew."""
+        """The checkpoint if it is what is waited for. One that training left behind is not: its step is saved again."""
         try:
             found = self._api.checkpoint(self._run, self._step)
         except NotFound:
@@ -83,7 +83,7 @@ class _Awaited:
             self._why = away.detail
             return None
         if found.abandoned:
-            self._why = f"{self._run}@{self._step} is abandoned, and has not been saved anew"
+            self._why = f"{self._run}@{self._step} is abandoned, and has not been saved again"
             return None
         if found.damage is not None:
             raise from_problem(found.damage)

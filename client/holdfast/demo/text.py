@@ -29,7 +29,7 @@ def read_text(limit: int = TEXT_BYTES) -> np.ndarray:
 
 
 class ShuffledWindows:
-    """Batches of windows of a text, shuffled anew in every epoch; each rank takes its share of each batch.
+    """Batches of windows of a text, shuffled again in every epoch; each rank takes its share of each batch.
 
     The order is global, so that the position means the same for any number of ranks.
     """

@@ -119,7 +119,7 @@ class AcceleratorCheckpoints:
         number = self.optimizer_steps if step is None else int(step.__index__())
         self._refresh()
         existing: Existing = "refuse"
-        if number == self._held:  # without a step in between: the state may differ nevertheless, so it is saved anew
+        if number == self._held:  # without a step in between: the state may differ nevertheless, so it is saved again
             existing = "replace"
             if self.ticket is not None:
                 settle(self.ticket)

@@ -152,7 +152,7 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
 
 
 def _temporary() -> str:
-    """The directory that Ray makes for each session, which it begins anew when it is started again."""
+    """The directory that Ray makes for each session, which it begins again when it is started again."""
     from ray.train.constants import _get_ray_train_session_dir
 
     return str(Path(_get_ray_train_session_dir()).parent)

@@ -44,7 +44,7 @@ class ModelParts(nn.Module):
 
     def entry(self) -> Any:
         """What stands for the parts in a state. A save compares a mapping with the last one, and walks through a module
-        anew; but only a module tells buffers, which may differ between ranks, from parameters.
+        again; but only a module tells buffers, which may differ between ranks, from parameters.
         """
         parameters = {id(parameter) for parameter in self.parameters()}
         plain = not self._extras and all(id(one) in parameters for one in self._tensors.values())
@@ -133,7 +133,7 @@ def explained(error: StateMismatch) -> StateMismatch:
     return StateMismatch(
         error.detail,
         hint="another number of data-parallel ranks saved, and torchtitan's data cannot be divided anew: "
-        'exclude_from_loading=["dataloader"] begins the data anew',
+        'exclude_from_loading=["dataloader"] begins the data again',
         **error.members,
     )
 

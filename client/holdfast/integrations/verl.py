@@ -177,7 +177,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         return tuple(group for name, group in _GROUPS.items() if name in wanted)
 
     def _existing(self, step: int) -> Any:
-        """A step of the line that was left by going back is replaced; the same step twice is saved anew."""
+        """A step of the line that was left by going back is replaced; the same step twice is saved again."""
         return "replace" if step == self.previous_global_step or step == self._restored else "refuse"
 
     def _assets(self) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ class CheckpointLinks:
             )
 
     def _stands(self, target: Path, directory: Path) -> bool:
-        """Whether the checkpoint is there, now that its link is, which whoever removes checkpoints next will see."""
+        """Whether the checkpoint is there, now that its link is, which the next removal of checkpoints will see."""
         self._tell(directory)
         return target.is_dir()
 

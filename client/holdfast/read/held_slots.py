@@ -33,7 +33,7 @@ class HeldSlot:
         self.table: SlotTable
         self._locked: bytes | None = None  # what unlocks it
         try:
-            # Opened anew, for nothing but the lock, which belongs to the open file and goes with it.
+            # Opened again, for nothing but the lock, which belongs to the open file and goes with it.
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DaemonGone(f"cannot open the slot: {error.strerror}") from error
@@ -51,7 +51,7 @@ class HeldSlot:
         made = arena.read_superblock(memory)
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, arena.slot_lock(made, part.slot, fcntl.F_RDLCK))
         self._locked = arena.slot_lock(made, part.slot, fcntl.F_UNLCK)
-        header = arena.read_header(memory, made, part.slot)  # whoever leases a slot locks it, writes this, and unlocks it
+        header = arena.read_header(memory, made, part.slot)  # a lease locks the slot, writes this, and unlocks it
         start = made.table_offset(part.slot)
         encoded = memory[start : start + header.table_bytes]
         stated = (header.step, f"{header.seal:016x}", digest(encoded))

@@ -127,7 +127,7 @@ class CheckpointReader:
             except Damaged:
                 if not isinstance(source, DirectorySource) or source.still_has(commit_bytes):
                     raise
-                source.close()  # another one has taken its place: all files are opened anew
+                source.close()  # another one has taken its place: all files are opened again
             else:
                 return reader
         raise _replaced(source)

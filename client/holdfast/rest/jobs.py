@@ -95,7 +95,7 @@ class JobsApi:
     ) -> Iterator[Event]:
         """Events after the id `after`, else from now on, as they happen, without end.
 
-        A broken connection is made anew, and no event is lost or repeated. `on_gap` is called if events are requested that
+        A broken connection is made again, and no event is lost or repeated. `on_gap` is called if events are requested that
         are not kept any more. Raises the service's refusals, and `Unavailable` if it cannot be reached for `patience_s`.
         """
         asked = {"run": run, "kind": kind, "after": None if after is None else str(after)}

@@ -48,8 +48,8 @@ class ServiceTokens(NamedTuple):
 
 
 class RootTokens(NamedTuple):
-    """The tokens of a root, served or not, changed with the service's tool: whoever may write there can
-    make the first one.
+    """The tokens of a root, served or not, changed with the service's tool: a user that may write there
+    can make the first one.
     """
 
     root: Path

@@ -5,7 +5,7 @@ training keeps the others. `fence()` adds as many threads as there are cores, be
 
 Autograd's version counters show what torch itself wrote. Other writes (fused optimizers, writes through `.data` or numpy,
 also sparse ones) are detected by samples: one word of every 512 bytes to 32 KiB is read in `save()`, at a place that is
-drawn anew for each save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are
+drawn again for each save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are
 compared.
 """
 

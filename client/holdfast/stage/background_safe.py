@@ -112,7 +112,7 @@ class StepHooks:
                 self._handles += handles
 
     def remove(self) -> None:
-        """Remove all hooks, for good, and let go of whom they called and of the state."""
+        """Remove all hooks, for good, and let go of what they called and of the state."""
         while self._handles:
             self._handles.pop().remove()
         self._before_step = self._after_step = _nothing

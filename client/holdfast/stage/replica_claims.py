@@ -133,7 +133,7 @@ class Claims:
         if ticket.error is None:
             self._told.update([leaf.key for leaf in leaves])
             kept = common(self._leaves, leaves)
-            self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # the others are determined anew
+            self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # the others are determined again
             self._rows = self._rows.first(self._ends[-1] if kept else 0)
             self._rows.told[:] = True
 

@@ -1,4 +1,4 @@
-"""Holds the shared memory that a rank has reserved for its saves, and makes it anew if it is too small or the daemon
+"""Holds the shared memory that a rank has reserved for its saves, and makes it again if it is too small or the daemon
 changed.
 """
 
@@ -15,7 +15,7 @@ from holdfast.tensors.leaves import Leaf
 
 log = logging.getLogger(__name__)
 
-TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
+TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made again
 TABLE_BYTES_MIN = 2**16
 
 

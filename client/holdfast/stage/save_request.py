@@ -51,7 +51,7 @@ class SaveRequest(NamedTuple):
         ticket = self.ticket
         if isinstance(error, AlreadyCommitted) and self.existing == "same" and error.members.get("same"):
             if not tickets.has_all_but(ticket.step, self.exclude):
-                error.hint = "it was saved with exclude=, so it lacks names; existing='replace' saves it anew"
+                error.hint = "it was saved with exclude=, so it lacks names; existing='replace' saves it again"
                 return False
             ticket.saved_before()
             return True

@@ -60,7 +60,7 @@ class OptimizerShards:
     returns for a key whose tensor has the parameter's shape, such as a part of a new flat buffer.
 
     `hooks` are the torch optimizers whose steps change this state: they wait until the last save has copied it. Without
-    any, `save()` copies everything before it returns. All of it is read anew at every save.
+    any, `save()` copies everything before it returns. All of it is read again at every save.
     """
 
     def __init__(

@@ -284,7 +284,7 @@ class OptimizerDocument:
         self._written: tuple[str, trees.Tree] | None = None
 
     def collect(self, content: Content) -> None:
-        """Add the document, encoded anew if anything in it may have changed."""
+        """Add the document, encoded again if anything in it may have changed."""
         hyper = [{k: v for k, v in group.items() if k != "params"} for group in self._state.groups_of_parameters()]
         plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
         seen = repr(hyper) if plain else ""

@@ -96,7 +96,7 @@ class GroupLeaves(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The state's entries by kind: named tensors, optimizers, and entries that are read anew at every save."""
+    """The state's entries by kind: named tensors, optimizers, and entries that are read again at every save."""
 
     groups: tuple[str, ...]
     named: tuple[NamedTensors, ...]

@@ -283,7 +283,7 @@ def local_tensors(value: Storable) -> tuple[torch.Tensor, ...]:
 
 
 def objects(value: Storable) -> tuple[int, ...]:
-    """The ids of the caller's tensors or Fragments, in order: a FragmentList is made anew whenever the state is read."""
+    """The ids of the caller's tensors or Fragments, in order: a FragmentList is made again whenever the state is read."""
     return tuple(map(id, parts_of(value)))
 
 

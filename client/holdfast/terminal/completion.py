@@ -14,7 +14,7 @@ from holdfast.read.library import open_library
 from holdfast_formats.errors import CheckpointError
 
 OFFERED_MAX = 50
-WAIT_S = 2.0  # for whoever is asked: a service that hangs, or a file system, must not hold up a shell
+WAIT_S = 2.0  # for one answer: a service that hangs, or a file system, must not hold up a shell
 
 
 def runs(context: Context, incomplete: str) -> list[str]:

@@ -62,7 +62,7 @@ def contents(made: Manifest) -> Manifest:
 
 def _as_saved(made: Manifest, group: str, name: str, one: CodedTensor) -> TensorEntry:
     parts: dict[str, TensorEntry] = {}
-    if one.coding in codings.PARTS:  # else it is refused by whoever reads it
+    if one.coding in codings.PARTS:  # else its reader refuses it
         wanted = needs(made, group, name, whole(one.shape))
         parts = {role: resolve(made, need.group, need.name)[1] for role, need in wanted.items()}
     size = prod(one.shape) * 4

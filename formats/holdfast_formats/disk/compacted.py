@@ -38,7 +38,7 @@ class CodedTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Compacted(msgspec.Struct, frozen=True):
-    """That tensors were stored anew in fewer bytes after the commit: when, by which rule, how many bytes the manifest's
+    """That tensors were stored again in fewer bytes after the commit: when, by which rule, how many bytes the manifest's
     files had before, and the SHA-256 of the manifest that it had then.
 
     `tensors` and `exact` are keyed by group, then by name: what is coded, and why the rule left a tensor as it was saved.

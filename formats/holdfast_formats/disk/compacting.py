@@ -159,7 +159,7 @@ def small_bytes(made: Manifest) -> dict[str, int]:
 
 
 def least_new_bytes(made: Manifest, chosen: Sequence[CodingCandidate]) -> int:
-    """About how many bytes have to be written anew to code these, if all of them can be."""
+    """About how many bytes have to be written again to code these, if all of them can be."""
     groups = {one.group for one in chosen}
     whole = sum(entry.nbytes for group in groups for entry in made.tensors[group].values())
     return whole - sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in chosen)

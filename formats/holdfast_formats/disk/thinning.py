@@ -1,7 +1,7 @@
 """Thin checkpoints: weights that stay when optimizer, masters and the ranks' own state are taken out of a checkpoint.
 
 Files hold whole tensors of one group, so what stays keeps its files, extents and digests as they are; only state.json and
-the manifest are written anew.
+the manifest are written again.
 """
 
 from __future__ import annotations

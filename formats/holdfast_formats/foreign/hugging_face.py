@@ -1,6 +1,6 @@
 """A plain Hugging Face model: safetensors files in one directory, with an index, numbered, or a single one.
 
-`hugging_face_names` says what is refused. Links of a hub's snapshot are followed by whoever opens the directory.
+`hugging_face_names` says what is refused. Links of a hub's snapshot are followed when the directory is opened.
 """
 
 from __future__ import annotations

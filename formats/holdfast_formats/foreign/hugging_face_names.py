@@ -19,7 +19,7 @@ CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**24
 _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 
-# The same weights once more, as other programs want them; whoever reads the safetensors files needs none of these.
+# The same weights once more, as other programs want them; a reader of the safetensors files needs none of these.
 _COPIES = re.compile(
     r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5})?(\.(fp16|bf16|fp32))?(-\d{5}-of-\d{5})?\.bin(\.index(\.(fp16|bf16|fp32))?\.json)?|tf_model\.h5|flax_model.*\.msgpack(\.index\.json)?|consolidated.*\.safetensors"
     r"|.*\.gguf|consolidated.*\.pth"

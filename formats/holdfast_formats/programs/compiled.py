@@ -41,7 +41,7 @@ class Becoming(NamedTuple):
 class CompiledProgram(NamedTuple):
     """Tensors to be made, each checked: every element is written once, and every source element is used or named in `lost`.
 
-    Whoever makes them checks first that the tensors of each of `equal` hold the same bytes, and that those of `zeros`
+    Before they are made, it is checked that the tensors of each of `equal` hold the same bytes, and that those of `zeros`
     hold nothing else. `names` says what became of each parameter, for documents that name parameters.
     """
 

@@ -35,7 +35,7 @@ class Environment:
         self._index, self._sizes, self._ranks = NameIndex(parameters), sizes, ranks
         self._shapes: dict[str, Shape] = dict(parameters)
         self._spent: dict[str, Arrangement] = {}
-        self._kept: set[str] = set()  # by `a -> a`: it stays, whoever uses it later
+        self._kept: set[str] = set()  # by `a -> a`: it stays, whatever uses it later
         self._untouched = set(parameters)
         self._steps = 0
         self.passing = False

@@ -294,7 +294,7 @@ class _Reader:
         self._check_attributes(made, words)
 
     def _check_attributes(self, made: ProgramStatement, words: set[str]) -> None:
-        """Refuse what would do nothing: whoever wrote it believed something else."""
+        """Refuse what would do nothing: its author believed something else."""
         fused, fits = words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}, dict[str, bool]()
         one_to_one = len(made.left) == len(made.right) == 1
         outside = made.left[0].nothing or made.right[0].nothing

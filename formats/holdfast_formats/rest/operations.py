@@ -149,7 +149,9 @@ class RotationRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     grace_s: int = Field(default=86_400, ge=0, le=GRACE_MAX_S, description="how long the old secret is still accepted")
-    expires_s: int | None = Field(default=None, ge=1, description="lifetime of the new one; None: that of the old one, anew")
+    expires_s: int | None = Field(
+        default=None, ge=1, description="lifetime of the new one; None: that of the old one, again"
+    )
 
 
 class Token(Body):

@@ -43,7 +43,7 @@ class Notice(Body):
 
 
 class NotificationTarget(Body):
-    """Whom the daemon tells of alerts. Secrets, and paths of addresses, are not shown."""
+    """A target of the daemon's alerts. Secrets, and paths of addresses, are not shown."""
 
     name: str
     kind: TargetKind

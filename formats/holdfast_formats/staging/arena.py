@@ -187,7 +187,7 @@ def is_filled(memory: memoryview, made: Geometry, slot: int) -> bool:
 def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
     """The argument of `F_OFD_SETLK` that locks a slot: its header's first byte, shared by readers, exclusive for a lease.
 
-    Such a lock belongs to an open file description, so a reader opens the segment anew, and the lock ends with its holder.
+    Such a lock belongs to an open file description, so a reader opens the segment again, and the lock ends with its holder.
     The kernel keeps it when the daemon dies: no other daemon leases a slot that is being read.
     """
     return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)

@@ -66,7 +66,7 @@ _TAGS = [
     {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
     {"name": "events", "description": "Events, as a live stream or in pages"},
     {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
-    {"name": "notifications", "description": "Whom the daemon tells of alerts, and how that fares"},
+    {"name": "notifications", "description": "Where the daemon sends alerts, and how that fares"},
     {"name": "watched", "description": "Other daemons that this one watches, and their runs"},
     {"name": "access", "description": "Who asks, who did what, and how much a team may store"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},
@@ -100,7 +100,7 @@ ROOMS = (
 )
 _PAGES = APIRouter()
 _PAGES.include_router(dashboard.router, dependencies=needs.PAGES)
-# For every app the same: `include_router` in an app would build each route anew, which takes longer than all else there.
+# For every app the same: `include_router` in an app would build each route again, which takes longer than all else there.
 _ROUTES = [route for router in (*(room.router for room in ROOMS), _PAGES) for route in router.routes]
 
 

@@ -97,7 +97,7 @@ class Services:
 
     @cached_property
     def audit(self) -> Audit:
-        """Who did what. Whoever ends the service closes it."""
+        """Who did what. The end of the service closes it."""
         return Audit(self.catalog.database, self.events.node, utc_now, self.audit_days)
 
     @cached_property

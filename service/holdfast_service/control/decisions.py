@@ -366,7 +366,7 @@ class Decisions:
         self._records.committed(round_id, made, known, staged.place if staged else None)
         if plan.lacks_average:
             self._records.without_average(made)
-        self._let_go(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
+        self._let_go(made.run, made.attempt)  # what all ranks have saved again, all of them have restored
         self.on_commit(made)
         return made
 

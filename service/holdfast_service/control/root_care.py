@@ -75,7 +75,7 @@ class RootCare:
             self._due(run)
 
     def _list_what_is_there(self, found: Iterable[str]) -> None:
-        """Whoever committed a checkpoint, and whoever saw it, may be lost before the catalog heard of it. What disagrees
+        """The nodes that committed a checkpoint, or saw it, may be lost before the catalog heard of it. What disagrees
         only once is on its way there.
         """
         disagreed = {run for run in found if not roots.agrees(self._store, self._catalog, run)}

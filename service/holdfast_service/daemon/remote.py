@@ -136,7 +136,7 @@ class RemoteRanks:
 
     def find(self, rank_id: str, sees: Callable[[str], bool] = lambda run: True) -> RemoteRank:
         """The rank of this id, heard of now; `RoundAborted` when it was given up, `NoSuchResource` when it said no hello, or
-        is of a run that whoever asks does not see.
+        is of a run that the asker does not see.
         """
         with self._lock:
             found = self._ranks.get(rank_id)

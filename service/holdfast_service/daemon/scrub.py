@@ -3,7 +3,7 @@ can be mended, and before the bytes are needed.
 
 It gives way to all else: to saves, which it waits for; to others at disk and processor, by its priority and its rate; and
 to removals, since it holds nothing: a checkpoint that goes while it is read was not damaged. How far it is stands in the
-catalog, as the time of each checkpoint's last check, so it goes on where it was when the daemon is started anew.
+catalog, as the time of each checkpoint's last check, so it goes on where it was when the daemon is started again.
 """
 
 from __future__ import annotations

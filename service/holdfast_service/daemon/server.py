@@ -66,7 +66,7 @@ class Daemon:
         self._threads[1].join()
         self.lives.look()  # before we hang up: who is here now may go on with the next daemon
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # whoever waits for a rank there waits no longer
+            self._listener.shutdown(socket.SHUT_RDWR)  # the thread that waits for a rank there waits no longer
         self._listener.close()
         self.path.unlink(missing_ok=True)
         self.adoption.close()

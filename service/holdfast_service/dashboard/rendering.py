@@ -56,7 +56,7 @@ SAID = {
     "revoked": "The token was revoked. It is no longer accepted.",
     "forgotten": "The node is listed no more. It may join again at any time.",
     "signed-in": "Signed in.",
-    "acknowledged": "Acknowledged. It counts again if it ends and then happens anew.",
+    "acknowledged": "Acknowledged. It counts again if it ends and then happens again.",
     "snoozed": "Snoozed for an hour.",
     "alert-back": "The alert counts again.",
     "retried": "What could not be copied is tried again now.",
@@ -143,7 +143,7 @@ def viewer_of(request: Request) -> Viewer | None:
 
 
 def may_stop(may: Callable[..., bool], job: Job) -> bool:
-    """Whether to offer to cancel a job: whoever may not have it done may not stop it either."""
+    """Whether to offer to cancel a job: a viewer that may not have it done may not stop it either."""
     if job.kind in _OF_A_RUN:
         return may("write", job.run)
     return may("admin" if job.kind in _OF_ADMINS else "write", None)

@@ -44,7 +44,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
     """Do a piece of network work in this thread, in so much time as a whole; `TimeoutError`. Limits for each step alone do
-    not end it: whoever answers may send a byte at a time.
+    not end it: a server may send a byte at a time.
     """
     loop = _Loop()
     try:

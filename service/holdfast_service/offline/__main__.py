@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _program(name)([name, *rest] if name in ACTS else rest)
     except KeyboardInterrupt:
-        problem = RoundAborted("stopped by a signal", hint="the same command begins anew")
+        problem = RoundAborted("stopped by a signal", hint="the same command begins again")
         print(json.dumps(problem.problem()))
         return exit_status(problem)
     finally:

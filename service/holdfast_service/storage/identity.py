@@ -1,4 +1,4 @@
-"""The identity of a root: an id in its directory, made when a daemon first serves it, and made anew in a copy."""
+"""The identity of a root: an id in its directory, made when a daemon first serves it, and made again in a copy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
 _ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01  # of fallocate
 _STATFS_BYTES_MAX = 256  # larger than struct statfs anywhere
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt
-# Larger buffers are mapped and unmapped one by one, and every page of them faults in anew. The blocks of a check are smaller
+# Larger buffers are mapped and unmapped one by one, and each page of them faults in again. The blocks of a check are smaller
 # (1 MiB, daemon/checking/statistics.py): mapped one by one they tripled its processor time.
 _MAPPED_BYTES_MIN = 2 * 1024 * 1024
 _KEPT_BYTES_MAX = 4 * 1024 * 1024  # free at the end of an arena

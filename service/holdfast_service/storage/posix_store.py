@@ -214,7 +214,7 @@ class PosixStore:
                 return
             except StorageFailed as failure:
                 if self._tier.size(path) is None:  # else it came at this moment
-                    if failure.members.get("errno") in (EEXIST, ENOENT):  # others publish, and tidy up what is made anew
+                    if failure.members.get("errno") in (EEXIST, ENOENT):  # others publish, and tidy up what is made again
                         raise NoSuchResource(f"{path} was there, and all that was staged is gone") from failure
                     raise
         if self._tier.read(path) != data:

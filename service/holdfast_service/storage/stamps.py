@@ -1,4 +1,4 @@
-"""Stamps of files: a text that changes when a file is written, replaced or made anew, computed without reading the file."""
+"""Stamps of files: a text that changes when a file is written, replaced or made again, computed without reading the file."""
 
 from __future__ import annotations
 

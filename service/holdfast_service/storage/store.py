@@ -70,7 +70,7 @@ class StagedCheckpoint(Protocol):
         """Have a file of a committed checkpoint of this run stand here too, uncopied; False if that is not possible."""
 
     def put_receipt(self, node: str, data: bytes) -> None:
-        """What a node has made durable, for whoever commits; no part of the checkpoint."""
+        """What a node has made durable, for the commit; no part of the checkpoint."""
 
 
 class Store(Protocol):

@@ -57,7 +57,7 @@ class Readable(Protocol):
         """The names in a directory, sorted; empty for anything but a directory."""
 
     def stamp(self, path: str) -> str:
-        """A text that changes when the file at `path` is written, replaced or made anew; empty if there is no file."""
+        """A text that changes when the file at `path` is written, replaced or made again; empty if there is no file."""
 
 
 class Tier(Readable, Protocol):
@@ -113,7 +113,7 @@ class Tier(Readable, Protocol):
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         """For this directory, as `""`, and each subdirectory that holds files of all these names: a text, computed without
-        reading them, that changes when one of the files is written, replaced or made anew.
+        reading them, that changes when one of the files is written, replaced or made again.
 
         Returns None for anything but a directory.
         """

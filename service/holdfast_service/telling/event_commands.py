@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 AT_ONCE = 4  # commands
 READ_MAX = 100  # events
 LOOK_S = 5.0  # and soon after this process has recorded an event,
-LINGER_S = 0.1  # when it has answered whoever waits: reading hurries what the catalog is still to be told
+LINGER_S = 0.1  # when it has answered what waits: reading hurries what the catalog is still to be told
 OUTCOMES = ("done", "failed", "dropped")
 
 
 class EventCommands:
-    """The threads that run the command. Whoever records an event never waits for them."""
+    """The threads that run the command. Recording an event never waits for them."""
 
     def __init__(self, command: Command, events: Events, node: str, kinds: Collection[str], root: Path) -> None:
         """`kinds` are those for which it is run; none: all."""
@@ -87,7 +87,7 @@ class EventCommands:
             self._position = self._newest()
             return False
         found = self._events.following(self._position, READ_MAX)
-        if self._position > found.newest:  # the catalog was made anew
+        if self._position > found.newest:  # the catalog was made again
             self._position = found.newest
         elif self._position and self._position < found.forgotten:
             with self._lock:

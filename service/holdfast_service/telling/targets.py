@@ -1,6 +1,6 @@
-"""Whom the daemon tells of alerts: the file of `--notify`, in TOML. What is not understood is refused by name.
+"""Where the daemon sends alerts: the file of `--notify`, in TOML. What is not understood is refused by name.
 
-The file is the only place for targets: whoever may change it chooses to where this machine connects, no API does. Secrets
+The file is the only place for targets: it alone says where this machine connects to, and no API changes that. Secrets
 are in files of their own, and are read at each delivery, so that they can be replaced at any time.
 """
 
@@ -191,7 +191,7 @@ def read_targets(path: Path) -> NotifyFile:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a pipe without waiting for whoever writes into it."""
+    """Open a pipe without waiting for what writes into it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -123,7 +123,7 @@ class NodeParts(NamedTuple):
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
-    """The root's storage and catalog; a missing or damaged catalog is made anew, one of another root is refused.
+    """The root's storage and catalog; a missing or damaged catalog is made again, one of another root is refused.
 
     With a catalog that several nodes can share, this daemon is a node of a cluster.
     """

@@ -108,7 +108,7 @@ class RestoreCare:
 
 
 class Reached:
-    """A replica's directory, locked, so that no other daemon serves it or copies there, and checked anew each time.
+    """A replica's directory, locked, so that no other daemon serves it or copies there, and checked again each time.
 
     If its disk was unmounted, there may be an empty directory of another disk at its path: nothing is written there.
     """

@@ -317,7 +317,7 @@ def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
     world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
     with world.decisions.reading(RUN, 10):
         assert thinner(world).look(RUN) == []
-    with pytest.raises(InUse, match="saved anew"):
+    with pytest.raises(InUse, match="saved again"):
         world.decisions.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
     assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
 

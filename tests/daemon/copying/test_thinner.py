@@ -151,7 +151,7 @@ def test_one_that_was_saved_anew_is_not_touched(world: CopiesWorld, monkeypatch:
     """What stands there is not what was staged."""
     keep(world, keep_full=1)
     thinning = world.decisions.thinning
-    with pytest.raises(InUse, match="saved anew"):
+    with pytest.raises(InUse, match="saved again"):
         thinning.publish(naming.job_place(RUN, 5, "1"), b"", b"", b"another COMMIT", None)
 
 

@@ -17,7 +17,8 @@ from holdfast_formats.rest.runs import RunAbout, RunChange
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
-    str | None, typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is whom its trainer names.')
+    str | None,
+    typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is the name that its trainer gives.'),
 ]
 Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]

@@ -1,4 +1,4 @@
-"""`holdfast notify`: whom the daemon tells of alerts, how that fares, and a test message."""
+"""`holdfast notify`: where the daemon sends alerts, how that fares, and a test message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest.telling import NotificationTarget
 
 app = typer.Typer(
-    help="Show whom the daemon tells of alerts (`serve --notify FILE`), and send test messages.", no_args_is_help=True
+    help="Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", no_args_is_help=True
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")]
 

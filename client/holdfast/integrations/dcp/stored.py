@@ -1,4 +1,4 @@
-"""A stored checkpoint under the names that DCP gives to a state dict, whoever has saved it."""
+"""A stored checkpoint under the names that DCP gives to a state dict, whatever has saved it."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class AttachedEngine:
         restored = self._restore(step, how)
         if self._optimizer is not None:
             self._optimizer.follow_weights()
-        if hasattr(optimizer, "checkpoint_event_epilogue"):  # and gathers those anew that it always has as a whole
+        if hasattr(optimizer, "checkpoint_event_epilogue"):  # and gathers those again that it always has as a whole
             optimizer.checkpoint_event_epilogue()
         if restored:
             self._restored, self._saved = True, {}

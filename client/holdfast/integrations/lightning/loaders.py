@@ -119,7 +119,7 @@ class SameOrder:
 
 
 def has_cycled(combined: Any, batches: int) -> bool:
-    """Whether after so many batches a loader has begun anew, because others are longer."""
+    """Whether after so many batches a loader has begun again, because others are longer."""
     sizes = [framework.fabric("utilities.data").sized_len(loader) for loader in combined.flattened]
     shortest = min((size for size in sizes if size is not None), default=None)
     return len(sizes) > 1 and combined._mode == "max_size_cycle" and shortest is not None and batches > shortest

@@ -1,6 +1,6 @@
 """Where Lightning's training stands in its data, so that it goes on with the same rows and random numbers.
 
-Lightning begins an epoch anew with a plain loader, and keeps no random streams. These are the methods of its loops that say
+Lightning begins an epoch again with a plain loader, and keeps no random streams. These are the methods of its loops that say
 where it is (2.6):
 
     fit_loop._load_combined_loader_states()   the first iterator is made next, before any hook of the epoch
@@ -210,7 +210,7 @@ class EpochPosition:
             )
         if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
             return InvalidRequest(
-                "a data loader has begun anew within the epoch, because others are longer: its order cannot be found again",
+                "a data loader has begun again within the epoch, because others are longer: its order cannot be found again",
                 hint="use loaders with a state of their own (StatefulDataLoader), or save at the end of epochs",
             )
         return None

@@ -173,7 +173,7 @@ class TakenOver:
         return NotGathered(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
 
     def _load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing is left to do, unless a hook has changed the tensors that it was shown, or made the module anew."""
+        """Nothing is left to do, unless a hook has changed the tensors that it was shown, or made the module again."""
         if self._shown is not None:
             if self._run.tensors() != self._filled:
                 self._run.restore_weights()

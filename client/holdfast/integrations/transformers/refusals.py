@@ -33,7 +33,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
         raise InvalidRequest("torch_xla and SageMaker's model parallelism are not supported", hint=_PLAIN)
     if args.auto_find_batch_size:
         raise InvalidRequest(
-            "auto_find_batch_size trains anew with another batch size, which a resumed run could not continue",
+            "auto_find_batch_size trains again with another batch size, which a resumed run could not continue",
             hint="set per_device_train_batch_size to the size that was found",
         )
     if getattr(trainer.model, "_hf_peft_config_loaded", False) is True:  # set by add_adapter() since transformers 4.33

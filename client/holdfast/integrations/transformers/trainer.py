@@ -36,7 +36,7 @@ class HoldfastTrainerMixin(Trainer):
 
         None or "auto": the newest sound checkpoint of the run, or the beginning if it has none. True: the same, but it is an
         error if there is none; checkpoints that transformers itself wrote into output_dir count too. False: begin the run
-        anew; its checkpoints are left behind. A number: this step. "latest-healthy": the newest that was verified, without
+        again; its checkpoints are left behind. A number: this step. "latest-healthy": the newest that was verified, without
         new NaN or infinities. A directory: a checkpoint of this run, or one that transformers wrote.
         Raises `InvalidRequest` for what is not supported, and what `Checkpointer.restore()` and `close()` raise.
         """

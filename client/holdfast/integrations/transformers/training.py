@@ -82,7 +82,7 @@ class TrainerRun:
         if asked is None and self._trained:
             raise InvalidRequest(
                 f"this Trainer has trained the run {self.run} already",
-                hint="pass resume_from_checkpoint=True to go on, False to begin the run anew, or attach it to another run",
+                hint="pass resume_from_checkpoint=True to go on, False to begin the run again, or attach it to another run",
             )
         while True:
             try:
@@ -194,7 +194,7 @@ class TrainerRun:
                 raise NoSuchCheckpoint(
                     f"No valid checkpoint found in output directory ({self.trainer.args.output_dir}), and none in the run "
                     f"{self.run}",
-                    hint="train() without resume_from_checkpoint resumes if there is one, and else begins anew",
+                    hint="train() without resume_from_checkpoint resumes if there is one, and else begins again",
                 )
             if step == 0:
                 return None, None

@@ -14,7 +14,9 @@ from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 _WEIGHTS = ("model", "adapter")
 _HALF = frozenset({"BF16", "F16"})
 _FLOATS = frozenset({"F64", "F32", *_HALF})
-_HINT = "the files may be of different saves: copy the directory anew, or import another step; --as-is imports what is there"
+_HINT = (
+    "the files may be of different saves: copy the directory again, or import another step; --as-is imports what is there"
+)
 
 
 def check(tensors: Mapping[TensorKey, ForeignTensor], tied: Collection[str], trained: bool) -> list[str]:

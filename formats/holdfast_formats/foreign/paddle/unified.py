@@ -42,7 +42,7 @@ def recognises(files: ForeignFiles) -> bool:
     try:
         found = read_safetensors(files, held[0])
     except CorruptManifest:
-        return False  # whoever reads it as a model of Hugging Face says what is wrong
+        return False  # reading it as a model of Hugging Face says what is wrong
     return found.format == "np" or (_has_bits(found) and is_paddles(files, names))
 
 

@@ -100,7 +100,7 @@ class ProvenExtents:
     def read(self, source: CachedCheckpoint, run: Sequence[Piece], target: Octets) -> None:
         """Read pieces that follow each other in a file into memory of the asker's, and prove them there.
 
-        For whoever wants them as they are, and once. Raises as `lend` does.
+        For bytes that are wanted as they are, and once. Raises as `lend` does.
         """
         name = run[0].file
         try:

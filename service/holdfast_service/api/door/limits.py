@@ -1,8 +1,8 @@
-"""How much the holder of a token, or somebody whom a login proxy lets in, may ask for: requests a second, and bytes a
+"""How much the holder of a token, or a person that a login proxy lets in, may ask for: requests a second, and bytes a
 second of what is sent to them.
 
 Requests are counted as they come, with room for a burst. Bytes are counted as they go, so that an answer that has begun is
-never slowed; whoever is in debt then has to wait. Ranks are never limited: nothing of saving or restoring as a rank is.
+never slowed; the next requests have to wait. Ranks are never limited: nothing of saving or restoring as a rank is.
 """
 
 from __future__ import annotations

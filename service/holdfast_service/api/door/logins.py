@@ -1,4 +1,4 @@
-"""People whom a proxy has let in, by the headers that it sends: oauth2-proxy's, or any other's with the same contract.
+"""People that a proxy has let in, by the headers that it sends: oauth2-proxy's, or any other's with the same contract.
 
 Headers are believed from the configured addresses alone, and only beside the secret that the proxy adds: a program that
 reaches this service past the proxy, from whatever address, is nobody. Whoever sends such headers without being the proxy is
@@ -46,7 +46,7 @@ class LoginsFile(BaseModel):
     proxies: list[str] = Field(min_length=1, description="addresses of the proxy, or networks: 10.0.0.5, 172.18.0.0/16")
     secret_file: Path = Field(description="file of the secret that the proxy adds; relative to this file")
     groups: dict[str, Grant] = Field(default_factory=dict, description="what members of a group may")
-    everybody: Grant | None = Field(default=None, description="what everybody may whom the proxy lets in")
+    everybody: Grant | None = Field(default=None, description="what everybody may that the proxy lets in")
     headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
     logout: str | None = Field(default=None, description="path where the proxy ends the session")
     requests_per_s: _Rate = Field(default=None, description="requests a second of each person; None: no limit")

@@ -47,7 +47,7 @@ class Policy:
     """Who may come in: `tokens` says whether everybody needs one, `tls` that a proxy before us speaks TLS.
 
     `hosts` are names beside addresses and `localhost` by which it may be asked without a token in the Authorization header.
-    `logins` are the people whom a proxy before us has let in.
+    `logins` are the people that a proxy before us has let in.
     """
 
     tokens: bool = False
@@ -221,7 +221,7 @@ class _Asked(NamedTuple):
 
 
 async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive, principal: Principal) -> _Asked:
-    """The body, looked at by what the door takes it for; whoever reads it later is told that, and nothing else."""
+    """The body, looked at by what the door takes it for; what reads it later is told that, and nothing else."""
     method, path = scope["method"], scope["path"]
     if method in scopes.SAFE:
         return _Asked(receive, principal)

@@ -1,7 +1,7 @@
 """What a route needs, declared on the route and checked there once more: how large a scope, which runs, what kind of body.
 
 The door judges by method and path before anything is read, and so closes what nobody thought of; this judges what the
-framework has made of the request. Whoever talks past one of them meets the other. A route that declares nothing, or
+framework has made of the request. What gets past one of them meets the other. A route that declares nothing, or
 something else than the door believes, keeps the service from starting.
 """
 

@@ -15,13 +15,13 @@ from holdfast_service.control.access.tokens import Principal
 
 PROBES = frozenset({"/healthz", "/readyz"})
 OPEN = PROBES | {"/login"}
-ENTER = "/enter"  # whoever has a one-time link
+ENTER = "/enter"  # for the holder of a one-time link
 OPEN_FILES = "/static/"  # style and script of pages, /login's among them
 METRICS = "/metrics"
 API = "/v1/"
 TOKENS = "/v1/tokens"
 CATALOG = "/v1/catalog/"  # what it says is about all runs, and some of it about none
-NOTIFICATIONS = "/v1/notifications"  # whom the daemon tells of all runs
+NOTIFICATIONS = "/v1/notifications"  # where the daemon sends the alerts of all runs
 AUDIT = "/v1/audit"  # an admin of some runs sees the entries about these
 JOBS = "/v1/jobs"
 LINKS = "/v1/links"  # a way in for a browser, with the rights of who asks

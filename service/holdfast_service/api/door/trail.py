@@ -119,7 +119,7 @@ class Footprint:
 
     @property
     def signed_in(self) -> str | None:
-        """Whoever a browser was just let in as, which the route has left here."""
+        """The principal that a browser was just let in as, which the route has left here."""
         found = self._scope.get("state", {}).get("signed_in")
         return found if isinstance(found, str) else None
 

@@ -27,7 +27,7 @@ from holdfast_service.control.insight.summary_board import key_of
 from holdfast_service.control.insight.summary_queries import Summaries
 
 router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
-EVERYBODY = Principal("alerts", "admin")  # as whom it is looked what there is
+EVERYBODY = Principal("alerts", "admin")  # sees all that there is
 TAKEN_BACK = "no longer acknowledged"
 Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
 Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
@@ -71,7 +71,7 @@ def list_alerts(
 def acknowledge(  # noqa: PLR0913 - what a request has
     request: Request, services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
 ) -> Acknowledgement:
-    """It is counted no more until it has ended and occurs anew, or until the given time is over. 404 if there is no such
+    """It is counted no more until it has ended and occurs again, or until the given time is over. 404 if there is no such
     alert now. `run-lost` without a time is as `acknowledged` of the run: it is idle then.
     """
     found = summaries_of(request)

@@ -1,4 +1,4 @@
-"""Routes: whom the daemon tells of alerts, for admins of all runs. Targets are set in the file of `--notify` alone."""
+"""Routes: where the daemon sends alerts, for admins of all runs. Targets are set in the file of `--notify` alone."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def _ranks(services: Wired) -> RemoteRanks:
 
 Ranks = Annotated[RemoteRanks, Depends(_ranks)]
 RankId = Annotated[
-    str, Path(pattern=r"^[0-9a-f]{32}$", description="random ID chosen by the rank; whoever knows it can act as the rank")
+    str,
+    Path(pattern=r"^[0-9a-f]{32}$", description="random ID chosen by the rank; a client that knows it can act as the rank"),
 ]
 Number = Annotated[int, Path(ge=0, le=2**53, description="number of the upload, counted by the rank")]
 

@@ -1,6 +1,6 @@
 """The audit log: who did what, from where, and what came of it, in the catalog.
 
-Whoever adds an entry waits for nothing: a thread of its own writes, in batches. While the catalog is away entries wait, up
+Adding an entry waits for nothing: a thread of its own writes, in batches. While the catalog is away entries wait, up
 to a limit; what is lost is counted. Entries older than `days` are removed. So is what is over `ENTRIES_MAX`, and then the
 oldest of those author-and-kinds that have the most: a flood pushes out nothing but itself.
 """

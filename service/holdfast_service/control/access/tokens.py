@@ -353,7 +353,7 @@ def check_pattern(runs: str) -> str:
 
 
 def of_person(name: str, grants: Collection[Grant]) -> Principal:
-    """Somebody whom a proxy has let in, with what their groups give; at least one."""
+    """A person that a proxy has let in, with what their groups give; at least one."""
     largest = max(grants, key=lambda one: _rank(one.scope))
     every = tuple(sorted(set(grants), key=lambda one: (-_rank(one.scope), one.runs)))
     return Principal(name, largest.scope, joined(one.runs for one in every), by="login", grants=every)

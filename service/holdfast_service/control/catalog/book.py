@@ -191,7 +191,7 @@ class Book:
             with self._changed:
                 if not self._waiting:
                     self._changed.wait_for(lambda: self._waiting or self._closed or self._missed or not self._known, LOOK_S)
-                    # Whoever tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
+                    # What tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
                     self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
                 told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
             if self._closed:

@@ -294,7 +294,7 @@ class Catalog:
         made = _row(checkpoint, stamp, proven)
         with self._write(hasty=True) as session:
             row = lock_run(session, checkpoint.run)
-            # So that a catalog made anew from directories never gives an attempt number out twice.
+            # So that a catalog made again from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
             known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
             if known is not None and (known.created, known.attempt) != (made.created, made.attempt):
@@ -306,7 +306,7 @@ class Catalog:
             lines.settle(session, checkpoint.run)
 
     def list_damaged(self, damaged: bodies.CheckpointInfo, before: Mapping[int, str | None]) -> None:
-        """List a checkpoint as damaged, unless its step was listed anew or forgotten since the run had these stamps."""
+        """List a checkpoint as damaged, unless its step was listed again or forgotten since the run had these stamps."""
         run, step = damaged.run, damaged.step
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
@@ -329,7 +329,7 @@ class Catalog:
     ) -> None:
         """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
 
-        `gone` comes with the stamps that were listed: what has been saved anew since then stays, and so does what somebody
+        `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what somebody
         else has listed meanwhile.
         """
         with self._write(hasty=True) as session:

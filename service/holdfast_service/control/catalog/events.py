@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 EVENTS_MAX = 20_000
 TRIM_EVERY = 500
 SKIPPED_IDS = 1000  # more than SQLite's log holds between two syncs: a page each is the least that an event takes
-_ADDING = 0x486F_6C64_6661_7374  # PostgreSQL's advisory lock of whoever adds an event
+_ADDING = 0x486F_6C64_6661_7374  # PostgreSQL's advisory lock for adding an event
 
 
 class Following(NamedTuple):

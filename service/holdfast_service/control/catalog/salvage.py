@@ -28,7 +28,7 @@ from holdfast_service.storage.posix import set_aside
 
 log = logging.getLogger(__name__)
 
-_LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made anew
+_LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made again
 _PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 # What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.

@@ -123,7 +123,7 @@ class SharedAttempts(Attempts):
                     raise
                 time.sleep(SEEN_POLL_S)
             except msgspec.DecodeError as error:
-                raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch anew") from error
+                raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch again") from error
 
     def has(self, run: str) -> bool:
         """As `Attempts.has`: another node may have deleted the run, which the catalog knows. Raises `CatalogUnavailable`."""

@@ -66,7 +66,7 @@ def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thoroug
 
 
 def rebuild(store: Store, catalog: Catalog, writers: Collection[str], now: str) -> CatalogRebuild:
-    """Make the catalog anew from the directories, every manifest read; what only it knows stays, where it is readable.
+    """Make the catalog again from the directories, every manifest read; what only it knows stays, where it is readable.
 
     Rounds and jobs of nodes that are gone end, or go back to be done again. `now` is when they did, RFC 3339.
     """

@@ -74,7 +74,7 @@ def check(database: Database, root_id: str, path: Path) -> None:
 
 
 def adopt(catalog: Catalog, root: Root, now: str) -> str | None:
-    """Make the catalog this root's, whoever had it; returns where that other root was, None where there was none."""
+    """Make the catalog this root's, whichever had it; returns where that other root was, None where there was none."""
     with catalog.database.write() as session:
         row = _locked(session, root, now)
         before = None if row.root == root.id else row.path

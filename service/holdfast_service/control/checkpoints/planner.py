@@ -1,4 +1,4 @@
-"""Plan one save: from what every rank declares to hold, to which bytes are written where and read from whom.
+"""Plan one save: from what every rank declares to hold, to which bytes are written where and read from which rank.
 
 Pure: the same tables give the same plan. What depends only on the fragments is cached, since most saves of a run
 differ only in step and values.

@@ -274,7 +274,7 @@ class RepairBook:
         return damaged + roots.unlisted(PosixStore(self._tier), self._catalog)
 
     def repaired(self, run: str, step: int, detail: dict[str, Any]) -> None:
-        """A file of a checkpoint, or of its replica, was made anew."""
+        """A file of a checkpoint, or of its replica, was made again."""
         where = f"replica {detail['replica']}: " if "replica" in detail else ""
         text = f"{where}{detail['file']} of step {step} was repaired from {detail['source']}"
         self._events.add("checkpoint-repaired", text, run, step, "warning", **detail)

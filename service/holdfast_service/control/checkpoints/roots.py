@@ -110,7 +110,7 @@ def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: 
     off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
     again unless this is to be `thorough`. With `absences`, what is missing is not gone before they say so.
 
-    All runs are looked at, whoever's request is the reason: to somebody who sees a few, all others would look new.
+    All runs are looked at, whatever request is the reason: to a token that sees a few, all others would look new.
     """
     with limited_to(ALL):
         return _reconcile(store, catalog, thorough, absences or Absences())
@@ -251,7 +251,7 @@ def _removed(store: Store, run: str, found: Collection[int], damaged: Collection
 
 def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged, before: Mapping[int, str | None]) -> None:
     """Of a step that was replaced or mended at this moment, COMMIT and manifest may have been read of two checkpoints: it
-    has been listed anew since `before`, and stays as it is listed.
+    has been listed again since `before`, and stays as it is listed.
     """
     problem = {**error.problem(), "run": known.run, "step": known.step}
     if known.damage != problem:
@@ -280,7 +280,7 @@ def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | 
 
 
 def was_unreadable(known: bodies.CheckpointInfo) -> bool:
-    """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
+    """Whether it was marked because of COMMIT or manifest, which can be read now: then all else is looked at again."""
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
 

@@ -140,7 +140,7 @@ def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
 
 
 def forget() -> None:
-    """Plan what comes next anew."""
+    """Plan what comes next again."""
     with _lock:
         _remembered.clear()
 

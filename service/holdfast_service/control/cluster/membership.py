@@ -1,7 +1,7 @@
 """Membership of a cluster: the daemons that share a catalog, each with a lease that it renews.
 
 All times are the database's (I17). A daemon whose lease has ended is no member: its duties, locks and holds are
-other nodes' from then on, and it joins anew, as another boot, before it does anything for the cluster again.
+other nodes' from then on, and it joins again, as another boot, before it does anything for the cluster again.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Membership:
         self._wake.set()
 
     def beat(self) -> bool:
-        """Renew the lease; False if it was another's meanwhile, or had ended, and this daemon has joined anew."""
+        """Renew the lease; False if it was another's meanwhile, or had ended, and this daemon has joined again."""
         mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot, NodeRow.until > now())
         about = self._about()
         with self.database.apart(hopeful=True) as session:
@@ -183,7 +183,7 @@ class Membership:
             return True
         self.joined = False
         self.me = self.me._replace(boot=uuid.uuid4().hex)
-        log.warning("this node's membership has ended; joining anew")
+        log.warning("this node's membership has ended; joining again")
         self.join()
         return False
 

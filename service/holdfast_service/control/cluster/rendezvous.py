@@ -1,7 +1,7 @@
 """Where nodes meet to save one checkpoint: who has brought which ranks, who has written its share, and who commits.
 
 A round is `open` until the parts of all ranks are there. Then it is `sealed`: every node sees the same parts, plans the same
-files, and writes its share of them. Whoever sees that nobody's receipt is missing may claim the commit. A claim ends by the
+files, and writes its share of them. A node that sees that no receipt is missing may claim the commit. A claim ends by the
 database's clock, and another node commits the same bytes. Nothing here publishes: storage decides (I13).
 """
 
@@ -85,7 +85,7 @@ class Rendezvous:
                 _ring(session)
 
     def state(self, round_id: int) -> RoundState:
-        """How far the round is. If this node has joined the cluster anew since, its part is the new boot's from now on."""
+        """How far the round is. If this node has joined the cluster again since, its part is the new boot's from now on."""
         me = self._membership.me
         of_round = PartRow.round_id == round_id
         brought = select(func.coalesce(func.sum(_count(PartRow.ranks)), 0)).where(of_round).scalar_subquery()

@@ -63,7 +63,7 @@ class Trouble(NamedTuple):
 class Database:
     """The tables at one URL. Thread-safe: a session a transaction.
 
-    While it is known to be away, `trouble` says why, and whoever asks is refused at once; only the thread that is its
+    While it is known to be away, `trouble` says why, and every question is refused at once; only the thread that is its
     `keeper` goes on trying. Everybody else first `settle`s: what the keeper was told before is then there to be read.
     """
 

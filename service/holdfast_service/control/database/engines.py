@@ -66,7 +66,7 @@ def _postgresql(url: URL) -> Engine:
         url,
         hide_parameters=True,
         isolation_level="READ COMMITTED",  # what waited for a row's lock sees what the one before it did
-        pool_pre_ping=True,  # a server that was started anew is found again
+        pool_pre_ping=True,  # a server that was started again is found again
         pool_size=CONNECTIONS,
         max_overflow=CONNECTIONS_MORE,
         pool_timeout=BUSY_TIMEOUT_S,

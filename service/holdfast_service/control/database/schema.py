@@ -154,7 +154,7 @@ class CheckpointRow(CatalogTable):
     `stamp` is what storage said of COMMIT and manifest when the row was made: while it says the same, the row stands.
     `proven` is what it said of all files when they were read back and found sound: while it says the same, they are that.
     `seen_s` is when it was committed, in seconds that daemons have seen pass since the run's first commit.
-    `abandoned` follows from the lineages of all checkpoints of the run, and is made anew with each that comes or goes.
+    `abandoned` follows from the lineages of all checkpoints of the run, and is made again with each that comes or goes.
     """
 
     __tablename__ = "checkpoints"

@@ -137,7 +137,7 @@ class Findings:
         return as_damage(self._seen.get(CheckpointId(run, step)))
 
     def made(self, run: str, step: int) -> None:
-        """What was known of this step holds no more: it is sound, or was saved anew."""
+        """What was known of this step holds no more: it is sound, or was saved again."""
         self._seen.pop(CheckpointId(run, step), None)
 
     def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:

@@ -100,7 +100,7 @@ class HealthRecords:
     def newest(self, run: str, groups: Collection[str]) -> int | None:
         """The newest healthy checkpoint with these groups; None where the run has no checkpoint at all.
 
-        Raises `NoSuchCheckpoint` where it has others only: training anew would not be what is wanted.
+        Raises `NoSuchCheckpoint` where it has others only: training again would not be what is wanted.
         """
         step = newest_healthy(self._store.database, run, groups)
         if step is None and newest_before(self._store.database, run, INTEGER_MAX) is not None:

@@ -1,4 +1,4 @@
-"""Who has seen which alert, and for how long. That ends with the alert, so that one that occurs anew counts."""
+"""Who has seen which alert, and for how long. That ends with the alert, so that one that occurs again counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Acknowledgements:
         return {key: one for key, one in there.items() if visible(key.run) and (runs is None or key.run in runs)}
 
     def everything(self) -> Mapping[AlertKey, Acknowledgement]:
-        """Those that hold now, whoever asks; the same object as long as they are the same."""
+        """Those that hold now, for every token; the same object as long as they are the same."""
         there, now = self._read.get(), self._now()
         if not any(_over(one, now) for one in there.values()):
             return there

@@ -1,4 +1,4 @@
-"""A value that takes a while to make, remembered, and made anew behind the backs of those who ask for it."""
+"""A value that takes a while to make, remembered, and made again behind the backs of those who ask for it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Remembered(Generic[Value]):
         known = self._recent(self._old_s)
         if known is None:
             with self._making:
-                known = self._recent(self._old_s)  # whoever was faster has made it meanwhile
+                known = self._recent(self._old_s)  # a faster thread has made it meanwhile
                 return self._remember() if known is None else known[1]
         if self._recent(self._fresh_s) is None and self._making.acquire(blocking=False):
             threading.Thread(target=self._again, name="holdfast-remembered", daemon=True).start()
         return known[1]
 
     def renew(self) -> None:
-        """Whoever asks next is given a new value, and none that is being made already."""
+        """The next question is given a new value, and none that is being made already."""
         self._turn += 1
         self._known = None
 

@@ -1,4 +1,4 @@
-"""What the catalog says of all runs, kept, and read anew of those runs alone of which something has happened since.
+"""What the catalog says of all runs, kept, and read again of those runs alone of which something has happened since.
 
 Whatever changes a run's figures leaves an event or a save that goes on. An event may be seen a moment before what it
 tells of, so a run is read again for some seconds; and everything is, now and then, for what happens without an event.
@@ -23,7 +23,7 @@ from holdfast_service.control.insight.facts import CheckpointFacts, ReplicaCount
 
 FRESH_S = 0.5  # asked again sooner than that, the answer is the same
 AGAIN_S = 3.0  # a run of which something happened is read again for so long
-WHOLE_S = 30.0  # everything is read anew after so long
+WHOLE_S = 30.0  # everything is read again after so long
 BATCH = 200
 
 
@@ -77,7 +77,7 @@ def _said(session: Session, runs: Collection[str] | None = None) -> dict[str, _S
 
 
 class KnownRows:
-    """The rows of all runs of a catalog, whoever asks. Thread-safe."""
+    """The rows of all runs of a catalog, for every token. Thread-safe."""
 
     def __init__(self, database: Database, fresh_s: float = FRESH_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._database, self._fresh_s, self._clock = database, fresh_s, clock
@@ -95,7 +95,7 @@ class KnownRows:
             return self._rows
 
     def renew(self) -> None:
-        """Whoever asks next is told how it is then."""
+        """The next question is answered with how it is then."""
         with self._reading:
             self._looked = float("-inf")
 

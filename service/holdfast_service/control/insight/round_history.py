@@ -1,6 +1,6 @@
 """What rounds took, counted as they end: what histograms and traces are made of.
 
-It is read from the catalog, where whoever measures a phase puts it, so nothing on the path of a save knows of metrics. Each
+It is read from the catalog, where each measured phase is put, so nothing on the path of a save knows of metrics. Each
 look takes what has ended since the one before; what ended before the first one belongs to an earlier process.
 """
 

@@ -1,6 +1,6 @@
 """The summaries of all runs, some seconds old, in the orders in which they are listed.
 
-They are made for whoever asks, and an overview that is open asks every other second: so what has not changed is kept. What a
+They are made for every question, and an open overview asks every other second: so what has not changed is kept. What a
 summary says of a run that nobody trains changes with what is known of it; all else in it changes by the hour.
 """
 
@@ -24,7 +24,7 @@ BY_NEED = RunOrder(ATTENTION)
 
 
 class KeptSummaries:
-    """Summaries of runs, made anew where something is known that was not known. Thread-safe."""
+    """Summaries of runs, made again where something is known that was not known. Thread-safe."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Facts, RunSummary]] = {}
@@ -103,7 +103,7 @@ class SummaryBoard:
         return self._now().failed
 
     def renew(self) -> None:
-        """Whoever asks next is told how it is then."""
+        """The next question is answered with how it is then."""
         self._summaries.renew()
 
     def _now(self) -> _Marked:

@@ -204,7 +204,7 @@ class Summaries:
         return told
 
     def _of_files(self, runs: Sequence[str]) -> Mapping[str, _Policy]:
-        """What the runs' files say. Reading a file costs more than all else of a run, so few are read anew at a time."""
+        """What the runs' files say. Reading a file costs more than all else of a run, so few are read again at a time."""
         new = [run for run in runs if run not in self._policies]
         now = time.monotonic()
         old = sorted(runs if not new else set(runs) - set(new), key=lambda run: self._policies[run].read)
@@ -215,6 +215,6 @@ class Summaries:
     def _read_policy(self, run: str) -> _Policy:
         try:
             policy = read_run_file(self._tier, run).in_force
-        except Damaged:  # whoever changes it is told
+        except Damaged:  # told when it is changed
             return _Policy(time.monotonic(), None, False)
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)

@@ -91,7 +91,7 @@ def standing(file: RunFile, run: str) -> LinkedSteps:
 def _limited(path: str, look: Callable[[], _Seen]) -> _Seen:
     """What `look` at this path returns; `TimeoutError` if it takes too long, at once if an earlier one still hangs.
 
-    On a disk whose server is away, a look may never return: it has a thread of its own, and whoever waits goes on.
+    On a disk whose server is away, a look may never return: it has a thread of its own, and what waits goes on.
     """
     with _hanging_lock:
         if path in _hanging:

@@ -56,7 +56,7 @@ class _Mark(BaseModel):
 
 
 class RunRenaming:
-    """Thread-safe. Whoever renames sees to it that no rank can join either run (`daemon/saving/run_deletion.py`)."""
+    """Thread-safe. The caller sees to it that no rank can join either run (`daemon/saving/run_deletion.py`)."""
 
     def __init__(
         self, tier: Tier, catalog: Catalog, attempts: Attempts, rotation: Rotation, trash: RunTrash, events: Events

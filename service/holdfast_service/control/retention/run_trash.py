@@ -61,7 +61,7 @@ class _Note(BaseModel):
 
 
 class RunTrash:
-    """Thread-safe. Whoever deletes sees to it that no rank can join the run meanwhile (`daemon/saving/run_deletion.py`)."""
+    """Thread-safe. The caller sees to it that no rank can join the run meanwhile (`daemon/saving/run_deletion.py`)."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,

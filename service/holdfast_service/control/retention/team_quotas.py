@@ -66,7 +66,7 @@ class TeamQuotas:
     def set(self, pattern: str, quota_bytes: int) -> Quota:
         """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it.
 
-        Nothing is set where what is used cannot be told: whoever is refused has changed nothing.
+        Nothing is set where what is used cannot be told: a refused request has changed nothing.
         """
         used, runs = self._counted(pattern)
         self._change(lambda quotas: quotas.update({pattern: quota_bytes}))

@@ -56,7 +56,7 @@ class Thinning:
         with self._rotation.deciding(run):
             self._refuse(run, step, small)
             if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") != whole:
-                raise InUse(f"{run}@{step} was saved anew meanwhile", hint="nothing was changed")
+                raise InUse(f"{run}@{step} was saved again meanwhile", hint="nothing was changed")
             with self._rotation.readers.removing(run, step) as free:
                 if not free:
                     raise InUse(f"{run}@{step} is being read", hint="it is thinned later")

@@ -41,7 +41,7 @@ class TrashAges:
         self._tier, self._has_looked = tier, False
 
     def read(self) -> Ages | None:
-        """As of the last look; None where there is none, or it cannot be read: then ages begin anew."""
+        """As of the last look; None where there is none, or it cannot be read: then ages begin again."""
         try:
             data = vouched.read_whole(self._tier, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
             return None if data is None else Ages.model_validate_json(data)

@@ -134,7 +134,7 @@ class Examination:
             data = room[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
             try:
                 verification.check(piece, data)
-            except CheckpointError:  # whoever scrubs it says so
+            except CheckpointError:  # the scrub says so
                 yield piece, None
             else:
                 yield piece, data

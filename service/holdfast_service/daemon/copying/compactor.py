@@ -77,7 +77,7 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
     planned = compacting.plan(full, pair.encoded, rule, compacting.together([one.encoded for one in looked]), utc_now())
     _refuse_full(tier, full, sum(file.bytes for file in planned.files))
     second_names.prove(tier, place, planned.proof, going)
-    streaming.forget(tier, place.path)  # notes of an earlier start: all is written anew
+    streaming.forget(tier, place.path)  # notes of an earlier start: all is written again
     staged = store.begin(place)
     made = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
     second_names.take(tier, staged, place, planned.proof, going)

@@ -175,7 +175,7 @@ def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
 
 
 def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
-    """The plan of what an earlier start of the same import has not staged yet, for whoever asks whether it fits."""
+    """The plan of what an earlier start of the same import has not staged yet, to ask whether it fits."""
     there = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
     files = tuple(file for file in planned.plan.files if there.get(file.layout.name) != file.layout.bytes)
     return planned.plan._replace(files=files)
@@ -267,7 +267,7 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Manifes
 
 
 def counted(made: Manifest) -> WritePlan:
-    """A plan that takes as much room as a checkpoint, for whoever asks whether it fits."""
+    """A plan that takes as much room as a checkpoint, to ask whether it fits."""
     files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in made.files)
     return WritePlan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
 

@@ -174,7 +174,7 @@ class Replicator:
 
     def _rename(self, tier: Tier) -> bool:
         """Give a copy of a renamed run its new name; the old one is removed afterwards. What cannot be renamed is copied
-        anew, as everything that is due.
+        again, as everything that is due.
         """
         now = time.monotonic()
         for which, run in self._book.renames(self.name):

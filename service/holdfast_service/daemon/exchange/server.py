@@ -1,8 +1,8 @@
 """Serves the bytes of slots to other nodes, at an address of its own, to clients that prove to know its secret.
 
-A round's slots are offered while it is being written: a slot that is free may be filled anew. Those of an in-memory
+A round's slots are offered while it is being written: a slot that is free may be filled again. Those of an in-memory
 checkpoint are free. They are not locked for another node, which might hang: what was digested is sent if the slot was still
-the same afterwards, and what is filled anew while it is sent does not match its digest.
+the same afterwards, and what is filled again while it is sent does not match its digest.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         if isinstance(sys.exc_info()[1], _Gone):
-            log.info("a node at %s is not answered to the end: %s has been used anew", client_address, sys.exc_info()[1])
+            log.info("a node at %s is not answered to the end: %s has been used again", client_address, sys.exc_info()[1])
             return
         log.info("a node at %s was not answered to the end", client_address, exc_info=True)
 

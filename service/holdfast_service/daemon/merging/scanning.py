@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 class Workspace:
-    """Arrays by name that one thread uses block after block: made anew each time, the kernel would clear them each time."""
+    """Arrays by name that one thread uses block after block: made again each time, the kernel would clear them each time."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], NDArray[Any]] = {}

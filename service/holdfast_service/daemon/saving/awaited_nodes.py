@@ -24,7 +24,7 @@ from holdfast_service.daemon.saving.joined_round import JoinedRound
 
 log = logging.getLogger(__name__)
 
-DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
+DEAD_S = 20.0  # how long a node whose lease has ended, or that has started again, may take to be back
 ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
 CREWS_EVERY_S = 5.0
 NODES_EVERY_S = 5.0  # how often it is looked which nodes are gone

@@ -25,7 +25,7 @@ class ConnectedRanks:
     """Not thread-safe: guarded by the saver's lock."""
 
     def __init__(self) -> None:
-        self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of whom somebody is here
+        self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of which a rank is here
         self._missing: dict[str, tuple[int, set[int]]] = {}  # by run: its newest attempt, and who is gone without a goodbye
 
         self._heard: dict[str, int] = {}  # by run: the newest attempt of which somebody has said something to this daemon

@@ -207,7 +207,7 @@ class RestoreAgreement:
             self._gone = {key: ranks for key, ranks in self._gone.items() if key[0] != run}
 
     def close(self) -> None:
-        """Whoever waits goes on."""
+        """What waits goes on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ WINDOW_BYTES = EXTENT_BYTES_MAX + 2 * ALIGNMENT_MAX  # whole extents, and what a
 
 
 class BufferPool:
-    """A ring of `count` windows, each made when it is first needed. Whoever needs one waits until one is free."""
+    """A ring of `count` windows, each made when it is first needed. A thread that needs one waits until one is free."""
 
     def __init__(self, count: int) -> None:
         self._free: queue.LifoQueue[Bytes | None] = queue.LifoQueue()

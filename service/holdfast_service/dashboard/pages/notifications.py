@@ -1,4 +1,4 @@
-"""Notifications: whom the daemon tells of alerts, how that fares, and a test message."""
+"""Notifications: where the daemon sends alerts, how that fares, and a test message."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 
 @router.post("/logout")
 async def sign_out(request: Request, api: Asked, _: Posted) -> Response:
-    """End the session and forget the cookie; whom a proxy has let in, it lets out."""
+    """End the session and forget the cookie; a person that a proxy has let in, it lets out."""
     with suppress(CheckpointError, SignInNeeded):  # it has ended by itself
         await api.ask("DELETE", "/v1/links")
     viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)

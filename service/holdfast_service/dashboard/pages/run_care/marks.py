@@ -75,7 +75,7 @@ def _how(api: ViewerApi, run: str, act: str, form: Form, count: int) -> Act:
 
 
 async def _each(steps: Iterable[int], act: Act) -> list[MarkedStep]:
-    """One after the other: what one removal does to the next, retention's rules say anew each time."""
+    """One after the other: what one removal does to the next, retention's rules say again each time."""
     done = []
     for step in steps:
         result: Shown[object] = await shown(act(step))
