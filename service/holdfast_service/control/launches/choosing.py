@@ -54,9 +54,9 @@ class Mending:
     def begin(self, mend: Mend, copies: Copies) -> None:
         self._mend, self._copies = mend, copies
 
-    def mend(self, question: tuple[str, int, int], step: int, error: Damaged | None) -> None:
+    def mend(self, asked: RestoreQuestion, step: int, error: Damaged | None) -> None:
         """Have a checkpoint mended that is damaged in this way, or gone, and wait for that."""
-        self._mend(question, step, error)
+        self._mend((asked.run, asked.attempt, asked.turn), step, error)
 
     def copies(self, run: str) -> Mapping[str, Collection[int]]:
         """The steps of a run that stand in replicas, by replica, as far as they can be reached now."""
@@ -182,7 +182,7 @@ class Choices:
             if found is None:
                 return
             tried.add(found[0])
-            self._mending.mend((asked.run, asked.attempt, asked.turn), *found)
+            self._mending.mend(asked, *found)
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
         """What to mend first, and its damage; None as damage for one that is gone."""
