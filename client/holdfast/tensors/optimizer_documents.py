@@ -94,7 +94,10 @@ def merged(texts: Sequence[str]) -> str:
     listed = {key: list(names) for key, names in masters.items()}
     found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
     found |= {part: held for part, held in ((WRAPPED, wrapped), (BEGAN, began)) if held}
-    return _text({**known[0], **{part: _ordered(held) for part, held in found.items()}})
+    made = {**known[0], **{part: _ordered(held) for part, held in found.items()}}
+    if "$keys" in made:  # others may have parts that the first one lacks
+        made["$keys"] = [*made["$keys"], *(part for part in found if part not in made["$keys"])]
+    return _text(made)
 
 
 def _join(groups: dict[str, Any], first: str, group: dict[str, Any]) -> None:

@@ -80,3 +80,16 @@ def test_what_is_no_such_document_stays() -> None:
     for text in ("[1]", "not json", '{"groups": {}}', odd):
         assert renamed(text, {"a": ["b"]}) == text
         assert merged([text, document({}, {}, {})]) == text
+
+
+def test_rates_that_groups_began_with_stay_with_their_groups() -> None:
+    """Under new names, and where only one rank's groups have them."""
+
+    def of(name: str, began: dict[str, float]) -> str:
+        made = {"groups": {name: {"params": [name], "lr": 0.5}}, "state": {}, "masters": {}, "kinds": {}}
+        return json_values.dumps({**made, **({"began": began} if began else {})}, "optim")
+
+    first, second = of("a", {}), of("b", {"b": 0.1})
+    for texts in ([first, second], [second, first]):
+        assert json_values.loads(merged(texts), "optim")["began"] == {"b": 0.1}
+    assert json_values.loads(renamed(second, {"b": ["c"]}), "optim")["began"] == {"c": 0.1}

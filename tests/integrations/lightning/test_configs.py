@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import omegaconf
 import pytest
 import torch
@@ -30,7 +29,7 @@ class Whole(Small):
     """All of its hyper-parameters are one container, as in `save_hyperparameters(config)`."""
 
     def __init__(self, rate: float, blocks: Any, same: float, missing: Any = None) -> None:
-        L.LightningModule.__init__(self)
+        super(Small, self).__init__()
         self.save_hyperparameters(OmegaConf.create({key: value for key, value in CONFIG.items() if key != "missing"}))
         self.net = torch.nn.Linear(4, 2)
 
@@ -39,7 +38,7 @@ class Inside(Small):
     """A container is among them, whose values are read as attributes."""
 
     def __init__(self, config: DictConfig, rate: float = 0.5) -> None:
-        L.LightningModule.__init__(self)
+        super(Small, self).__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Linear(4, 2)
         self.deep = config.blocks[1].deep
