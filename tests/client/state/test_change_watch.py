@@ -95,7 +95,7 @@ def described(state: TrainState) -> tuple[Any, ...]:
         if "rng" not in leaf.name
     }
     values = {
-        (group, key): re.sub(r'"began":{[^}]*},?|,"began"', "", text)
+        (group, key): re.sub(r'"began":{[^}]*},|,"began"(?=])', "", text)
         for group, texts in snapshot.values.items()
         for key, text in texts.items()
         if key != "rng"
