@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
+from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, StorageFailed
 from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
@@ -76,18 +77,22 @@ class Doom:
 
 
 class Failing:
-    """Storage of a node that cannot be written, as long as that is so."""
+    """Storage of a node that can stage nothing, as long as that is so."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier, self.broken = tier, False
 
     def __getattr__(self, name: str) -> Any:
-        if self.broken and name in ("join", "put", "replace"):
-            return self._fail
-        return getattr(self._tier, name)
+        found = getattr(self._tier, name)
+        if name not in ("join", "put", "replace"):
+            return found
 
-    def _fail(self, path: str, *values: Any) -> Any:
-        raise StorageFailed(f"write {path}: the model's disk is full", errno=28)
+        def write(path: str, *values: Any) -> Any:
+            if self.broken and f"/{naming.STAGING}/" in path:
+                raise StorageFailed(f"write {path}: the model's disk is full", errno=28)
+            return found(path, *values)
+
+        return write
 
 
 class Doomed:
