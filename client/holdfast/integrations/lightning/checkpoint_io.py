@@ -82,8 +82,9 @@ class HoldfastCheckpointIO(_CheckpointIO):
             raise InvalidRequest("storage_options mean nothing to Holdfast", hint="leave them out")
         step = _step(checkpoint, path)
         model = next((name for name in _MODEL if is_tensors(checkpoint.get(name))), None)
-        rest = configs.stored({name: value for name, value in checkpoint.items() if name != model})
-        tensors = dict(_tensors(checkpoint))
+        plain = configs.stored(checkpoint)
+        rest = {name: value for name, value in plain.items() if name != model}
+        tensors = dict(_tensors(plain))
         if self._saved is not None and self._saved.step == step and self._saved.path != os.path.abspath(path):
             self._check_same(tensors, self._saved)
             if tensors.keys() < self._saved.tensors.keys():
@@ -140,7 +141,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         same = tensors.keys() <= saved.tensors.keys() or tensors.keys() >= saved.tensors.keys()
         both = [name for name in tensors if name in saved.tensors]
         if same and not all(_place(tensors[name]) == saved.tensors[name] for name in both):  # copies, perhaps
-            held = dict(_tensors(self.load_checkpoint(saved.path))) if os.path.lexists(saved.path) else {}
+            held = dict(_tensors(configs.stored(self.load_checkpoint(saved.path)))) if os.path.lexists(saved.path) else {}
             same = all(name in held and _equal(tensors[name], held[name]) for name in both)
         if not same:
             raise InvalidRequest(
