@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 ALONE = ("before COMMIT", "before rename", "after rename", "before the catalog", "mid rotation")
-TOGETHER = 6  # cases at a time: they mostly sleep
+TOGETHER = 3  # cases at a time: they mostly sleep, and PostgreSQL has connections for so many
 STALL_MAX_S = 4.0  # of one save(): one second, and the machine does much else
 BACK_S = 240.0  # within which saves are committed again
 STARTING = threading.Lock()  # daemons find in the environment where to stop
@@ -92,6 +92,10 @@ class Stops:
         """The daemon is a member again, and has had time to do what it was in the middle of."""
         wait_until(lambda: nodes(daemon)[daemon.name]["live"], BACK_S)
         time.sleep(5)
+
+    def end(self) -> None:
+        for daemon in self.daemons.values():
+            daemon.kill()
 
     def check(self) -> None:
         """All checkpoints are sound."""
@@ -159,6 +163,7 @@ def test_stopped_at_every_point_of_a_joint_save(
             world.set(0)
             assert set(world.each(lambda rank, one: one.restore(step=newest))) == {newest}
             world.check(newest)
+        here.end()
         return f"node {stopped.name}, longest save() {longest:.2f} s, {[sorted(ends) for ends in heard.values()]}"
 
     at_every(IN_A_ROUND, case)
@@ -223,6 +228,7 @@ def test_stopped_while_its_run_is_taken_over(
             last = _Trainer(daemon, f"last {daemon.name}", 0.0)
             assert (last.restored, last.value) == (saved[-1], 1000.0 + saved[-1])
             last.close()
+        here.end()
         return f"restored {restored}, {steps(root, 'run')} stand"
 
     at_every(ALONE, case)
