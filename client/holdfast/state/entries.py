@@ -91,7 +91,8 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
 
 def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
     """What a save of these entries leaves out: orders that samplers have drawn, and schedules of learning rates."""
-    found = [loaders.note_of(key, value) for key, value in state.items() if is_loose(key, value)]
+    asked = {key: value for key, value in state.items() if not isinstance(value, Mapping)}  # which may have many tensors
+    found = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
     given = any(isinstance(value, Given) for value in state.values())  # its adapter knows what else it saves
     return [*(note for note in found if note is not None), *(() if given else schedules.notes_of(state))]
 

@@ -80,7 +80,7 @@ class Temporaries:
     def refuse(self, state: Mapping[str, Any]) -> None:
         """`InvalidRequest`, with the line to write, for a mapping or tensor that a live object made for a moment."""
         plain = [held for key, value in state.items() if _is_plain(key, value) for held in _tensors(key, value, (), ())]
-        shared = {_place(held.tensor): held for held in plain if _is_shared(held.tensor)}
+        shared = {_place(held.tensor): held for held in _shared(plain)}
         asked = {place.memory for place in shared} - self._own
         if not asked:
             return
@@ -134,16 +134,17 @@ def _refuse_made(held: _Held, kind: str) -> NoReturn:
     )
 
 
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether something else uses the tensor's memory. Parameters are the very objects that are trained."""
-    if isinstance(tensor, nn.Parameter) or not has_memory(local := local_tensor(tensor)) or not local.numel():
-        return False
+def _shared(plain: Iterable[_Held]) -> Iterator[_Held]:
+    """Those of which something else uses the memory. Parameters are the very objects that are trained."""
     users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    if users is None:
-        return True
     alone = torch.zeros(1)
     lone = local_tensor(alone)  # nothing but the two has its memory
-    return users(local.untyped_storage()._cdata) > users(lone.untyped_storage()._cdata)
+    least = 0 if users is None else users(lone.untyped_storage()._cdata)
+    for held in plain:
+        if isinstance(held.tensor, nn.Parameter) or not has_memory(local := local_tensor(held.tensor)) or not local.numel():
+            continue
+        if users is None or users(local.untyped_storage()._cdata) > least:
+            yield held
 
 
 def _place(tensor: torch.Tensor) -> _Place:
