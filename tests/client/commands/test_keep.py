@@ -210,4 +210,4 @@ def test_a_change_in_between_is_not_overwritten(service: Served) -> None:
         assert retention.policy(api, "tiny").policy.last == 7
         assert isinstance(retention.preview(api, "tiny"), Preview)
         with pytest.raises(StorageFailed, match="invalid answer"):
-            retention._parsed(api.request("GET", "/v1/runs"), Preview)
+            api.parsed(api.request("GET", "/v1/runs").content, Preview)

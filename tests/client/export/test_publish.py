@@ -40,11 +40,11 @@ def test_two_exports_to_one_name(tmp_path: Path) -> None:
 
 def test_not_into_a_run(tmp_path: Path) -> None:
     """A copy beside the checkpoints of a run was listed as one of them, of another step."""
-    reader = opened(tmp_path / "root" / naming.checkpoint_path("run", 1), 1)
+    reader = opened(tmp_path / "root" / naming.checkpoint_path("run", 5), 1)
     (tmp_path / "root" / naming.LOCK).touch()
     place = tmp_path / "root" / naming.checkpoint_path("run", 9)
     with pytest.raises(InvalidRequest, match="outside of the root"):
         export(reader, place, [], lambda count: None)
     with pytest.raises(InvalidRequest, match="outside of the root"):
         copy_checkpoint(reader, place, [], lambda count: None)
-    assert [path.name for path in place.parent.iterdir()] == ["step-00000001"]
+    assert [path.name for path in place.parent.iterdir()] == ["step-00000005"]

@@ -17,7 +17,7 @@ def test_hyper_parameters_are_those_of_the_document() -> None:
     read = read_document(json.dumps(made), "optimizer", OfferedLeaves({}, {}, {}), plan)
     assert read is not None
     live = LiveGroups("optimizer", [["a", "b"], ["c"]], [{}, {}], frozenset())
-    found = chosen(live, read["groups"], plan, Selection(frozenset({"optim"})))
+    found = chosen(live, read, plan, Selection(frozenset({"optim"})))
     assert [group.get("lr") for group in found] == [0.5, None]
     assert not plan.missing
     assert not plan.notes

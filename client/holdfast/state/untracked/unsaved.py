@@ -34,20 +34,18 @@ class Unsaved:
     """What was seen of one state. It lasts as long as the state; all that it does at a save is to compare a few values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-        self._attributes, self._buffers = Attributes(Tracer(self._is_saved)), Buffers()
+        self._state, self._stored = state, _Stored(state)
+        self._attributes, self._buffers = Attributes(Tracer(self._stored.has)), Buffers()
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
-        self._saved: _Saved | None = None  # for one look
-        self._flat = False  # FSDP1 puts views of its flat parameters into attributes
 
     def see(self) -> None:
         """Take a first look at what is new, as part of a walk through the state."""
-        self._saved = None
+        self._stored.look_again()
         for key, value in self._state.items():
             for module in modules_of(value):
                 named = [(name, part) for name, part in module.named_modules() if not _is_wrapper(part)]
-                self._flat = self._flat or len(named) < sum(1 for _ in module.modules())
+                self._stored.flat = self._stored.flat or len(named) < sum(1 for _ in module.modules())
                 self._attributes.see_modules(key, named)
                 self._buffers.see(key, named)
             for path, owner in self._optimizers(key, value):
@@ -59,7 +57,7 @@ class Unsaved:
 
     def found(self) -> Mapping[str, Any]:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
-        self._saved = None
+        self._stored.look_again()
         changed = dict(list(self._attributes.changed().items())[:STORED_MAX])
         told = shown(changed)
         found = {
@@ -91,13 +89,25 @@ class Unsaved:
             if hasattr(one.owner, "__dict__") and not type(one.owner).__module__.startswith("torch.")
         ]
 
-    def _is_saved(self, value: object) -> bool:
+
+class _Stored:
+    """What a state stores, found out once in a look. It knows nothing of what looks, so that no cycle keeps the state."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._now: _Saved | None = None
+        self.flat = False  # FSDP1 puts views of its flat parameters into attributes
+
+    def look_again(self) -> None:
+        self._now = None
+
+    def has(self, value: object) -> bool:
         """Whether a tensor has memory that is in the checkpoint, or an object is an entry of the state or inside of one."""
-        if self._saved is None:
-            self._saved = _Saved.of(self._state)
+        if self._now is None:
+            self._now = _Saved.of(self._state)
         if isinstance(value, torch.Tensor):
-            return self._flat or optimizer_wrappers.address(value) in self._saved.memory
-        return id(value) in self._saved.objects
+            return self.flat or optimizer_wrappers.address(value) in self._now.memory
+        return id(value) in self._now.objects
 
 
 class _Saved(NamedTuple):
