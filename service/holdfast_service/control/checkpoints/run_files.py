@@ -135,7 +135,7 @@ class RunFiles:
 
     @contextmanager
     def exclusively(self, run: str) -> Iterator[Callable[[], object]]:
-        """Nobody changes the run's file within the block, on no node. Call what it yields before the file is written: this
+        """No node changes the run's file within the block. Call what it yields before the file is written: this
         process may have stood still for so long that another node has changed it.
         """
         with self.changing, self.elsewhere(run) as still:

@@ -139,10 +139,11 @@ class ClusterLocks:
         self, name: str, shared: bool = False, *, insists: bool = False, asks: bool = True
     ) -> Iterator[Callable[[], None]]:
         """Hold the lock `name` for the length of a block; call what it yields before what must not be done without it, and
-        after what can be taken back. Who does not, says that it never `asks`: then nobody takes its lock.
+        after what can be taken back. With `asks=False` the caller never does, and no other node takes its lock.
 
         `CatalogUnavailable` if another node has it for too long, if it was lost, or if the database does not answer.
-        `shared` with others who share it. Who `insists` goes on in any case: whoever has the lock for too long loses it.
+        It may be `shared` with others. With `insists` the block is entered in any case: a node that has the lock for too
+        long loses it.
         """
         done = False
         try:

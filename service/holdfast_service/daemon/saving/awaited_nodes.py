@@ -61,8 +61,8 @@ class AwaitedNodes:
             return None
         at_work = any(one.live and one.node != handover.node for one in seen.missing)  # who may help when that is done
         if self._are_gone(joint, _HELPERS, handover.overdue and (handover.helper is not None or not at_work)):
-            whom = "no other node has begun" if handover.helper is None else f"node {handover.helper} has not gone on"
-            return failed(handover, f"{whom} to write its share of the save")
+            silent = "no other node has begun" if handover.helper is None else f"node {handover.helper} has not gone on"
+            return failed(handover, f"{silent} to write its share of the save")
         return None
 
     def deserted(self, joint: JoinedRound) -> CheckpointError | None:
