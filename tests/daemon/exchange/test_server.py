@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
@@ -82,6 +84,17 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
     exchange.secrets = ()
     with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):
         connection.ask("/rounds/7/bytes", asked)
+
+
+def test_a_refusal_arrives_though_the_request_was_not_read(exchange: ExchangeServer) -> None:
+    """Closed with bytes that were not read, the connection was reset, and the asking node did not try its next secret."""
+    at = urlsplit(exchange.url)
+    with socket.create_connection((at.hostname, at.port), 60) as asking:
+        asking.sendall(b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n")
+        for _ in range(30):  # the refusal is sent before most of it comes
+            asking.sendall(bytes(100_000))
+            time.sleep(0.01)
+        assert asking.recv(2**16).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -31,6 +32,8 @@ from holdfast_service.daemon.exchange.proofs import AnswerProof
 log = logging.getLogger(__name__)
 
 SILENCE_S = 60.0  # of a node that asks, or takes what it asked for
+LINGER_S = 1.0  # for what a refused node still sends
+READ_BYTES = 2**16
 STRANGERS_MAX = 256  # connections at once that have proven nothing; of more, the oldest one is ended
 _PATH = re.compile(re.escape(wanted.PATH).replace(r"\{\}", r"([1-9]\d{0,18})"))
 
@@ -236,6 +239,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header(proofs.PROOF_HEADER, proof)
         self.send_header("Connection", "close")
         self.end_headers()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Take for a moment what still comes: where a connection is closed with bytes that were not read, it is reset, and
+        the answer may be lost (RFC 9112, section 9.6).
+        """
+        until = time.monotonic() + LINGER_S
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while (left_s := until - time.monotonic()) > 0:
+                self.connection.settimeout(left_s)
+                if not self.connection.recv(READ_BYTES):
+                    return
 
     def log_message(self, format: str, *values: object) -> None:
         log.debug(format, *values)
