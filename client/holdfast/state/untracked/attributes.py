@@ -86,8 +86,10 @@ class Attributes:
                 if type(new) is not type(old) or (new != old and not (new != new and old != old)):
                     yield name
         for name, before in look.traces.items():
-            if f"{look.path}.{name}" not in self._changed and self._tracer.trace(look.held.get(name)) != before:
-                yield name
+            if f"{look.path}.{name}" not in self._changed:
+                now_traced = self._tracer.trace(look.held.get(name))
+                if now_traced is not UNKNOWN and now_traced != before:
+                    yield name
 
 
 def shown(values: Mapping[str, object]) -> dict[str, Any]:

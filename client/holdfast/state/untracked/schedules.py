@@ -24,8 +24,8 @@ def notes_of(state: Mapping[str, Any]) -> Iterator[LeftOutNote]:
     for key, value in optimizers.items():
         if any(hasattr(inner.step, _MARK) for inner in optimizer_wrappers.find(value).optimizers):
             yield LeftOutNote(
-                f"not saved: the learning-rate scheduler of {key}, which would begin afresh after a restore: write "
-                'state["scheduler"] = scheduler'
+                f"not saved: the learning-rate scheduler of {key}, which would start from the beginning after a restore: "
+                'write state["scheduler"] = scheduler'
             )
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from holdfast.left_out import LeftOutNote
 from holdfast.state import optimizer_wrappers
@@ -19,6 +18,7 @@ from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
+from holdfast.state.untracked.stored import AlreadyStored
 from holdfast.state.untracked.traces import Tracer, is_object
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
@@ -34,7 +34,7 @@ class Unsaved:
     """What was seen of one state. It lasts as long as the state; all that it does at a save is to compare a few values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state, self._stored = state, _Stored(state)
+        self._state, self._stored = state, AlreadyStored(state)
         self._attributes, self._buffers = Attributes(Tracer(self._stored.has)), Buffers()
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
@@ -57,7 +57,7 @@ class Unsaved:
 
     def found(self) -> Mapping[str, Any]:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
-        self._stored.look_again()
+        self._stored.look_at_values()
         changed = dict(list(self._attributes.changed().items())[:STORED_MAX])
         told = shown(changed)
         found = {
@@ -88,43 +88,6 @@ class Unsaved:
             for one in named
             if hasattr(one.owner, "__dict__") and not type(one.owner).__module__.startswith("torch.")
         ]
-
-
-class _Stored:
-    """What a state stores, found out once in a look. It knows nothing of what looks, so that no cycle keeps the state."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-        self._now: _Saved | None = None
-        self.flat = False  # FSDP1 puts views of its flat parameters into attributes
-
-    def look_again(self) -> None:
-        self._now = None
-
-    def has(self, value: object) -> bool:
-        """Whether a tensor has memory that is in the checkpoint, or an object is an entry of the state or inside of one."""
-        if self._now is None:
-            self._now = _Saved.of(self._state)
-        if isinstance(value, torch.Tensor):
-            return self.flat or optimizer_wrappers.address(value) in self._now.memory
-        return id(value) in self._now.objects
-
-
-class _Saved(NamedTuple):
-    """What a state stores: the memory of its tensors, and the objects that are asked for their state."""
-
-    memory: frozenset[int]
-    objects: frozenset[int]
-
-    @staticmethod
-    def of(state: Mapping[str, Any]) -> _Saved:
-        modules = [part for value in state.values() for module in modules_of(value) for part in module.modules()]
-        inner = optimizer_wrappers.innermost(state)
-        tensors = [tensor for part in modules for tensor in (*part.parameters(False), *part.buffers(False))]
-        tensors += [kept for one in inner for held in one.state.values() for kept in held.values()]
-        tensors += tree_leaves([value for value in state.values() if not modules_of(value)])
-        memory = {optimizer_wrappers.address(one) for one in tensors if isinstance(one, torch.Tensor)}
-        return _Saved(frozenset({0, *memory}), frozenset(map(id, (*state.values(), *modules, *inner))))
 
 
 def notes_of(found: Mapping[str, Any]) -> list[LeftOutNote]:

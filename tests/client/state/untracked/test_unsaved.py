@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -123,6 +123,43 @@ def test_what_the_state_has_by_another_name_is_not_named() -> None:
     model.inner.state[hidden.weight].update(momentum_buffer=torch.ones(1, 2))
     model.total.add_(1)
     assert not state.snapshot().notes
+
+
+class Asked(nn.Linear):
+    """Counts how often its parameters are asked for."""
+
+    times = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        type(self).times += 1
+        return super().parameters(recurse)
+
+
+def test_a_save_without_a_walk_does_not_look_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tensor in an attribute too, whether or not it changes."""
+    monkeypatch.setattr(Asked, "times", 0)
+    model = nn.Sequential(frameworks.Unlisted(), Asked(1, 1))
+    state = TrainState({"model": model}, 0, 1)
+    state.snapshot()
+    first = Asked.times
+    assert not state.snapshot().notes
+    model[0].total += 1  # type: ignore[operator]
+    assert "model.0.total" in state.snapshot().notes[0]
+    assert Asked.times == first
+
+
+def test_a_value_of_the_state_that_is_replaced_at_each_save_is_not_named() -> None:
+    """Values are read again without a walk, and the attribute that has the new tensor is saved with it."""
+    model = frameworks.Unlisted()
+    live: dict[str, Any] = {"model": model, "more": {"n": 0}}
+    state = TrainState(live, 0, 1)
+    for n in range(3):
+        model.total = model.total + 1
+        live["more"] = {"total": model.total, "n": n}
+        assert not state.snapshot().notes
+    live["more"] = {"n": 1}
+    model.total = model.total + 1
+    assert "model.total" in state.snapshot().notes[0]
 
 
 def test_a_module_that_is_moved_has_not_changed() -> None:
