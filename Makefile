@@ -42,7 +42,7 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
 test: $(READY) $(TOOLS) tools ## all tests but the long ones
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
 
 crash: $(READY) ## kill and fault injection, the long lanes included
 	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py $(STOPS)

@@ -10,11 +10,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
@@ -177,3 +180,17 @@ def wait_until_read_back(daemon: RunningDaemon, run: str, step: int) -> None:
     """Until the daemon, which must listen, has verified a checkpoint, and nobody reads it any more of itself."""
     with Api(daemon.url) as api:
         wait_until(lambda: api.checkpoint(run, step).verified)
+
+
+@contextmanager
+def runtime_directory() -> Iterator[Path]:
+    """A directory with a short name, for roots and sockets, where trainers of this process start their daemons meanwhile.
+
+    Its files may not all go: a thread of an earlier test's `Checkpointer` that lost its daemon starts the next one in here.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="hf-", ignore_cleanup_errors=True) as made,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", made)
+        yield Path(made)

@@ -15,7 +15,6 @@ import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from tests.crash.test_daemon_deaths import holders, processes
-from tests.daemons import RunningDaemon, wait_until
+from tests.daemons import RunningDaemon, runtime_directory, wait_until
 
 RUN, WORLD = "r", 2
 DEFAULT_S = 60.0
@@ -288,15 +287,14 @@ def launches_in(root: Path) -> set[int]:
 
 
 @pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def directory() -> Iterator[Path]:
     """A short path, for sockets; afterwards no process is left that began here."""
-    with tempfile.TemporaryDirectory(prefix="hf-") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        yield Path(made)
-        for pid in processes(Path(made), b"\0holdfast_service\0"):
+    with runtime_directory() as made:
+        yield made
+        for pid in processes(made, b"\0holdfast_service\0"):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in holders(Path(made)):
+        for pid in holders(made):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from holdfast_formats import naming
 from tests.crash import ledger
 from tests.crash.rank_process import content
 from tests.crash.test_daemon_deaths import holders, processes
-from tests.daemons import RunningDaemon, wait_until
+from tests.daemons import RunningDaemon, runtime_directory, wait_until
 
 LANE = "kills at named points"
 RUN, WORLD, SIZE = "r", 2, 300_007
@@ -115,20 +114,19 @@ class Ranks:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place() -> Iterator[Place]:
     """A short path, for sockets; afterwards no process is left that began here."""
-    with tempfile.TemporaryDirectory(prefix="hf-") as directory:
-        made = Place(Path(directory) / "root", Path(directory) / "marks")
+    with runtime_directory() as directory:
+        made = Place(directory / "root", directory / "marks")
         made.marks.mkdir()
-        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         yield made
         (made.marks / "go").touch()
         for process in _started:
             process.kill()
         _started.clear()
-        for pid in processes(Path(directory), b"\0holdfast_service\0"):
+        for pid in processes(directory, b"\0holdfast_service\0"):
             os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: holders(Path(directory)) == [], 20)
+        wait_until(lambda: holders(directory) == [], 20)
 
 
 def stop_at(point: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from holdfast.link.roots import mark
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NotFound, StorageFailed
 from holdfast_service.storage.posix import PosixTier
-from tests.daemons import RunningDaemon, copy_served, running, wait_until
+from tests.daemons import RunningDaemon, copy_served, running, runtime_directory, wait_until
 
 
 def steps(root: Path) -> list[str]:
@@ -46,14 +45,13 @@ def about(root: Path) -> dict:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for roots, with a short name, and for sockets; the daemons that trainers start there end with the test."""
-    with tempfile.TemporaryDirectory(prefix="hf-") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        yield Path(made)
-        for file in Path(made).glob(f"*/{naming.DAEMON_FILE}"):
+def place() -> Iterator[Path]:
+    """A directory for roots and sockets; the daemons that trainers start there end with the test."""
+    with runtime_directory() as made:
+        yield made
+        for file in made.glob(f"*/{naming.DAEMON_FILE}"):
             pid = int(json.loads(file.read_bytes())["pid"])
-            if made.encode() in command_of(pid):
+            if bytes(made) in command_of(pid):
                 os.kill(pid, signal.SIGTERM)
                 wait_until(lambda pid=pid: not command_of(pid))
 

@@ -1,5 +1,5 @@
 """A node stands still in the middle of a decision (SIGSTOP, a paused machine), and goes on when others have gone on without
-it: it removes nothing that somebody wants by then, and nobody waits for it for long.
+it: it removes nothing that is wanted by then, and no other node waits for it for long.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def pair(postgres: Postgres, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_a_checkpoint_that_is_read_elsewhere_is_not_removed_by_a_node_that_stood_still(pair: Pair) -> None:
     """Node b begins to read step 1 while node a stands still before the rename of its removal: step 1 is there afterwards.
-    What nobody reads goes when a decides again.
+    What is not read goes when a decides again.
     """
     with pair.still("/trash/", lambda: pair.a.decisions.rotation.apply(RUN)) as still:
         reading = pair.b.decisions.reading(RUN, pair.standing[0])
@@ -135,7 +135,7 @@ def test_a_link_that_was_made_meanwhile_holds(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_what_replaced_a_checkpoint_meanwhile_is_not_removed_in_its_place(pair: Pair) -> None:
-    """Node b saves step 1 anew while node a stands still in the removal of the old one: the new one stands."""
+    """Node b saves step 1 again while node a stands still in the removal of the old one: the new one stands."""
     staged = naming.staging_path(RUN, 1, 2)
     pair.b.tier.put(f"{staged}/new", b"new")
     still = pair.still("/trash/", lambda: pair.a.decisions.rotation.remove(RUN, 1))

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
-from pathlib import Path
-
-import pytest
 
 from holdfast.link import embedded
 from holdfast.link.roots import running_socket
 from holdfast_formats import naming
 from holdfast_formats.whereabouts import DaemonFile, decode
 from holdfast_service.storage.locking import lock_root
-from tests.daemons import wait_until
+from tests.daemons import runtime_directory, wait_until
 
 
-def test_a_root_that_somebody_has_and_does_not_serve_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_somebody_has_and_does_not_serve_yet_is_waited_for() -> None:
     """The root is locked, and no daemon answers: one comes up once the lock is gone."""
-    with tempfile.TemporaryDirectory(prefix="hf-") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        root, found = Path(made) / "root", []
+    with runtime_directory() as made:
+        root, found = made / "root", []
         lock = lock_root(root)
         starting = threading.Thread(target=lambda: found.append(embedded.start(root)))
         starting.start()

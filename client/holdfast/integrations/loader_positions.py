@@ -73,7 +73,7 @@ class LoaderPosition:
         self._fetches_left = 0
         if getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False):
             # accelerate asks a StatefulDataLoader for its state when it prepares it. The iterator made for that would be the
-            # first epoch's, and its rows those of a moment before anybody could note the streams: it is made again.
+            # first epoch's, and its rows those of a moment before the streams were noted: it is made again.
             loader.base_dataloader.load_state_dict({})
         self._follow(loader)
 

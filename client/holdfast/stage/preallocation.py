@@ -39,6 +39,5 @@ class Preallocation:
             if not self._stop.is_set():
                 cuda_copy.pin(slots, self._devices)
         except CheckpointError as error:
-            log.info(
-                "could not reserve slots ahead of the first save: %s", error.detail
-            )  # the first save tries again, and reports the problem
+            # The first save tries again, and reports the problem.
+            log.info("could not reserve slots ahead of the first save: %s", error.detail)

@@ -77,9 +77,8 @@ class OptimizerShards:
             if not callable(function):
                 raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")
         self.groups, self.state, self.install, self.new = groups, state, install, new
-        self.kept_for_good: set[tuple[str, str]] = (
-            set()
-        )  # name and key of the tensors that `state()` was seen to return twice
+        # Name and key of the tensors that `state()` was seen to return twice.
+        self.kept_for_good: set[tuple[str, str]] = set()
         self.hooks = (hooks,) if isinstance(hooks, torch.optim.Optimizer) else tuple(hooks)
         for hook in self.hooks:
             if not isinstance(hook, torch.optim.Optimizer):

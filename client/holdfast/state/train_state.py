@@ -268,9 +268,7 @@ class TrainState:
         for part in parts.named:
             part.collect(content)
         documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
-        later = frozenset[str]().union(
-            *(part.groups for part in parts.others)
-        )  # their leaves are collected at each snapshot
+        later = frozenset[str]().union(*(part.groups for part in parts.others))  # collected at each snapshot
         self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] in later}
         self.unsaved.see()
         for key, value in self.state.items():

@@ -255,6 +255,11 @@ def stated_sha256(commit_bytes: bytes) -> str:
     return _read_commit(commit_bytes).manifest_sha256
 
 
+def stated_bytes(commit_bytes: bytes) -> int:
+    """The size of the checkpoint's files as stated by COMMIT, in bytes; `NotCommitted` if it states none."""
+    return _read_commit(commit_bytes).bytes
+
+
 def _read_commit(commit_bytes: bytes) -> Commit:
     try:
         commit = _decode_commit(commit_bytes)

@@ -25,9 +25,8 @@ def held(directory: int, leaf: str, path: str) -> Iterator[None]:
         yield
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(
-                leaf, dir_fd=directory
-            )  # while it is locked: a process that has opened it meanwhile sees that it is gone
+            # While it is locked: a process that has opened it meanwhile sees that it is gone.
+            os.unlink(leaf, dir_fd=directory)
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a child process has the descriptor too
         os.close(descriptor)
 

@@ -55,7 +55,7 @@ def test_two_parts_with_one_name() -> None:
 
 
 def test_a_mapping_stands_for_parts_of_parameters_alone() -> None:
-    """A save compares it with the last one; a module with more is walked through anew."""
+    """A save compares it with the last one; a module with more is walked through again."""
     assert ModelParts([nn.Linear(2, 2)]).entry().keys() == {"weight", "bias"}
     assert isinstance(ModelParts([nn.BatchNorm1d(2)]).entry(), ModelParts)
     assert isinstance(ModelParts([Scaled(1)]).entry(), ModelParts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ import pytest
 from holdfast.link import embedded
 from holdfast_formats import naming
 from holdfast_formats.whereabouts import DaemonFile, decode
-from tests.daemons import wait_until
+from tests.daemons import runtime_directory, wait_until
 
 
 @contextmanager
@@ -34,11 +33,10 @@ def forked_child() -> Iterator[int]:
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def root() -> Iterator[Path]:
     """A root on which a daemon may be started; it is ended."""
-    with tempfile.TemporaryDirectory(prefix="hf-") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        root = Path(made) / "root"
+    with runtime_directory() as made:
+        root = made / "root"
         yield root
         file = decode(DaemonFile, (root / naming.DAEMON_FILE).read_bytes())
         assert file is not None

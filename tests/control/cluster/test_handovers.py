@@ -42,7 +42,7 @@ def test_from_the_question_to_the_commit(nodes: Nodes) -> None:
 
 
 def test_who_has_said_that_it_cannot_delivers_nothing(nodes: Nodes) -> None:
-    """Also after its daemon was started again: nobody else's writing comes together with its own (I11)."""
+    """Also after its daemon was started again: no other node's writing comes together with its own (I11)."""
     a, b = nodes.add("a"), nodes.add("b")
     number = sealed(a, b)
     assert a.rendezvous.hand_over(number, WHY)

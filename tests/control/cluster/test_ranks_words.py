@@ -13,7 +13,7 @@ __all__ = ["nodes"]
 
 
 def test_the_same_said_again_holds_since_the_first_time(nodes: Nodes) -> None:
-    """By the database's clock. Something else, and the same after it, begins anew."""
+    """By the database's clock. Something else, and the same after it, begins again."""
     a = nodes.add("a").words
     (first,) = a.say("run", 1, "waiting", {"x": [1]})
     (again,) = a.say("run", 1, "waiting", {"x": [1]})

@@ -27,7 +27,7 @@ from holdfast_service.control.insight.summary_board import key_of
 from holdfast_service.control.insight.summary_queries import Summaries
 
 router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
-EVERYBODY = Principal("alerts", "admin")  # sees all that there is
+UNLIMITED = Principal("alerts", "admin")  # sees all that there is
 TAKEN_BACK = "no longer acknowledged"
 Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
 Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
@@ -138,13 +138,13 @@ def still_there(services: Services, found: Summaries) -> Callable[[Collection[st
     def there(runs: Collection[str]) -> set[AlertKey]:
         keys = {key_of(summary.run, item) for summary in found.some(sorted(runs)) for item in summary.attention}
         if "" in runs:
-            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, EVERYBODY))}
+            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, UNLIMITED))}
         return keys
 
     return there
 
 
-def of_service(services: Services, found: Summaries, viewer: Principal = EVERYBODY) -> list[Alert]:
+def of_service(services: Services, found: Summaries, viewer: Principal = UNLIMITED) -> list[Alert]:
     """What is said of nodes and replicas, with who has acknowledged it."""
     return alerts.marked(alerts.of_nodes(told_nodes(services, viewer)), found.acknowledgements.known([""]))
 

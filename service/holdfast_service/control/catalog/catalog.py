@@ -329,8 +329,8 @@ class Catalog:
     ) -> None:
         """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
 
-        `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what somebody
-        else has listed meanwhile.
+        `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what
+        another process has listed meanwhile.
         """
         with self._write(hasty=True) as session:
             row = lock_run(session, run)

@@ -58,7 +58,7 @@ class Imports:
 
     def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, how: str = "imported") -> Manifest:
         """Publish what is staged and proven, as manifest and COMMIT vouch for it; `how` it was made is for people."""
-        self._room.check_quotas(place.run, place.step, manifest.decode(encoded, commit_bytes).bytes)
+        self._room.check_quotas(place.run, place.step, manifest.stated_bytes(commit_bytes))
         made = commit.publish_copy(self._store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was {how} and is committed"

@@ -92,8 +92,9 @@ class Choices:
         """`tell` records an event, by and by."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
         self._book, self._tell = book, tell
-        self._health, self._findings, self._readers, self._left = known[:4]
-        self._relist, self._absences, self._mending = known.relist, known.absences, known.mending
+        self._health, self._findings, self._readers = known.health, known.findings, known.readers
+        self._left, self._relist, self._absences = known.left, known.relist, known.absences
+        self._mending = known.mending
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
         self.lost = LostCheckpoints(catalog, known.mending.copies)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.3  # while something is to be agreed on
 AWAY_S = 0.5  # between two tries, while the catalog is away
+NOTHING: Mapping[str, object] = {"passed": {}, "gone": []}
 
 
 class RanksHere(NamedTuple):
@@ -100,6 +101,3 @@ class RanksExchange:
                 self._words.ring()
         if decided is not None:
             self._stops.decide(key, decided["step"])
-
-
-NOTHING: Mapping[str, object] = {"passed": {}, "gone": []}
