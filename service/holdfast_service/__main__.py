@@ -10,19 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
+from holdfast_formats.errors import CheckpointError, NotFound, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed, reachable
 from holdfast_formats.whereabouts import DaemonFile, encode
 from holdfast_service import __version__
 from holdfast_service.config import LISTEN, Config, is_shared, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
-from holdfast_service.storage import libc
+from holdfast_service.storage import Tier, libc
+from holdfast_service.storage.directories import identity_of
 from holdfast_service.storage.locking import lock_node, lock_root
 from holdfast_service.wiring import assembly, gc_tuning
 from holdfast_service.wiring.watching import notify_ready
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast_service")
 
 IDLE_CHECK_S = 0.5
+ROOT_GONE_S = 600.0  # of a root that is not there: it may be mounted again
 DEFAULT_URL = f"http://{LISTEN}"
 
 
@@ -50,6 +53,24 @@ class Activity:
         return time.monotonic() - self._last
 
 
+class RootPresence:
+    """Whether the directory that is served still stands at its path."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._at = root, identity_of(root.stat())
+        self._seen = time.monotonic()
+
+    @property
+    def gone_s(self) -> float:
+        """For how long it has been gone, or another directory has been in its place, in seconds."""
+        try:
+            if identity_of(self._root.stat()) == self._at:
+                self._seen = time.monotonic()
+        except OSError:
+            pass
+        return time.monotonic() - self._seen
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Serve until told to stop; return the exit status of the error's branch."""
     try:
@@ -59,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         libc.give_memory_back()
         stop = threading.Event()
         with _running(config, stop) as (daemon, services, listener):
-            _serve(config.exit_when_idle, daemon, services, listener, stop)
+            _serve(config, daemon, services, listener, stop)
     except CheckpointError as error:
         print(f"holdfast serve: {error}", file=sys.stderr)
         return exit_status(error)
@@ -97,12 +118,17 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=control.identity.mark)
         file = naming.DAEMON_FILE if control.cluster is None else naming.daemon_file(config.node)
         control.tier.replace(file, encode(about))
-        stack.callback(control.tier.remove_file, file)
+        stack.callback(_remove, control.tier, file)
         where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"
         log.info("serving %s at %s%s", root, node.daemon.path, where)
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
         yield node.daemon, services, listener
+
+
+def _remove(tier: Tier, file: str) -> None:
+    with suppress(NotFound):  # it was removed with the root
+        tier.remove_file(file)
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
@@ -137,13 +163,13 @@ def _heed_signals(stop: threading.Event) -> None:
 
 
 def _serve(
-    exit_when_idle: float | None,
+    config: Config,
     daemon: Daemon,
     services: Services,
     listener: socket.socket | None,
     stop: threading.Event,
 ) -> None:
-    activity = Activity()
+    activity, presence = Activity(), RootPresence(config.root.resolve())
     with ExitStack() as stack:
         if listener is not None:
             stack.enter_context(_http(listener, services, activity, stop))
@@ -152,8 +178,14 @@ def _serve(
         while not stop.wait(IDLE_CHECK_S):
             if daemon.busy or (services.runner is not None and services.runner.busy):
                 activity.touch()
-            if exit_when_idle is not None and activity.idle_s > exit_when_idle:
+            if config.exit_when_idle is None:
+                continue
+            if activity.idle_s > config.exit_when_idle:
                 log.info("idle for %.0f s, shutting down", activity.idle_s)
+                return
+            # What is still to be saved or checked cannot be, without the root, and would keep this daemon for ever.
+            if not daemon.ranks and presence.gone_s > ROOT_GONE_S:
+                log.error("%s has been gone for %.0f s, and no rank is connected: shutting down", config.root, ROOT_GONE_S)
                 return
 
 

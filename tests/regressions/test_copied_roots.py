@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +121,41 @@ def test_a_trainer_that_lost_its_daemon_goes_on_with_none_of_another_root(
         with running(root):
             checkpointer.save(3, wait="durable").result()
     assert steps(root)[-1] == "step-00000003"
+
+
+SHORT = """
+import sys
+from holdfast_service import __main__ as main
+main.ROOT_GONE_S = 1.0
+sys.exit(main.main(sys.argv[1:]))
+"""
+RANK = """
+import sys, time, torch
+from holdfast import Checkpointer
+checkpointer = Checkpointer("run", {"model": torch.nn.Linear(2, 2)}, at=sys.argv[1])
+checkpointer.save(1, wait="durable")
+print("saved", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_daemon_for_trainers_ends_if_its_root_is_removed(place: Path) -> None:
+    """Its rank was killed and may come again, and checks wait for a catalog that was removed too: nothing ends these."""
+    root, socket = place / "root", place / "root.sock"
+    words = ["--root", str(root), "--socket", str(socket), "--listen", "none", "--exit-when-idle", "300"]
+    with subprocess.Popen([sys.executable, "-c", SHORT, *words], stderr=subprocess.DEVNULL) as daemon:
+        wait_until(lambda: (root / naming.DAEMON_FILE).exists())
+        rank = subprocess.Popen([sys.executable, "-c", RANK, str(socket)], stdout=subprocess.PIPE, text=True)
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "saved\n"
+        root.rename(place / "moved")
+        shutil.rmtree(place / "moved")
+        time.sleep(3.0)
+        assert daemon.poll() is None, "a rank is connected, whose saves fail by name"
+        rank.kill()
+        rank.communicate()
+        wait_until(lambda: daemon.poll() is not None)
+        assert daemon.returncode == 0
 
 
 def test_a_directory_in_the_place_of_a_served_root_is_neither_read_nor_written(place: Path) -> None:
