@@ -29,7 +29,7 @@ from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.holders import HoldingNode
 from holdfast_service.daemon.exchange.peer_memory import PeerMemory
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from tests.benchmarks.joint import SECRET, plain_handler, read_plainly, summary
+from tests.benchmarks.joint import SECRETS, plain_handler, read_plainly, summary
 
 STEP = HeldStep("run", 1, 1, 0, 2)
 BATCH_BYTES = 2**25  # as ranks ask for
@@ -52,7 +52,7 @@ def serve(size: int, told: Connection) -> None:
     holds = HeldCheckpoints(lambda run, step: STEP.launch, partly=True)
     holds.keep(STEP.run, STEP.step, STEP.attempt, {0: sealed})
     exchange = ExchangeServer("127.0.0.1")
-    exchange.secret, exchange.lent = SECRET, holds.lent
+    exchange.secrets, exchange.lent = SECRETS, holds.lent
     exchange.offer(1, {0: sealed.data})
     plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain_handler(sealed.data))
     threading.Thread(target=plain.serve_forever, daemon=True).start()
@@ -63,7 +63,7 @@ def serve(size: int, told: Connection) -> None:
 def ways(size: int, url: str, plain: str) -> dict[str, Callable[[], float]]:
     """By name, what brings all bytes once and returns the seconds that it took."""
     into = memoryview(bytearray(size))
-    peer = Peer("a", url, SECRET)
+    peer = Peer("a", url, SECRETS)
 
     def readinto() -> float:
         began = time.monotonic()
@@ -76,7 +76,7 @@ def ways(size: int, url: str, plain: str) -> dict[str, Callable[[], float]]:
         return time.monotonic() - began
 
     def in_memory() -> float:
-        memory = PeerMemory(lambda of: [HoldingNode("a", url, SECRET)], lambda: 2**60)
+        memory = PeerMemory(lambda of: [HoldingNode("a", url, SECRETS)], lambda: 2**60)
         (mirror,) = memory.open(STEP, "rank")
         mirror.slot[:size] = bytes(size)  # pages are there, as they are in the other ways
         began = time.monotonic()

@@ -34,7 +34,7 @@ from tests.databases import running_postgres
 from tests.regressions.test_many_daemons import Daemon
 
 ROW = 2**18  # elements of a row: 1 MiB
-SECRET = "benchmark"
+SECRETS = ("benchmark",)
 
 
 class World:
@@ -133,9 +133,9 @@ def exchange(mib: int, count: int) -> None:
     slot = memoryview(bytearray(os.urandom(2**20) * mib))
     into = memoryview(bytearray(len(slot)))
     serving = ExchangeServer("127.0.0.1")
-    serving.secret = SECRET
+    serving.secrets = SECRETS
     serving.offer(1, {0: slot})
-    peer = Peer("a", serving.url, SECRET)
+    peer = Peer("a", serving.url, SECRETS)
     plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain_handler(slot))
     threading.Thread(target=plain.serve_forever, daemon=True).start()
     rates: dict[str, list[float]] = {"exchange": [], "readinto": []}

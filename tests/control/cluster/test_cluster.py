@@ -6,7 +6,7 @@ import threading
 
 from sqlalchemy import update
 
-from holdfast_service.control.cluster.cluster import Cluster, Crew, deciding
+from holdfast_service.control.cluster.cluster import LATE_S, Cluster, Crew, deciding
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import HoldRow
 from holdfast_service.control.database.visible import limited_to
@@ -26,12 +26,15 @@ def arrive(cluster: Cluster, run: str, crew: Crew) -> None:
 
 
 def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
-    """From the moment that they are let in, until they are gone; one's own are not elsewhere."""
+    """From the moment that they are let in, until they are gone; one's own are not elsewhere. Whether one that was let in
+    certainly lives, or was killed since, is said by the next beat: the others ask again after that.
+    """
     a, b = nodes.add("a"), nodes.add("b")
+    arrived = Crew(1, 8, 1, a.membership.beat_s + LATE_S)
     arrive(a, "run", Crew(1, 8, 1))
-    assert elsewhere(b, "run") == {"a": Crew(1, 8, 1)} and elsewhere(a, "run") == {} == elsewhere(b, "other")
+    assert elsewhere(b, "run") == {"a": arrived} and elsewhere(a, "run") == {} == elsewhere(b, "other")
     a.crews.tell()  # a rank that was let in and has not connected yet is not forgotten
-    assert elsewhere(b, "run") == {"a": Crew(1, 8, 1)}
+    assert elsewhere(b, "run") == {"a": arrived}
     a.crews.here = lambda: {"run": Crew(2, 8, 8)}
     a.crews.tell()
     assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": {"run": 8}}

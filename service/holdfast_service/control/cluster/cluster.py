@@ -94,10 +94,10 @@ class Crews:
             return set(session.scalars(select(CrewRow.run).join(NodeRow, live).where(CrewRow.ranks > 0)))
 
     def arrive(self, session: Session, run: str, crew: Crew) -> None:
-        """A rank of this run is let in at this node."""
+        """A rank of this run is let in at this node. Until the next beat tells how it lives, the others ask again."""
         with self._lock:
             self._arriving[run] = time.monotonic() + ARRIVING_S
-        self._put(session, run, crew)
+        self._put(session, run, crew._replace(left_s=self._membership.beat_s + LATE_S))
 
     def tell(self) -> None:
         """Tell the others whose ranks are connected here now."""
