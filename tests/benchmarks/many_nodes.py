@@ -127,7 +127,7 @@ class ManyNode:
         party = JointParty(rendezvous, self.exchange, self.cluster.crews.of, self.cluster.words)
         history = SaveHistory(shared.decisions)
         writer = ShareWriter(shared.decisions, self.cluster.node, rendezvous, self.exchange, history)
-        host = Host(self._ready, self._is_open, self._sealed, lambda current: None, self._given_up, self._ended)
+        host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
         self.joint = JointSaves(party, shared.decisions, self.cluster.node, writer, host=host, history=history)
 
     def save(self, table: SlotTable, slot: memoryview) -> None:
