@@ -33,9 +33,9 @@ OLD_S = 7200.0
 class Node:
     """One daemon's decisions."""
 
-    def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 600.0) -> None:
+    def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 600.0, tier: PosixTier | None = None) -> None:
         self.cluster = nodes.add(name, lease_s)
-        self.tier = PosixTier(root, node=name)
+        self.tier = tier or PosixTier(root, node=name)
         self.catalog = Catalog(self.cluster.database, name)
         self.decisions = Decisions(self.tier, self.catalog, None, name, self.cluster)
         self.decisions.recover()

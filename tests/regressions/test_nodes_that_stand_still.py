@@ -14,10 +14,8 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.database import engines
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.databases import Postgres
@@ -40,10 +38,17 @@ class Stopping(PosixTier):
         self.stands, self.goes_on = threading.Event(), threading.Event()
 
     def publish(self, source: str, target: str) -> None:
+        self._stand_still(target)
+        super().publish(source, target)
+
+    def exchange(self, source: str, target: str) -> bool:
+        self._stand_still(target)
+        return super().exchange(source, target)
+
+    def _stand_still(self, target: str) -> None:
         if self.before and self.before in target and not self.stands.is_set():
             self.stands.set()
             assert self.goes_on.wait(LIMIT_S)
-        super().publish(source, target)
 
 
 class Still:
@@ -76,12 +81,8 @@ class Pair:
 
     def __init__(self, nodes: Nodes, root: Path) -> None:
         self.nodes = nodes
-        self.a, self.b = Node(nodes, root, "a"), Node(nodes, root, "b")
         self.tier = Stopping(root, "a")
-        self.a.decisions.close()
-        self.a.tier, self.a.catalog = self.tier, Catalog(self.a.cluster.database, "a")
-        self.a.decisions = Decisions(self.tier, self.a.catalog, None, "a", self.a.cluster)
-        self.a.decisions.recover()
+        self.a, self.b = Node(nodes, root, "a", tier=self.tier), Node(nodes, root, "b")
         committed(self.b, 1, 2, 3)
         self.b.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
 

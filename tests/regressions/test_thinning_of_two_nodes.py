@@ -11,13 +11,17 @@ import pytest
 
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.cluster.duties import THINNING
+from holdfast_service.control.database import engines
 from holdfast_service.daemon.copying.thinner import Thinner
 from tests.checkpoints import build_root, trained_arrays
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.control.published import mark_verified
 from tests.regressions.test_daemons_that_share_a_root import Node
+from tests.regressions.test_nodes_that_stand_still import WAITS_S, Still, Stopping
 
 __all__ = ["nodes"]
 RUN, STEPS = "tiny", (5, 10, 15)
@@ -29,7 +33,8 @@ class Pair:
     def __init__(self, nodes: Nodes, root: Path) -> None:
         self.nodes, self.root = nodes, root
         build_root(root, {RUN: STEPS}, trained_arrays())
-        self.a, self.b = Node(nodes, root, "a"), Node(nodes, root, "b")
+        self.tier = Stopping(root, "a")
+        self.a, self.b = Node(nodes, root, "a", tier=self.tier), Node(nodes, root, "b")
         for step in STEPS:
             mark_verified(self.a.catalog, RUN, step)
         policy = RetentionPolicy(optim="int8", optim_full=1, keep_full=2)
@@ -105,3 +110,25 @@ def test_what_another_node_reads_stays_as_it_is(pair: Pair) -> None:
         assert pair.thinner(pair.a).look(RUN) == []
     pair.b.cluster.holds.renew()
     assert pair.thinner(pair.a).look(RUN) == [5, 10]
+
+
+@pytest.mark.parametrize("wants", ["pins", "reads"])
+def test_a_node_that_stands_still_while_it_thins_puts_back_what_it_took(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, wants: str
+) -> None:
+    """Node a stands still just before the thin checkpoint takes the place of the whole one, and node b begins to want that:
+    the whole one stands there afterwards.
+    """
+    monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", WAITS_S)
+    reading = pair.b.decisions.reading(RUN, 5)
+    pair.tier.before = naming.checkpoint_path(RUN, 5)
+    with Still(pair.tier, lambda: pair.thinner(pair.a).look(RUN)) as still:
+        if wants == "pins":
+            pair.nodes.lapse(pair.a.cluster)
+            pair.b.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+        else:
+            reading.__enter__()
+    assert isinstance(still.error, CatalogUnavailable) and pair.forms() == ["whole"] * 3
+    assert pair.b.tier.list(f"{RUN}/{naming.STAGING}") == []
+    if wants == "reads":
+        reading.__exit__(None, None, None)
