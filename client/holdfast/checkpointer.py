@@ -649,7 +649,7 @@ class Checkpointer:
 
         def reserve() -> Slots:
             self._session.connected(start=True)
-            return self._reservation.room_for(need)
+            return self._reservation.room_for(need, self._task)
 
         def begin() -> Errand:
             self._refuse_if_closed()

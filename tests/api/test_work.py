@@ -43,6 +43,20 @@ def test_two_checkpoints_are_compared_whole(service: Served) -> None:
     assert job.done_bytes == job.total_bytes == 2 * 24 * 40 * 4
 
 
+def test_tensors_with_nan_are_the_first_that_are_told(service: Served) -> None:
+    """Before those that have changed most, of which the page shows the first alone."""
+    arrays: dict[str, dict[str, Any]] = {group: dict(held) for group, held in varied_arrays().items()}
+    arrays["model"]["layers.0.q.weight"] = arrays["model"]["layers.0.q.weight"] * np.float32(3)
+    moments = arrays["optim"]["layers.0.q.weight/exp_avg"]
+    arrays["optim"]["layers.0.q.weight/exp_avg"] = np.full_like(moments, np.nan)
+    build(service.root / naming.checkpoint_path("tiny", 15), arrays, step=15)
+    with Api(service.url) as api:
+        api.wait_job(api.submit_job(JobRequest(kind="rebuild")).id)
+        result = api.wait_job(compared(api, 15).id).result
+    assert [one["name"] for one in result["most"]] == ["layers.0.q.weight/exp_avg", "layers.0.q.weight"]
+    assert result["nonfinite"] == 1 and result["most"][0]["relative"] is None
+
+
 def test_what_cannot_be_compared_is_refused_before_it_is_a_job(service: Served) -> None:
     """No checkpoint, or nothing that names one; damage that is met is the job's problem."""
     with Api(service.url) as api:

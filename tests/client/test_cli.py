@@ -402,6 +402,19 @@ class TestDiff:
         assert (fast["exact"], fast["relative"], fast["tensors"]["changed"]) == (False, None, 1)
         assert call("diff", "tiny@10", "tiny@20", "--root", root, "--most", 1).output.endswith("or use --json for all\n")
 
+    def test_tensors_with_nan_come_first_and_are_counted(self, root: Path) -> None:
+        """Before one that has changed, and one that is of another shape; their distances are not zero, but none."""
+        arrays = {group: dict(held) for group, held in varied_arrays().items()}
+        arrays["model"]["layers.0.q.weight"] = arrays["model"]["layers.0.q.weight"] * np.float32(3)
+        arrays["model"]["layers.0.scale"] = np.zeros(2, np.float32)
+        moments = arrays["optim"]["layers.0.q.weight/exp_avg"]
+        arrays["optim"]["layers.0.q.weight/exp_avg"] = np.full_like(moments, np.nan)
+        build(root / naming.checkpoint_path("tiny", 20), arrays, step=20)
+        rows = call("diff", "tiny@10", "tiny@20", "--root", root).output.splitlines()
+        assert "; 1 with NaN or infinite values; relative change" in rows[0]
+        assert [name in row for name, row in zip(("exp_avg", "scale", "q.weight"), rows[-3:], strict=True)] == [True] * 3
+        assert "\t0\t" not in rows[-3]
+
     def test_damage_ends_it(self, root: Path) -> None:
         """What is not proven is not compared: exit status 5, the tensor named."""
         arrays = {group: dict(held) for group, held in varied_arrays(1).items()}

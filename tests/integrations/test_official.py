@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.environments import TOP
+from tests.integrations.official import __main__ as lane
 from tests.integrations.official import outcomes
 from tests.integrations.official.suites import HERE, Reason, Suite
 
@@ -92,6 +93,34 @@ def test_a_list_is_strict(found: dict[str, outcomes.Outcome]) -> None:
     assert too_much.unexpected(found, with_holdfast=True) == [
         "test_some.test_numbers[1] passed, and is listed as one that fails: all numbers"
     ]
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        ((), "test_tiny.test_fails failed"),
+        (("test_tiny.test_fails", "test_tiny.test_passes"), "test_tiny.test_passes passed, and is listed as one that fails"),
+        (("test_tiny.test_fails", "test_tiny.test_gone"), "test_tiny.test_gone is listed, and no test has this name"),
+        (("test_tiny.test_fails",), ""),
+    ],
+)
+def test_the_lane_fails_where_its_list_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], listed: tuple[str, ...], says: str
+) -> None:
+    """In either direction, by its exit status and by the test's name; with a list that is right it passes."""
+    (tmp_path / "test_tiny.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
+    reasons = (Reason("as it is", True, frozenset(listed)),) if listed else ()
+    suite = Suite("tiny", {"files": ["test_tiny.py"], "words": ["-c", "/dev/null"]}, reasons)
+    assert lane.tried(suite, Path(sys.executable), tmp_path, "alone", []) == int(bool(says))
+    unexpected = [line for line in capsys.readouterr().out.splitlines() if "unexpected: " in line]
+    assert len(unexpected) == bool(says) and says in "".join(unexpected)
+
+
+def test_the_lane_fails_where_no_test_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tests that cannot be started have not passed."""
+    suite = Suite("tiny", {"files": [], "words": ["--no-such-option"]}, ())
+    assert lane.tried(suite, Path(sys.executable), tmp_path, "alone", []) == 1
+    assert "no report" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -226,6 +226,14 @@ def test_no_path_leads_out(world: CopiesWorld, transfers: Transfers, tmp_path: P
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_no_export_goes_to_an_address(transfers: Transfers, tmp_path: Path) -> None:
+    """A command's path has lost a slash by then; below the place it would be a directory `s3:`."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidRequest, match="is a URL"):
+        transfers.export_job(job("export", to="s3:/bucket/out"), Quiet())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_no_link_leads_out(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
     """A link below the place is not followed: not as a directory, not as a file of an import, not as a target's parent."""
     secret = hugging_face(tmp_path / "secret", sharded=False)

@@ -105,6 +105,15 @@ def test_what_is_refused(root: Path, tmp_path: Path, words: list[str], status: i
     assert sorted(os.listdir(tmp_path)) == ["root"]
 
 
+@pytest.mark.parametrize("words", [[], ["--model-only"], ["--as", "hf"]])
+def test_no_export_goes_to_an_address(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """It would be written to a directory `s3:` below the current one."""
+    monkeypatch.chdir(tmp_path)
+    said = call("export", "llama@5", "s3://bucket/out", *words, "--root", root)
+    assert said.exit_code == 2 and "is a URL" in said.output
+    assert sorted(os.listdir(tmp_path)) == ["root"]
+
+
 def test_nothing_is_left_of_what_fails(root: Path, tmp_path: Path) -> None:
     """Damage is named; a target that is there stays; one inside of the checkpoint is refused."""
     (tmp_path / "there").mkdir()
@@ -142,6 +151,7 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
         (["missing", "out", "--as", "hf"], 2, "there is no directory missing"),
         (["hf", "out", "--as", "gguf"], 2, "no way to export"),
         (["hf", "hf/out", "--as", "hf"], 2, "inside of the checkpoint"),
+        (["hf", "s3://bucket/out", "--as", "hf"], 2, "is a URL"),
         (["hf", ".out", "--as", "hf"], 2, "hidden name"),
         (["hf", "out\nput", "--as", "hf"], 2, "does not print"),
         (["hf", "out", "--as", "hf", "--from", "paper"], 2, "no kind 'paper'"),

@@ -130,6 +130,8 @@ def test_a_root_that_is_not_mounted_here(root: Path, monkeypatch: pytest.MonkeyP
             with pytest.raises(NoSuchCheckpoint, match=f"the daemon's root {root} is not visible here") as refused:
                 trainer.restored()
             assert f"mount {root} at the same path" in str(refused.value.hint)
+            with pytest.raises(NoSuchCheckpoint, match=f"the daemon's root {root} is not visible here"):
+                trainer.checkpointer.read_asset(300, "config.json")
         else:
             assert daemon.url.startswith("http://127.0.0.1:") and trainer.restored() == 300
             assert "0.0.0.0" in daemon.log.read_text(), "what it listens at is still said"

@@ -21,6 +21,7 @@ from tests.daemons import RunningDaemon, running, wait_until
 from tests.regressions.test_replicas_that_differ import World
 
 _runs = itertools.count()
+SEALED_S = 20.0  # the daemon waits for 30 s for slots that are in the way
 WEIGHTS = Ema(decay=0.9, of="model", every=1, correction="none")
 
 
@@ -335,8 +336,11 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
     assert "ema/w on rank 1 differs" in daemon.log.read_text()
 
 
-def test_slots_do_not_take_the_memory_of_the_average(tmp_path: Path, run: str) -> None:
-    """Whatever is asked for first: a state is averaged if the average fits, and what is refused stays so as it grows."""
+@pytest.mark.parametrize("by", ["prepare", "save", "larger save"])
+def test_slots_do_not_take_the_memory_of_the_average(tmp_path: Path, run: str, by: str) -> None:
+    """Slots are asked for first, and at the same moment: a state is averaged if the average fits, and what is refused stays
+    so as it grows.
+    """
     averaged: list[bool] = []
     with running(tmp_path / "root", "--arena-bytes-max", "3000000") as daemon:
         for width in (50, 100, 120, 400):
@@ -347,7 +351,10 @@ def test_slots_do_not_take_the_memory_of_the_average(tmp_path: Path, run: str) -
             state = {"model": model, "optim": optim}
             with Checkpointer(f"{run}-{width}", state, at=daemon.socket, ema=WEIGHTS) as checkpointer:
                 checkpointer.restore()
-                checkpointer.prepare(wait=True)  # slots first
+                if by != "save":
+                    checkpointer.prepare(wait=True)
+                if by != "prepare":
+                    checkpointer.save(0, assets={"notes": bytes(1_000_000 if by == "larger save" else 1)}, wait="durable")
                 try:
                     optim.step()
                 except LimitExceeded:
@@ -357,3 +364,37 @@ def test_slots_do_not_take_the_memory_of_the_average(tmp_path: Path, run: str) -
                 checkpointer.save(1, wait="durable")
                 assert stored(daemon, f"{run}-{width}", 1)[0]["n"] == 1
     assert averaged == [True, True, True, False]
+
+
+def test_slots_of_one_rank_do_not_take_the_memory_of_another_ranks_average(tmp_path: Path, run: str) -> None:
+    """Ranks of one launch reserve one after the other: the first one leaves room for the averages of all."""
+    states = []
+    for _ in range(2):
+        model = nn.Linear(1000, 50)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        states.append({"model": model, "optim": optim})
+    with running(tmp_path / "root", "--arena-bytes-max", "4500000") as daemon:
+        world = World(daemon, run, states, slots=8, ema=WEIGHTS)
+        world.restore()
+        world.ranks[0].prepare(wait=True)
+        for state in states:
+            state["optim"].step()
+        wait_until(lambda: all(rank.ema.ready for rank in world.ranks))
+        world.close()
+
+
+def test_slots_that_are_prepared_while_a_save_is_copied_do_not_hold_it_up(tmp_path: Path, run: str) -> None:
+    """There is no room for new slots beside those that the save is in: they are asked for when it is sealed, since the
+    daemon answers nothing else of the rank meanwhile, the seal included.
+    """
+    model = nn.Linear(4000, 4000)
+    state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with (
+        running(tmp_path / "root", "--arena-bytes-max", "150000000") as daemon,
+        Checkpointer(run, state, at=daemon.socket, slots=1, ema=WEIGHTS) as checkpointer,
+    ):
+        ticket = checkpointer.save(1)  # without an average, for which `prepare` asks for room
+        checkpointer.prepare()
+        assert ticket.result(SEALED_S) is not None

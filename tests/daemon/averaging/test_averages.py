@@ -310,6 +310,50 @@ def test_slots_leave_room_for_the_averages_of_all_ranks() -> None:
     averages.close()
 
 
+def test_the_first_rank_leaves_room_for_the_averages_of_those_that_come_later() -> None:
+    """Of a launch with two ranks here, one of which has not asked for anything yet."""
+    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
+    size = 2 * room.segment_bytes + asked._replace(slots=4).segment_bytes
+    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    owner = SegmentOwner("r", 1, 2, 1)
+    with arena.leaving(room.segment_bytes, owner, ShareHolder("r"), 2):
+        assert arena.reserve(asked, "r", owner).geometry.slots == 4
+
+
+def test_room_stays_left_while_the_old_slots_of_a_rank_go() -> None:
+    """A rank that reserves larger slots has none in between, and still expects its average."""
+    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
+    size = room.segment_bytes + asked._replace(slots=4).segment_bytes
+    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    owner = SegmentOwner("r", 0, 1, 1)
+    before = arena.reserve(asked._replace(slots=1), "r", owner)
+    with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
+        arena.drop(before)
+        assert arena.reserve(asked, "r", owner).geometry.slots == 4
+
+
+def test_what_is_left_for_an_average_counts_for_no_other_and_not_against_it() -> None:
+    """Its rank reserves slots at the moment at which the average is asked for: there is room for both."""
+    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
+    size = room.segment_bytes + asked._replace(slots=4).segment_bytes
+    owner, other = SegmentOwner("r", 0, 1, 1), SegmentOwner("other", 0, 1, 1)
+    held: list[ArenaSegment] = []
+
+    def make_room() -> None:
+        while held:
+            arena.drop(held.pop())
+            with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
+                reserved.append(arena.reserve(asked, "r", owner))
+
+    reserved: list[ArenaSegment] = []
+    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]), make_room=make_room)
+    averages = Averages(arena)
+    held.append(arena.reserve(asked._replace(slots=7), "other", other))
+    averages.reserve(owner, room, ShareHolder("r"), object())
+    assert [segment.geometry.slots for segment in reserved] == [4] and arena.bytes == size
+    averages.close()
+
+
 def test_room_is_left_only_for_ranks_that_have_slots() -> None:
     """Neither a rank that was refused nor one that has gone keeps others from the memory."""
     room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(1, 16 * PAGE, PAGE)

@@ -84,6 +84,12 @@ def test_a_side_with_nan_is_not_told_as_a_distance(tmp_path: Path) -> None:
     assert sorted(found, key=lambda one: comparing.largest_first(one, one.relative))[0] is nan
     total = comparing.summarise(found)
     assert (total.nonfinite, total.relative) == (1, pytest.approx(changed.relative))
+    back = Distance("F32")
+    back.add(octets(sick[names[0]]), octets(arrays[names[0]]))
+    healed = comparing.difference(pairs[0], back)
+    assert (healed.norm_a, healed.change, healed.relative) == (None, None, None) and healed.norm_b == pytest.approx(
+        nan.norm_a
+    )
 
 
 def test_complex_and_sub_byte_types_are_compared() -> None:

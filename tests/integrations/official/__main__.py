@@ -65,10 +65,15 @@ def try_out(suite: Suite, options: argparse.Namespace, words: list[str]) -> int:
         return 0
     packages = [f"{suite.name}=={version}", *others, *suite.about.get("packages", ())]
     python = make(f"{suite.name}-official", {**table, "packages": packages})
-    tests, wrong = source / suite.about["tests"], []
-    if options.only != "holdfast":
+    return tried(suite, python, source / suite.about["tests"], options.only, words)
+
+
+def tried(suite: Suite, python: Path, tests: Path, only: str | None, words: list[str]) -> int:
+    """Run the tests without Holdfast and with it, or `only` one of both; 1, and a line for each that ended unexpectedly."""
+    wrong = []
+    if only != "holdfast":
         wrong += run(suite, python, tests, None, words)
-    if options.only != "alone":
+    if only != "alone":
         with TemporaryDirectory() as place, running(Path(place) / "root") as daemon:
             wrong += run(suite, python, tests, daemon.socket, words)
     print(*(f"  unexpected: {line}" for line in wrong), sep="\n", flush=True)

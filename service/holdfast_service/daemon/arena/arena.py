@@ -49,6 +49,7 @@ class Arena:
         self._segments: set[ArenaSegment] = set()
         self._averages: set[AverageSegment] = set()
         self._expected: dict[tuple[str, int], tuple[ShareHolder, int]] = {}  # averages to come, by run and rank
+        self._reserving: Counter[str] = Counter()  # how many ranks of each run reserve slots, and expect averages
 
     @property
     def bytes(self) -> int:
@@ -133,15 +134,20 @@ class Arena:
             for rank in range(first, first + ranks):
                 self._expected.setdefault((owner.run, rank), (holder, size))
             self._expected[owner.run, owner.rank] = holder, size
+            self._reserving[owner.run] += 1
         try:
             yield
         finally:
+            with self._lock:
+                self._reserving -= Counter((owner.run,))
             self._forget_expected(owner.run)
 
     def _forget_expected(self, run: str) -> None:
-        """Where a run has no segment, it asks for no average."""
+        """Where a run has no segment, and reserves none, it asks for no average."""
         with self._lock:
-            if not any(one.owner is not None and one.owner.run == run for one in self._segments):
+            if not self._reserving[run] and not any(
+                one.owner is not None and one.owner.run == run for one in self._segments
+            ):
                 self._expected = {rank: held for rank, held in self._expected.items() if rank[0] != run}
 
     def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
@@ -182,14 +188,17 @@ class Arena:
     def admit(
         self, owner: SegmentOwner, size: int, holder: ShareHolder, make: Callable[[], AverageSegment]
     ) -> AverageSegment:
-        """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room."""
+        """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room.
+
+        What was left for it stays left until it is there: its rank may be reserving slots at the same moment.
+        """
         with self._lock:
-            self._expected.pop((owner.run, owner.rank), None)
-            short = self._room(holder).bytes < size
+            short = self._room_for_average(owner, holder).bytes < size
         if short:
             self._make_room()
         with self._lock:
-            room = self._room(holder)
+            room = self._room_for_average(owner, holder)
+            self._expected.pop((owner.run, owner.rank), None)
             if room.bytes < size:
                 raise LimitExceeded(
                     f"rank {owner.rank} of {owner.run} needs {size} bytes of memory for the average; {self._taken()} are "
@@ -364,6 +373,15 @@ class Arena:
         shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
         own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
         return min(room, shared, *own, *largest_segment())
+
+    def _room_for_average(self, owner: SegmentOwner, holder: ShareHolder) -> SegmentRoom:
+        """What the average of this rank may have: what is left for it is free."""
+        rank = owner.run, owner.rank
+        left_for_it = self._expected.pop(rank, None)
+        room = self._room(holder)
+        if left_for_it is not None:
+            self._expected[rank] = left_for_it
+        return room
 
     def _charged(self, group: str) -> int:
         """What segments may take of a control group."""
