@@ -729,7 +729,7 @@ class Checkpointer:
     def _after_step(self, *given: Any) -> None:
         """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
         if given and not self._closed and not self._calls.forked:
-            self._state.unsaved.gradients.stepped(given[0])
+            self._state.unsaved.stepped(given[0])
             if self._averaging is not None:
                 self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)

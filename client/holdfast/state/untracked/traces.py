@@ -21,7 +21,9 @@ from holdfast.state.untracked.buffers import version
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_EXACT = frozenset({bool, int, str, bytes, type(None)})
 DEPTH_MAX, ITEMS_MAX, SAMPLE_BYTES_MAX = 2, 32, 2**16  # of a larger one, a part is looked at
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque})  # what needs no other question
 UNKNOWN = "a value that is not looked at"
 
 
@@ -53,7 +55,9 @@ class Tracer(NamedTuple):
     def trace(self, value: object, depth: int = 0) -> object:
         """What is remembered of this value: equal until it changes. `UNKNOWN` for kinds that are not looked at."""
         if is_plain(value):
-            return type(value), repr(value) if isinstance(value, float | complex | np.generic) else value
+            return type(value), value if type(value) in _EXACT else repr(value)
+        if type(value) in _CONTAINERS:
+            return UNKNOWN if depth >= DEPTH_MAX or self.is_saved(value) else self._inside(value, depth + 1)
         if isinstance(value, torch.Tensor):
             return UNKNOWN if value.grad_fn is not None or self.is_saved(value) else _Tensor(value)
         if isinstance(value, np.ndarray):
@@ -65,12 +69,14 @@ class Tracer(NamedTuple):
         return self._inside(value, depth + 1)
 
     def _inside(self, value: object, depth: int) -> object:
+        if isinstance(value, dict):
+            return type(value), len(value), [(_name(k), self.trace(v, depth)) for k, v in _ends(value.items())]
         if isinstance(value, Mapping):
             return type(value), len(value), [(_name(k), self.trace(v, depth)) for k, v in _ends(list(value.items()))]
         if isinstance(value, list | tuple | deque):
             return type(value), len(value), [self.trace(item, depth) for item in _ends(value)]
         if isinstance(value, Set):
-            return type(value), hash(frozenset(value))
+            return type(value), len(value), frozenset(islice(value, ITEMS_MAX))  # in the same order while nothing changes
         if isinstance(value, nn.Module):
             return type(value), [self.trace(tensor, depth) for tensor in islice(value.parameters(), ITEMS_MAX)]
         if isinstance(value, torch.optim.Optimizer):
@@ -92,10 +98,13 @@ def is_object(value: object) -> bool:
 
 def _attributes(value: object) -> list[tuple[str, object]] | None:
     """Those of an object; None for a function, and for a configuration, which is no part of what is trained."""
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or callable(getattr(type(value), "to_dict", None)) or isinstance(value, _CODE):
+    held, slots = getattr(value, "__dict__", None), getattr(type(value), "__slots__", ())
+    if callable(getattr(type(value), "to_dict", None)) or isinstance(value, _CODE):
         return None
-    return list(held.items())
+    if isinstance(held, dict):
+        return list(held.items())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)] or None
 
 
 def _drawn(value: object) -> object:

@@ -1,5 +1,5 @@
 """Names what a save leaves out though training has changed it, at the save and again at its restore: plain attributes of
-modules and optimizers, buffers that are not persistent, gradients between the steps of an optimizer.
+modules, tensors and optimizers, settings, buffers that are not persistent, gradients between the steps of an optimizer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from holdfast.state.untracked.attributes import Attributes, plain_values, shown
 from holdfast.state.untracked.buffers import Buffers
 from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
+from holdfast.state.untracked.settings import Settings
 from holdfast.state.untracked.stored import AlreadyStored
 from holdfast.state.untracked.traces import Tracer, is_object
 from holdfast.tensors import json_values
@@ -36,18 +37,21 @@ class Unsaved:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state, self._stored = state, AlreadyStored(state)
         self._attributes, self._buffers = Attributes(Tracer(self._stored.has)), Buffers()
+        self._settings = Settings()
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
 
     def see(self) -> None:
         """Take a first look at what is new, as part of a walk through the state."""
         self._stored.look_again()
+        self._settings.look_again()
         for key, value in self._state.items():
             for module in modules_of(value):
                 named = [(name, part) for name, part in module.named_modules() if not _is_wrapper(part)]
                 self._stored.flat = self._stored.flat or len(named) < sum(1 for _ in module.modules())
                 self._attributes.see_modules(key, named)
                 self._buffers.see(key, named)
+                self._settings.see(key, module, named)
             for path, owner in self._optimizers(key, value):
                 around = (
                     not isinstance(owner, torch.optim.Optimizer) or owner not in optimizer_wrappers.find(value).optimizers
@@ -65,17 +69,30 @@ class Unsaved:
             "attributes": [path for path in changed if path not in told],
             "buffers": self._buffers.changed()[:STORED_MAX],
             "gradients": self.gradients.accumulated(),
+            **{kind: dict(list(held.items())[:STORED_MAX]) for kind, held in self._settings.changed().items()},
         }
         self.last = {kind: held for kind, held in found.items() if held}
         return self.last
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer has used."""
+        self.gradients.stepped(optimizer)
+        self._settings.stepped()
+
+    def settings(self) -> dict[str, bool]:
+        """requires_grad of all parameters as it is now, by path."""
+        return self._settings.flags()
+
     def values(self) -> dict[str, Any]:
-        """All plain attributes of modules and optimizers as they are now, by path."""
+        """All plain attributes of modules, their tensors and optimizers as they are now, by path."""
         found: dict[str, Any] = {}
         for key, value in self._state.items():
             for module in modules_of(value):
                 for name, part in module.named_modules():
-                    found.update(plain_values(f"{key}.{name}" if name else key, vars(part)))
+                    below = f"{key}.{name}" if name else key
+                    found.update(plain_values(below, vars(part)))
+                    for of_tensor, tensor in (*part._parameters.items(), *part._buffers.items()):
+                        found.update(plain_values(f"{below}.{of_tensor}", getattr(tensor, "__dict__", {})))
             for path, owner in self._optimizers(key, value):
                 found.update(plain_values(path, vars(owner)))
         return found
@@ -102,6 +119,16 @@ def notes_of(found: Mapping[str, Any]) -> list[LeftOutNote]:
         notes.append(
             f"not saved: buffers that are not persistent and have changed: {_listed(found['buffers'])}; register them with "
             "persistent=True if they cannot be computed again"
+        )
+    if found.get("requires_grad"):
+        notes.append(
+            f"not saved: requires_grad of parameters, which has changed: {_listed(found['requires_grad'])}; set it "
+            "again after a restore, as it is at that step"
+        )
+    if found.get("modes"):
+        notes.append(
+            f"not saved: the mode (train() or eval()) of submodules, which has changed: {_listed(found['modes'])}; "
+            "set it again after a restore, as it is at that step"
         )
     if found.get("gradients"):
         notes.append(
@@ -131,23 +158,32 @@ class UnsavedState(NamedTuple):
         if text is None or not selection.takes(GROUP, KEY):
             return plan
         saved = json_values.loads(text, KEY)
-        if not isinstance(saved, dict) or not isinstance(saved.get("numbers", {}), dict):
+        kinds = ("numbers", "requires_grad", "modes")
+        if not isinstance(saved, dict) or not all(isinstance(saved.get(kind, {}), dict) for kind in kinds):
             raise CorruptManifest(f"the stored value of {KEY} is not a list of what was left out", file="state.json")
-        live = self.unsaved.values()
-        other = [
-            f"{path} (was {value!r}, is {live[path]!r})" if path in live else f"{path} (was {value!r})"
-            for path, value in saved.get("numbers", {}).items()
-            if path not in live or live[path] != value
-        ]
+        other = _differing(saved.get("numbers", {}), self.unsaved.values())
         other += [str(path) for path in saved.get("attributes", ())]
         if other:
             plan.notes.append(LeftOutNote(f"not restored: plain attributes, which were not saved: {_listed(other)}"))
+        if flags := _differing(saved.get("requires_grad", {}), self.unsaved.settings()):
+            plan.notes.append(LeftOutNote(f"not restored: requires_grad of parameters: {_listed(flags)}"))
+        if modes := [f"{path} ({'train' if mode else 'eval'})" for path, mode in saved.get("modes", {}).items()]:
+            plan.notes.append(LeftOutNote(f"not restored: the mode of submodules, as it was when saved: {_listed(modes)}"))
         if saved.get("buffers"):
             plan.notes.append(LeftOutNote(f"not restored: buffers that are not persistent: {_listed(saved['buffers'])}"))
         if saved.get("gradients"):
             text = "gradients that were accumulated since the last optimizer step (.grad)"
             plan.notes.append(LeftOutNote(f"not restored: {text}"))
         return plan
+
+
+def _differing(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """What is another value here, or not here, with the values."""
+    return [
+        f"{path} (was {value!r}, is {live[path]!r})" if path in live else f"{path} (was {value!r})"
+        for path, value in saved.items()
+        if path not in live or live[path] != value
+    ]
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -1,0 +1,64 @@
+"""Whose a class is, and whose a private attribute is: of torch, of another framework, or of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+
+from torch import nn
+
+# Top-level packages whose classes keep caches and marks of their own under private names.
+FRAMEWORKS = frozenset(
+    {"accelerate", "apex", "bitsandbytes", "colossalai", "deepspeed", "diffusers", "fairscale", "flash_attn", "functorch"}
+    | {"lightning", "lightning_fabric", "megatron", "optimum", "paddle", "peft", "pytorch_lightning", "timm", "torch"}
+    | {"torchao", "torchaudio", "torchmetrics", "torchtitan", "torchvision", "transformer_engine", "transformers", "triton"}
+)
+CLASSES_MAX = 1024  # whose names are remembered
+_LAYERS = "torch.nn.modules."
+_DERIVING = ("torch.distributed.", "torch.nn.utils.parametrize")
+
+
+def is_of_framework(cls: type) -> bool:
+    """Whether a class is torch's or another framework's, also one that they make of a user's: see `own_class`."""
+    return cls.__module__.partition(".")[0] in FRAMEWORKS
+
+
+def own_class(module: nn.Module) -> type:
+    """A module's class without what torch derives of it: under FSDP2, and with parametrized tensors."""
+    return next((cls for cls in type(module).__mro__ if not cls.__module__.startswith(_DERIVING)), type(module))
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    return own_class(module).__module__.startswith("torch.")
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's layers, also as torch has derived another from it."""
+    return is_of_torch(module) and any(
+        cls is not nn.Module and cls.__module__.startswith(_LAYERS) for cls in own_class(module).__mro__
+    )
+
+
+@lru_cache(CLASSES_MAX)
+def names_of_frameworks(classes: tuple[type, ...]) -> frozenset[str]:
+    """The names that the frameworks' classes among these, a class with its bases, use in their own code."""
+    return frozenset(
+        name
+        for base in classes
+        if is_of_framework(base)
+        for held in vars(base).values()
+        for code in _codes(held)
+        for name in code.co_names
+    )
+
+
+def _codes(held: object) -> Iterator[CodeType]:
+    """The code of a function, method or property, with that of functions inside of it."""
+    for one in (held, *(getattr(held, part, None) for part in ("fget", "fset", "__func__", "__wrapped__"))):
+        code = getattr(one, "__code__", None)
+        waiting = [code] if isinstance(code, CodeType) else []
+        while waiting:
+            code = waiting.pop()
+            yield code
+            waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -1,0 +1,100 @@
+"""Finds what a program switches in training and no state_dict() has: requires_grad of parameters, and the mode (train() or
+eval()) of single submodules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_FLAG, _MODE = attrgetter("requires_grad"), itemgetter("training")
+
+
+class _Root(NamedTuple):
+    """A module of the state, and all that are inside of it, as their attributes."""
+
+    held: Mapping[str, Any]
+    paths: list[str]
+    parts: list[Mapping[str, Any]]
+
+
+class Settings:
+    """requires_grad of parameters as it was when they were first seen, and modes as they were in the first step.
+
+    The mode of a submodule is looked at while the module of the state trains: a validation changes all of them for a time.
+    Before the first step a program sets the modes for the training, so those of before tell nothing.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}  # kept alive, so that an id stays what it was
+        self._first_flags: dict[tuple[int, str], bool] = {}
+        self._flags: list[bool] = []
+        self._first_modes: dict[int, bool] = {}
+        self._modes: dict[int, list[bool]] = {}  # of the parts of a root, when they were last looked at
+        self._roots: dict[int, _Root] = {}
+        self._changed: dict[str, dict[str, object]] = {"requires_grad": {}, "modes": {}}
+        self._places: list[tuple[str, int, str]] = []
+        self._parameters: list[nn.Parameter] = []  # as they were in the last walk
+
+    def look_again(self) -> None:
+        """A walk begins, in which `see` tells of all modules."""
+        self._roots, self._places, self._parameters, self._flags, self._modes = {}, [], [], [], {}
+
+    def see(self, path: str, root: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        found = _Root(vars(root), [], [])
+        for name, module in modules:
+            self._modules[id(module)] = module
+            below = f"{path}.{name}" if name else path
+            if "training" in vars(module):  # not in those of TorchScript
+                found.paths.append(below)
+                found.parts.append(vars(module))
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._parameters.append(parameter)
+                    self._places.append((f"{below}.{key}", id(module), key))
+                    self._first_flags.setdefault((id(module), key), parameter.requires_grad)
+        if "training" in found.held:
+            self._roots[id(root)] = found
+
+    def stepped(self) -> None:
+        """An optimizer is about to take a step, or has taken one: modes of modules that train are those of the training."""
+        for root in self._roots.values():
+            if root.held["training"] and id(root.held) not in self._first_modes:
+                self._first_modes.update((id(held), held["training"]) for held in root.parts)
+                self._first_modes[id(root.held)] = True
+
+    def changed(self) -> Mapping[str, Mapping[str, object]]:
+        """The parameters and submodules that were seen with another setting, with their settings now."""
+        self.stepped()
+        if (flags := list(map(_FLAG, self._parameters))) != self._flags:
+            self._note_flags(flags)
+        for root in self._roots.values():
+            if root.held["training"]:
+                self._note_modes(root)
+        return {kind: found for kind, found in self._changed.items() if found}
+
+    def flags(self) -> dict[str, bool]:
+        """requires_grad of all parameters as it is now, by path."""
+        return {path: one.requires_grad for (path, _, _), one in zip(self._places, self._parameters, strict=True)}
+
+    def _note_flags(self, flags: list[bool]) -> None:
+        self._flags = flags
+        for (path, owner, key), flag in zip(self._places, flags, strict=True):
+            if path in self._changed["requires_grad"] or self._first_flags[owner, key] is not flag:
+                self._changed["requires_grad"][path] = flag
+
+    def _note_modes(self, root: _Root) -> None:
+        """Of a submodule that is switched as a whole, only it is named."""
+        modes = list(map(_MODE, root.parts))
+        if self._modes.get(id(root.held)) == modes:
+            return
+        self._modes[id(root.held)] = modes
+        found, known = tuple[str, ...](), self._changed["modes"]
+        for path, held, mode in zip(root.paths, root.parts, modes, strict=True):
+            if path in known or self._first_modes.setdefault(id(held), mode) is not mode:
+                if not path.startswith(found) or path in known:
+                    known[path] = mode
+                found = (*found, f"{path}.")
