@@ -61,6 +61,7 @@ from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
 from holdfast.state.temporaries import Temporaries
 from holdfast.state.untracked import unsaved
+from holdfast.state.untracked.load_hooks import LoadHooks
 from holdfast.state.untracked.optimizer_numbers import SavedNumbers, WrapperNumbers
 from holdfast.state.untracked.unsaved import Unsaved, UnsavedState
 from holdfast.tensors.fragments import Storable, is_sharded
@@ -370,7 +371,7 @@ class TrainState:
         optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._rates)
         tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
         given = [value for value in self.state.values() if isinstance(value, Given)]
-        others: list[AskedEntry] = [*given]
+        others: list[AskedEntry] = [LoadHooks(self.state, self.unsaved), *given]
         keeper = ContainerKeeper()
         others += entries.loose(self.state, self.rank, keeper)
         groups = {part.group for part in tensors}.union(

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from holdfast.state.untracked.ownership import is_layer, is_of_framework, is_of_torch, names_of_frameworks, own_class
+from holdfast.state.untracked.ownership import (
+    is_framework_object,
+    is_layer,
+    is_of_framework,
+    is_of_torch,
+    names_of_frameworks,
+    own_class,
+)
 from holdfast.state.untracked.traces import UNKNOWN, Tracer, is_data, is_plain
 from holdfast.tensors.fragments import is_dtensor
 
@@ -96,8 +103,13 @@ class Attributes:
                 _Place(id(owner)), path, vars(owner), _Rule(lambda n, v: n not in but and _counts(n, v, theirs), _never)
             )
 
-    def changed(self) -> dict[str, object]:
-        """The attributes that were seen to change, by path, with their values now."""
+    def look_again(self) -> None:
+        """Take what there is now as the first look at everything."""
+        for place, look in enumerate(self._looks):
+            self._put(place, self._of(look.path, look.held, look.rule, look.held.items()))
+
+    def changed(self, whole: bool = False) -> dict[str, object]:
+        """The attributes that were seen to change, by path, with their values now; `whole` compares all at once."""
         self._see_newcomers()
         left = self.AT_ONCE
         for _ in self._turn:
@@ -106,7 +118,7 @@ class Attributes:
             left -= 1 + self.OF_TRACE * len(look.traces)
             for name in self._news(look):
                 self._changed.setdefault(f"{look.path}.{name}", (look.held, name))
-            if left <= 0 and self._compared:
+            if left <= 0 and self._compared and not whole:
                 break
         self._compared = True
         return {path: held.get(name) for path, (held, name) in self._changed.items()}
@@ -158,7 +170,8 @@ class Attributes:
                 if is_plain(new) and type(new) is type(old):
                     changed = new != old and not (new != new and old != old)
                 else:
-                    changed = is_plain(new) or self._tracer.trace(new) is not UNKNOWN
+                    counts = is_plain(new) or look.rule.counts(name, new)
+                    changed = counts and self._tracer.trace(new) is not UNKNOWN
                 if changed:
                     yield name
         for name, before in look.traces.items():
@@ -205,7 +218,7 @@ def _counts(name: str, value: object, theirs: Collection[str]) -> bool:
         return False
     if not name.startswith("_") or type(value) in _PRIVATE or is_data(value):
         return True
-    return name not in theirs and "cache" not in name.lower() and not is_of_framework(type(value))
+    return name not in theirs and name.isidentifier() and "cache" not in name.lower() and not is_framework_object(value)
 
 
 def _counts_in_layer(name: str, value: object) -> bool:

@@ -42,6 +42,12 @@ class Buffers:
                 if buffer is not None and (id(module), name) not in self._first:
                     self._note(".".join(filter(None, (path, prefix, name))), module, name, buffer)
 
+    def look_again(self) -> None:
+        """Take what there is now as the first look at all."""
+        for (_, name), seen in list(self._first.items()):
+            if (buffer := seen.module._buffers.get(name)) is not None:
+                self._note(seen.path, seen.module, name, buffer)
+
     def changed(self) -> list[str]:
         for (_, name), seen in list(self._first.items()):
             buffer = seen.module._buffers.get(name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from types import CodeType
 
+import torch
 from torch import nn
+from torch.nn.modules.module import _WrappedHook
 
 # Top-level packages whose classes keep caches and marks of their own under private names.
 FRAMEWORKS = frozenset(
@@ -15,13 +19,29 @@ FRAMEWORKS = frozenset(
     | {"torchao", "torchaudio", "torchmetrics", "torchtitan", "torchvision", "transformer_engine", "transformers", "triton"}
 )
 CLASSES_MAX = 1024  # whose names are remembered
+ITEMS_MAX = 8  # of a container, by which it is told whose it is
+_TRAINED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _LAYERS = "torch.nn.modules."
 _DERIVING = ("torch.distributed.", "torch.nn.utils.parametrize")
 
 
 def is_of_framework(cls: type) -> bool:
     """Whether a class is torch's or another framework's, also one that they make of a user's: see `own_class`."""
-    return cls.__module__.partition(".")[0] in FRAMEWORKS
+    return str(cls.__module__).partition(".")[0] in FRAMEWORKS
+
+
+def is_framework_object(value: object) -> bool:
+    """Whether a value is a framework's own: an object of its classes, or a container with some."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
+    held = (value, *islice(inside, ITEMS_MAX))
+    return any(is_of_framework(type(one)) and not isinstance(one, _TRAINED) for one in held)
+
+
+def is_framework_code(function: object) -> bool:
+    """Whether a function, or what a hook of torch's wraps, is torch's or another framework's."""
+    while isinstance(function, partial | _WrappedHook):
+        function = function.func if isinstance(function, partial) else function.hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] in FRAMEWORKS
 
 
 def own_class(module: nn.Module) -> type:

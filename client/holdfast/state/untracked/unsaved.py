@@ -79,6 +79,16 @@ class Unsaved:
         self.gradients.stepped(optimizer)
         self._settings.stepped()
 
+    def before_refresh(self) -> None:
+        """Hooks of the user's are about to compute again what follows from what was restored: note changes of before."""
+        self._attributes.changed(whole=True)
+        self._buffers.changed()
+
+    def refreshed(self) -> None:
+        """What the hooks have set is no change of the training."""
+        self._attributes.look_again()
+        self._buffers.look_again()
+
     def settings(self) -> dict[str, bool]:
         """requires_grad of all parameters as it is now, by path."""
         return self._settings.flags()

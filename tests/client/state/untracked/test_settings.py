@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.state.train_state import TrainState
@@ -104,6 +106,15 @@ def compiled() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, lambda: model(torch.randn(4, 2))
 
 
+def test_a_module_that_fsdp2_has_sharded_is_the_user_s(single_process_group: None) -> None:
+    """torch makes a class of its own of the user's."""
+    training = Training()
+    fully_shard(training.model)
+    state = TrainState({"model": training.model}, 0, 1)
+    training.model.phase = "main"  # type: ignore[assignment]
+    assert [": model.phase;" in note for note in state.snapshot().notes] == [True]
+
+
 def llama() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,8 +150,21 @@ def quantized() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, lambda: model(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("make", [compiled, llama, encoder, mixed, quantized])
-def test_an_ordinary_training_gives_no_notice(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]) -> None:
+def replicated() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model = DistributedDataParallel(Model())
+    return model, lambda: model(torch.randn(4, 2))
+
+
+def sharded() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model = Model()
+    fully_shard(model.backbone)
+    return fully_shard(model, reshard_after_forward=False), lambda: model(torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("make", [compiled, llama, encoder, mixed, quantized, replicated, sharded])
+def test_an_ordinary_training_gives_no_notice(
+    make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], single_process_group: None
+) -> None:
     """With validations, over several saves."""
     model, loss = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
