@@ -253,5 +253,6 @@ class Unlisted(nn.Module):
         self.seen, self.held, self.names = [torch.zeros(1), 2], {"a": 1}, {"a"}
         self.streams = {"torch": torch.Generator(), "numpy": np.random.default_rng(1), "python": random.Random(1)}
         self.counter, self.hidden = Counter(), [nn.Linear(2, 1)]
+        self._phase, self._seen, self._held, self._counter = "warm", [1], {"a": [1]}, Counter()
         self.inner = torch.optim.SGD(self.hidden[0].parameters(), lr=0.1)
         self.weight_again, self.everything = self.linear.weight.detach(), [self.linear, self.linear.weight]

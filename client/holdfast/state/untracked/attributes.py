@@ -64,7 +64,7 @@ class Attributes:
     nothing for it. How many attributes there are is compared at each save.
     """
 
-    AT_ONCE, OF_TRACE = 1024, 8  # looks at each save, and as how many a trace counts
+    AT_ONCE, OF_TRACE = 512, 8  # looks at each save, and as how many a trace counts
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
