@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint
+from holdfast_formats.errors import CatalogUnavailable, Damaged, InUse, NoSuchCheckpoint
 from holdfast_formats.lineage import Intent
 from holdfast_service.control import root_care
 from holdfast_service.control.checkpoints import roots
@@ -139,6 +140,72 @@ def test_it_comes_back_where_its_replacement_is_gone(world: SaverWorld, tier: Fl
     assert not tier.list(PATH) and not world.decisions.store.replaced(RUN)
     with pytest.raises(NoSuchCheckpoint):
         world.decisions.rotation.remove(RUN, 1)
+
+
+def replaced_unread(world: SaverWorld) -> naming.Place:
+    """Where the one is that was replaced by another, which nobody reads back."""
+    rank = launch(world)
+    world.saver.checks.close()
+    replace(rank)
+    assert world.decisions.recorded(30)
+    (aside,) = world.decisions.store.replaced(RUN)
+    return aside
+
+
+def test_one_that_lacks_a_file_does_not_come_back(world: SaverWorld, tier: FlippingTier) -> None:
+    """It is no checkpoint; nor is it removed, since nothing else is left of the step."""
+    aside = replaced_unread(world)
+    tier.remove_file(f"{aside.path}/{naming.STATE}")
+    tier.remove_tree(PATH)
+    world.decisions.rotation.apply(RUN)
+    assert world.decisions.store.replaced(RUN) == [aside] and not tier.list(PATH)
+
+
+def test_it_does_not_come_back_while_its_replacement_is_read(world: SaverWorld, tier: FlippingTier) -> None:
+    """What reads it may be mending it."""
+    aside = replaced_unread(world)
+    before = verify(tier, aside.path)
+    with world.decisions.reading(RUN, 1):
+        tier.remove_tree(PATH)
+        world.decisions.rotation.apply(RUN)
+        assert world.decisions.store.replaced(RUN) == [aside] and not tier.list(PATH)
+    world.decisions.rotation.apply(RUN)
+    assert verify(tier, PATH) == before
+
+
+def test_it_stays_while_the_catalog_describes_another_one(world: SaverWorld) -> None:
+    """What was read back is the one before the one that stands there now."""
+    aside = replaced_unread(world)
+    world.decisions.rotation.is_replaced(RUN, 1)
+    world.decisions.findings.sound(RUN, 1)
+    world.decisions.rotation.apply(RUN)
+    assert world.decisions.store.replaced(RUN) == [aside]
+    world.decisions.rotation.listed(RUN, 1)
+    world.decisions.rotation.apply(RUN)
+    assert not world.decisions.store.replaced(RUN)
+
+
+@pytest.mark.parametrize("replacement", ["sound", "gone"])
+def test_a_node_that_may_decide_no_more_leaves_both(world: SaverWorld, tier: FlippingTier, replacement: str) -> None:
+    """It stood still for too long: another node decides by now."""
+    aside, alone = replaced_unread(world), world.decisions.rotation.elsewhere
+
+    def refuse() -> None:
+        raise CatalogUnavailable("the lock was lost")
+
+    @contextmanager
+    def lost(run: str, insists: bool) -> Iterator[Callable[[], None]]:
+        yield refuse
+
+    world.decisions.rotation.elsewhere = lost
+    if replacement == "sound":
+        world.decisions.findings.sound(RUN, 1)
+    else:
+        tier.remove_tree(PATH)
+    with pytest.raises(CatalogUnavailable):
+        world.decisions.rotation.apply(RUN)
+    assert world.decisions.store.replaced(RUN) == [aside] and bool(tier.list(PATH)) == (replacement == "sound")
+    world.decisions.rotation.elsewhere = alone
 
 
 @pytest.mark.parametrize("damaged", ["replacement", "replaced"])
