@@ -335,6 +335,18 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
     assert told == {"tier": "far"}
 
 
+def test_other_copies_are_looked_at_before_one_is_removed_because_of_them(world: CopiesWorld, tmp_path: Path) -> None:
+    """The root has lost all newer ones, and their copies, which were there when they were made, each lack a file by now."""
+    world.copy()
+    world.decisions.rotation.remove(RUN, 5)
+    for step in (10, 15):
+        shutil.rmtree(world.path(step))
+        (far(tmp_path, step) / naming.STATE).unlink()
+    assert world.states(10) == world.states(15) == {"far": "present"}
+    world.replicators["far"]._remove(world.replicators["far"]._open())
+    assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
+
+
 @pytest.mark.parametrize("removed_by", ["policy", "request"])
 def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
     world: CopiesWorld, tmp_path: Path, removed_by: str
