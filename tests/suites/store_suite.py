@@ -349,6 +349,16 @@ class StoreSuite:
         assert standing(store) is SECOND and store.replaced(RUN) == []
         assert storage.used() == kept - sum(map(len, FIRST.all().values())) + sum(map(len, SECOND.all().values()))
 
+    @pytest.mark.parametrize("place", [Place(RUN, STEP, 2), OTHER], ids=["one node", "several"])
+    def test_what_is_not_whole_replaces_nothing(self, storage: Storage, place: Place) -> None:
+        """A file that was staged is gone before the commit: what stands there is left alone."""
+        store = storage.open()
+        assert save(store, ALONE, FIRST).outcome == "published"
+        left = {name: data for name, data in SECOND.files.items() if name != "model-0.safetensors"}
+        stage(store, place, Sample(left, {}, b"", b""))
+        assert store.commit(place, SECOND.contents(), over=True).outcome == "gone"
+        assert standing(store) is FIRST and store.replaced(RUN) == []
+
     def test_what_was_replaced_is_taken_back(self, storage: Storage) -> None:
         """In the place of what stands there, or where nothing does; what stood there goes."""
         store = storage.open()
