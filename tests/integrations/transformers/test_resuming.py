@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.resuming import assert_equal, completed, killed
+from tests.integrations.resuming import assert_equal, completed, end, killed, start
 
 SCRIPT = "tests.integrations.transformers.train"
 CASES = {
@@ -30,6 +30,19 @@ def test_a_killed_training_does_what_an_undisturbed_one_does(case: str, tmp_path
     other = killed(SCRIPT, arguments, tmp_path / "killed", last, kills, seed=sum(map(ord, case)))
     assert_equal(whole, other)
     assert max(other.began) > 0  # something was resumed
+
+
+@pytest.mark.parametrize("case", ["order from the global generator", "order from the global generator, workers"])
+def test_an_epoch_that_a_resumed_training_began_is_taken_up(case: str, tmp_path: Path) -> None:
+    """Killed after the second of three epochs of eleven steps, and again within the third one."""
+    whole = completed(SCRIPT, CASES[case], tmp_path / "whole")
+    for die_at in (23, 31):
+        for rank in (ranks := start(SCRIPT, CASES[case], tmp_path / "killed", 1, die_at)):
+            rank.wait()
+        end(ranks)
+    other = completed(SCRIPT, CASES[case], tmp_path / "killed")
+    assert other.began == [0, 22, 30]
+    assert_equal(whole, other)
 
 
 def test_two_ranks(tmp_path: Path, kills: int) -> None:

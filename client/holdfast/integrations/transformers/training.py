@@ -118,6 +118,10 @@ class TrainerRun:
         if not self.streams.reached:
             self._install_streams()
         self.streams.forget()
+        if float(
+            self.trainer.state.epoch or 0
+        ).is_integer():  # the save ended an epoch: the next one begins with these streams
+            self.streams.epoch_begins()
 
     def begin(self, loader: object) -> None:
         """The first step is next, and everything that is trained is there."""
