@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +52,7 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import MASTER, Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
 from holdfast.threads import child_deaths
-from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
+from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, OtherSteps, is_in_hook
 from holdfast.threads.preemption import Preemption
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
@@ -164,7 +165,7 @@ class Checkpointer:
         session = self._session
         self._errands = Errands(lambda: session.pulse)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
-        self._calls = Calls(self._hooks.optimizers)
+        self._calls, self._other_steps = Calls(self._hooks.optimizers), OtherSteps(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
 
     @classmethod
@@ -510,7 +511,7 @@ class Checkpointer:
         """Begin a save; None where it has ended already, which its ticket says."""
         self._refuse_if_closed()
         self.fence()
-        began = time.monotonic()
+        began, moment = time.monotonic(), self._other_steps.between()
         self._tickets.warn()
         self._tell_lacking()
         self._state.wholeness.check()
@@ -525,12 +526,13 @@ class Checkpointer:
         try:
             silence = Silence() if asked.wait is None else None
             ticket.attempt = self._reached(silence).attempt
-            task = self._task_of(asked, snapshot, layout, silence)
+            part = self._part_of(asked, snapshot, layout, silence)
         except CheckpointError as error:
             if not asked.ends_by(error, self._session.attempt, self._tickets):
                 raise
             return None
-        self._task = task
+        still = partial(self._other_steps.check, moment)
+        self._task = task = SaveTask(ticket, part._replace(still=still), self._tickets, self._copy_plans)
         if self._averaging is not None:
             self._averaging.saving(task)
         task.begin(waited=asked.wait is not None)
@@ -696,6 +698,7 @@ class Checkpointer:
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
         if not self._closed and not self._calls.forked:  # a forked child has memory of its own
+            self._other_steps.begins()
             self._state.wholeness.check()
             self._prepare_unasked()
             self.fence()
@@ -734,9 +737,9 @@ class Checkpointer:
                 self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
-    def _task_of(
+    def _part_of(
         self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout, silence: Silence | None
-    ) -> SaveTask:
+    ) -> Sealable:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         average, after = None, None
@@ -767,5 +770,4 @@ class Checkpointer:
         with self._tickets.beginning(ticket):
             slot = self._errands.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
             self._tickets.leaves_out(ticket.step, asked.exclude)
-        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average, after)
-        return SaveTask(ticket, part, self._tickets, self._copy_plans)
+        return Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average=average, after=after)

@@ -27,7 +27,8 @@ Until = Callable[[Latch], object]  # waits for it, and raises where it would wai
 
 class Sealable(NamedTuple):
     """A leased slot and its contents; `says` has the digests of bytes that ranks share. `check` raises what speaks against
-    the save before anything is copied; the other ranks hear of it.
+    the save before anything is copied, and `still` once it is noted what would be seen as a change from then on; the other
+    ranks hear of it.
     """
 
     slot: Slot
@@ -36,6 +37,7 @@ class Sealable(NamedTuple):
     says: Statement | None = None
     full: bool = False  # compare all of the live memory with the copy, not only samples
     check: Callable[[], None] = lambda: None
+    still: Callable[[], None] = lambda: None
     average: AveragePart | None = None
     after: Latch | None = None  # set once the daemon can see every update of the average that came before the save
 
@@ -77,6 +79,7 @@ class SaveTask:
                 self._devices[-1].begin(self._part.full)
             plan.copy_at_once()
             copy = BackgroundCopy(plan.tracks, self._end, self._devices, self._part.full)
+            self._part.still()
         except BaseException as error:
             for copying in self._devices:
                 copying.settle()

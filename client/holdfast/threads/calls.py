@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from holdfast.threads import child_deaths
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, TornSnapshot
 
 _Result = TypeVar("_Result")
 LATER_MAX = 64
@@ -121,6 +121,38 @@ def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
     return False
 
 
+class OtherSteps:
+    """Steps of a state's optimizers in other threads: in the middle of one, half of the state is already the next one."""
+
+    def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._begun = 0
+
+    def begins(self) -> None:
+        """For the hook before each step."""
+        self._begun += 1
+
+    def between(self) -> int | None:
+        """The number of this moment; None while another thread is in a step, or in the hooks before or after it."""
+        me = threading.get_ident()
+        stepping = (
+            any(optimizer is wrapper.f_locals["args"][0] for optimizer in self._optimizers)
+            for thread, frame in sys._current_frames().items()
+            for wrapper, _ in _steps_of(frame)
+            if thread != me
+        )
+        begun = self._begun
+        return None if any(stepping) else begun
+
+    def check(self, moment: int | None) -> None:
+        """`TornSnapshot` if there was a step at that moment, or one has begun since."""
+        if moment is None or self.between() != moment:
+            raise TornSnapshot(
+                "another thread called optimizer.step() during this call of save(): the state was half of the next step",
+                hint="save in the thread that trains, between two steps",
+            )
+
+
 def is_in_hook() -> bool:
     """Whether an optimizer is stepping or calls its hooks: they cannot be removed now."""
     return any(True for _ in _steps())
@@ -128,7 +160,10 @@ def is_in_hook() -> bool:
 
 def _steps() -> Iterator[tuple[FrameType, FrameType]]:
     """The steps that this thread is in, each with the call that it made."""
-    inner: FrameType | None = sys._getframe()
+    yield from _steps_of(sys._getframe())
+
+
+def _steps_of(inner: FrameType | None) -> Iterator[tuple[FrameType, FrameType]]:
     while inner is not None and inner.f_back is not None:
         if inner.f_back.f_code is _STEP_CODE:
             yield inner.f_back, inner
