@@ -143,7 +143,7 @@ def test_it_comes_back_where_its_replacement_is_gone(world: SaverWorld, tier: Fl
 
 
 def replaced_unread(world: SaverWorld) -> naming.Place:
-    """Where the one is that was replaced by another, which nobody reads back."""
+    """Where the one is that was replaced by another, which is not read back."""
     rank = launch(world)
     world.saver.checks.close()
     replace(rank)
