@@ -526,13 +526,13 @@ class Checkpointer:
         try:
             silence = Silence() if asked.wait is None else None
             ticket.attempt = self._reached(silence).attempt
-            part = self._part_of(asked, snapshot, layout, silence)
+            still = partial(self._other_steps.check, moment)
+            task = self._task_of(asked, snapshot, layout, silence, still)
         except CheckpointError as error:
             if not asked.ends_by(error, self._session.attempt, self._tickets):
                 raise
             return None
-        still = partial(self._other_steps.check, moment)
-        self._task = task = SaveTask(ticket, part._replace(still=still), self._tickets, self._copy_plans)
+        self._task = task
         if self._averaging is not None:
             self._averaging.saving(task)
         task.begin(waited=asked.wait is not None)
@@ -698,7 +698,7 @@ class Checkpointer:
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
         if not self._closed and not self._calls.forked:  # a forked child has memory of its own
-            self._other_steps.begins()
+            self._other_steps.passes()
             self._state.wholeness.check()
             self._prepare_unasked()
             self.fence()
@@ -732,14 +732,20 @@ class Checkpointer:
     def _after_step(self, *given: Any) -> None:
         """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
         if given and not self._closed and not self._calls.forked:
+            self._other_steps.passes()
             self._state.unsaved.stepped(given[0])
             if self._averaging is not None:
                 self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
-    def _part_of(
-        self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout, silence: Silence | None
-    ) -> Sealable:
+    def _task_of(
+        self,
+        asked: SaveRequest,
+        snapshot: Snapshot,
+        layout: staging.SlotLayout,
+        silence: Silence | None,
+        still: Callable[[], None],
+    ) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         average, after = None, None
@@ -770,4 +776,5 @@ class Checkpointer:
         with self._tickets.beginning(ticket):
             slot = self._errands.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
             self._tickets.leaves_out(ticket.step, asked.exclude)
-        return Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, average=average, after=after)
+        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, still, average, after)
+        return SaveTask(ticket, part, self._tickets, self._copy_plans)

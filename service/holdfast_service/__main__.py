@@ -184,7 +184,7 @@ def _serve(
                 log.info("idle for %.0f s, shutting down", activity.idle_s)
                 return
             # What is still to be saved or checked cannot be, without the root, and would keep this daemon for ever.
-            if not daemon.ranks and presence.gone_s > ROOT_GONE_S:
+            if presence.gone_s > ROOT_GONE_S and not daemon.ranks:
                 log.error("%s has been gone for %.0f s, and no rank is connected: shutting down", config.root, ROOT_GONE_S)
                 return
 

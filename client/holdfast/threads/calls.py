@@ -126,26 +126,25 @@ class OtherSteps:
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._begun = 0
+        self._passed = 0
 
-    def begins(self) -> None:
-        """For the hook before each step."""
-        self._begun += 1
+    def passes(self) -> None:
+        """For the hooks before and after each step."""
+        self._passed += 1
 
     def between(self) -> int | None:
         """The number of this moment; None while another thread is in a step, or in the hooks before or after it."""
-        me = threading.get_ident()
+        me, passed = threading.get_ident(), self._passed  # before the frames: a step that begins from here on is counted
         stepping = (
             any(optimizer is wrapper.f_locals["args"][0] for optimizer in self._optimizers)
             for thread, frame in sys._current_frames().items()
             for wrapper, _ in _steps_of(frame)
             if thread != me
         )
-        begun = self._begun
-        return None if any(stepping) else begun
+        return None if any(stepping) else passed
 
     def check(self, moment: int | None) -> None:
-        """`TornSnapshot` if there was a step at that moment, or one has begun since."""
+        """`TornSnapshot` if there was a step at that moment, or one has begun or ended since."""
         if moment is None or self.between() != moment:
             raise TornSnapshot(
                 "another thread called optimizer.step() during this call of save(): the state was half of the next step",

@@ -118,9 +118,8 @@ class TrainerRun:
         if not self.streams.reached:
             self._install_streams()
         self.streams.forget()
-        if float(
-            self.trainer.state.epoch or 0
-        ).is_integer():  # the save ended an epoch: the next one begins with these streams
+        epochs = float(self.trainer.state.epoch or 0)
+        if epochs.is_integer():  # the save ended an epoch: the next one begins with these streams
             self.streams.epoch_begins()
 
     def begin(self, loader: object) -> None:

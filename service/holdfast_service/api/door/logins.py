@@ -46,7 +46,7 @@ class LoginsFile(BaseModel):
     proxies: list[str] = Field(min_length=1, description="addresses of the proxy, or networks: 10.0.0.5, 172.18.0.0/16")
     secret_file: Path = Field(description="file of the secret that the proxy adds; relative to this file")
     groups: dict[str, Grant] = Field(default_factory=dict, description="what members of a group may")
-    everybody: Grant | None = Field(default=None, description="what every user may do that the proxy lets in")
+    everybody: Grant | None = Field(default=None, description="what any user that the proxy lets in may do")
     headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
     logout: str | None = Field(default=None, description="path where the proxy ends the session")
     requests_per_s: _Rate = Field(default=None, description="requests a second of each person; None: no limit")
