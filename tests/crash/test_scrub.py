@@ -86,7 +86,7 @@ def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: 
 
 def test_every_flip_is_repaired_where_there_is_a_copy(root: Checked, scrub: Scrub) -> None:
     """With somebody who has the bytes, nothing is ever marked."""
-    root.checker.repairs = Copies(root)
+    root.checker.repair = Copies(root).repair
     for name, offset, bit in places(root, FLIPS):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)

@@ -20,6 +20,7 @@ from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
@@ -32,7 +33,6 @@ from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 
-from .ports import Decisions
 from .serving import Serving
 
 log = logging.getLogger(__name__)

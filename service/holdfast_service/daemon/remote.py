@@ -24,13 +24,13 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.messages import Answer
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 
-from .ports import Decisions
 from .remote_rank import RemoteRank
 
 log = logging.getLogger(__name__)

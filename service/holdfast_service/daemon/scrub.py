@@ -22,13 +22,14 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, Invali
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.findings.check_claims import CheckClaims
+from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
-
-from .ports import CheckClaims, Decisions, Fence
 
 log = logging.getLogger(__name__)
 

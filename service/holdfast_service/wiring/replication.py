@@ -178,7 +178,7 @@ def copying(
         mending.start()
         try:
             transfers = Transfers(tier, decisions, repairer, config.export_root, trains, replicators)
-            checker.repairs = repairer
+            checker.repair = repairer.repair
             RestoreCare(decisions, checker, transfers).begin()
             yield transfers
         finally:

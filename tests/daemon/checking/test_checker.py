@@ -109,7 +109,8 @@ def test_nobody_starts_from_nothing_because_all_is_damaged(root: Checked) -> Non
 
 def test_a_repair_is_asked_first_and_proven(root: Checked) -> None:
     """Two damaged files are mended one after the other, read again, and nothing is marked."""
-    copies = root.checker.repairs = Copies(root)
+    copies = Copies(root)
+    root.checker.repair = copies.repair
     damaged_tensor(root, 3)
     (root.path(3) / "config.json").unlink()
     done = root.checker.check(RUN, 3)
@@ -126,7 +127,7 @@ def test_a_repair_that_does_not_help_ends(root: Checked) -> None:
         def repair(self, run: str, step: int, error: Damaged) -> str | None:
             return "nowhere"
 
-    root.checker.repairs = Liar()
+    root.checker.repair = Liar().repair
     damaged_tensor(root, 3)
     with pytest.raises(CorruptExtent):
         root.checker.check(RUN, 3)
@@ -175,7 +176,7 @@ def test_a_reader_that_complains_is_believed_after_a_look(root: Checked) -> None
 def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: Checked, name: str, has_copy: bool) -> None:
     """A look at the root or before a removal meets a file that is gone: it counts no more, and what has a copy is mended."""
     root.checker.check(RUN, 3)
-    root.checker.repairs = Copies(root) if has_copy else None
+    root.checker.repair = Copies(root).repair if has_copy else None
     goes_on = threading.Event()
     checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
     root.decisions.watch.mend_by(checks.suspect, lambda places: None)

@@ -102,7 +102,7 @@ def test_damage_that_can_be_repaired(world: SpreadWorld) -> None:
             return "replica copy"
 
     for node in world.all:
-        node.checker.repairs = Copies()
+        node.checker.repair = Copies().repair
     file = next(file for file in built.manifest.files if file.header_bytes)
     flip(world.path(1) / file.name, file.bytes - 100)
     world.begin(1)
@@ -250,7 +250,7 @@ def test_a_node_without_replicas_leaves_repairs_to_one_that_has_them(world: Spre
             return "replica copy"
 
     assert world.all[1].cluster.duties.has(replica_duty("copy"))
-    world.all[1].checker.repairs = Copies()
+    world.all[1].checker.repair = Copies().repair
     for file in built.manifest.files:
         if file.header_bytes:
             flip(world.path(1) / file.name, file.bytes - 100)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging.joint import AverageVote
+from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.daemon.averaging.crew import CrewKey
-from holdfast_service.daemon.ports import AverageVotes
 
 log = logging.getLogger(__name__)
 

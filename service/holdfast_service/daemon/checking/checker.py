@@ -20,11 +20,12 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
-from holdfast_service.daemon.ports import Decisions, Fence, Repairs
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class CheckEnd(Enum):
     GONE = "gone"
     REPLACED = "replaced"
     FAILED = "could not be read"
+
+
+Repair = Callable[[str, int, Damaged], str | None]
 
 
 class CheckCounts:
@@ -64,12 +68,12 @@ class CheckCounts:
 class Checker:
     """Checks one checkpoint at a time. Safe for threads.
 
-    `repairs` repairs damage if possible; it may be set later.
+    `repair` replaces damaged bytes by verified ones, and returns where they came from; None if there is no copy.
     """
 
-    def __init__(self, tier: Tier, decisions: Decisions, repairs: Repairs | None = None) -> None:
+    def __init__(self, tier: Tier, decisions: Decisions, repair: Repair | None = None) -> None:
         self._tier, self._decisions = tier, decisions
-        self.repairs = repairs
+        self.repair = repair
         self.counts = CheckCounts()
 
     def check(
@@ -177,11 +181,11 @@ class Checker:
             raise damages[0]
 
     def _repair(self, run: str, step: int, error: Damaged) -> str | None:
-        if self.repairs is None:
+        if self.repair is None:
             return None
         with self._decisions.repairing(run, step):
             try:
-                source = self.repairs.repair(run, step, error)
+                source = self.repair(run, step, error)
             except CheckpointError as failure:
                 log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
                 return None

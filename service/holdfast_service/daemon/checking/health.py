@@ -21,9 +21,9 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.writing import writer
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_service.storage import Tier

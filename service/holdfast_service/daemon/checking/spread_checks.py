@@ -27,12 +27,13 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.daemon.checking import health, portions
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.verifier import Heed, StoredCheckpoint, prove, read_manifest
-from holdfast_service.daemon.ports import Decisions, SharedChecks
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier, vouched
 

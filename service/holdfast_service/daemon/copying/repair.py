@@ -18,12 +18,13 @@ from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, N
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
+from holdfast_service.control.checkpoints.replicas import RepairBook
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Going, carry, read_pair
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
 from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
-from holdfast_service.daemon.ports import Decisions, RepairRecords
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Repairer:
         self,
         tier: Tier,
         decisions: Decisions,
-        records: RepairRecords,
+        records: RepairBook,
         replicas: Callable[[], Mapping[str, Tier]],
         lend: Lend = lambda run, step: ((), ()),
     ) -> None:
@@ -145,7 +146,7 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
     return RepairOutcome(tuple(mended), None)
 
 
-def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairRecords) -> RepairOutcome:
+def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairBook) -> RepairOutcome:
     """Copy a checkpoint that is gone from `tier` back from the first of the `tiers` that has it whole (I3).
 
     Raises `NoSuchCheckpoint` where none has it, or where it was removed; any other failure is in the outcome.

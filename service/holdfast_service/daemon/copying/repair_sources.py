@@ -25,7 +25,7 @@ from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.ports import Decisions
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.writing.gathering import ExtentSlice, FileBytes
 from holdfast_service.storage import Tier
 

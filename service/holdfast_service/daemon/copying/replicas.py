@@ -29,10 +29,10 @@ from holdfast_formats.errors import (
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
+from holdfast_service.control.checkpoints.replicas import ReplicaBook
 from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
 from holdfast_service.daemon.copying.second_names import stage_again
-from holdfast_service.daemon.ports import ReplicaBook
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import PosixStore, Tier
 from holdfast_service.storage.pacing import Pace

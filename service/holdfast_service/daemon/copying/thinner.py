@@ -32,11 +32,11 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
+from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.compactor import stage_compact
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, read_back, read_pair
 from holdfast_service.daemon.copying.second_names import stage_again
-from holdfast_service.daemon.ports import ThinBook
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Store, Tier
 from holdfast_service.storage.pacing import Pace
@@ -55,7 +55,7 @@ class Thinner:
         self,
         tier: Tier,
         store: Store,
-        book: ThinBook,
+        book: Thinning,
         *,
         node: str = "",
         pace: Pace | None = None,

@@ -16,9 +16,9 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import Outcome
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment, find_sealed
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 

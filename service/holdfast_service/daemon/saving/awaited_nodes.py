@@ -19,7 +19,7 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.staging.joint import JointRound, RoundState, ShareHandover
-from holdfast_service.daemon.ports import Rendezvous
+from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.daemon.saving.joined_round import JoinedRound
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,11 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
+from holdfast_service.control.cluster.ranks_words import RanksWords
+from holdfast_service.control.cluster.rendezvous import Rendezvous
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.ports import Decisions, RanksWords, Rendezvous
 from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf, ShareHandovers, on_node
 from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten

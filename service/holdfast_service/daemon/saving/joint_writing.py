@@ -17,10 +17,11 @@ from holdfast_formats.staging.declaration import Declaration
 from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.control.cluster.rendezvous import Rendezvous
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.ports import Decisions, Rendezvous
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share

@@ -9,7 +9,7 @@ import logging
 import time
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.daemon.ports import Decisions
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.saving.adoption import RETURN_S
 from holdfast_service.daemon.saving.saver import Saver
 

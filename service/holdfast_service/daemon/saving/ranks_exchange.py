@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import CatalogUnavailable
-from holdfast_service.daemon.ports import RanksWords
+from holdfast_service.control.cluster.ranks_words import RanksWords
 from holdfast_service.daemon.saving.rounds import LaunchKey
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves, held_together

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.daemon.ports import Decisions, Rendezvous
+from holdfast_service.control.cluster.rendezvous import Rendezvous
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import TypeVar
 from holdfast_formats.errors import InvalidRequest, RunBusy
 from holdfast_formats.staging.messages import Introduction
 from holdfast_formats.staging.wire import PROTOCOL, Outcome, Stop
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.shares import Asker
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast_formats.errors import CheckpointError
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Committed
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
 from holdfast_service.daemon.writing.disk_limit import DiskLimit
 

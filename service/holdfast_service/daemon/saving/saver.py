@@ -23,13 +23,13 @@ from holdfast_formats.errors import (
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.checking.spread_checks import SpreadChecks
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.giving_way import GivingWay
 from holdfast_service.daemon.saving.going_saves import GoingSaves

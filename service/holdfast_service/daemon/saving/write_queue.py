@@ -12,8 +12,8 @@ from contextlib import suppress
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.naming import Place
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
-from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
