@@ -21,7 +21,7 @@ import msgspec
 from holdfast import _HOME
 
 TOP = Path(__file__).parents[1]
-PACKAGES = ("client/holdfast", "formats/holdfast_formats", "service/holdfast_service")
+PACKAGES = ("client/holdfast", "formats/holdfast_files", "formats/holdfast_formats", "service/holdfast_service")
 MODULES_MAX = 25  # of a folder
 FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P95_MAX = 25
@@ -30,6 +30,7 @@ FUNCTION_LINES_P95_MAX = 25
 MIRRORS = {
     "client/holdfast/demo": "tests/demo",
     "client/holdfast": "tests/client",
+    "formats/holdfast_files": "tests/files",
     "formats/holdfast_formats": "tests/formats",
     "service/holdfast_service": "tests",
 }

@@ -24,10 +24,12 @@ from unittest import mock
 from sqlalchemy.engine.default import DefaultDialect
 
 import holdfast
+import holdfast_files
 import holdfast_formats
 import holdfast_service
+from holdfast_files import direct
 from holdfast_service.daemon.arena import segment
-from holdfast_service.storage import PosixTier, direct, directories, posix, scratch, writeback
+from holdfast_service.storage import PosixTier, directories, posix, scratch, writeback
 
 _OF_STORAGE = frozenset(
     {"open", "mkdir", "unlink", "rmdir", "rename", "ftruncate", "fstat", "stat", "listdir", "statvfs", "pwrite"}
@@ -47,7 +49,7 @@ _BOUND = {  # calls that posix.py and writeback.py hold under names of their own
 _SQLITE_SAYS = {errno.ENOSPC: "database or disk is full", errno.EROFS: "attempt to write a readonly database"}
 
 _READING = frozenset({"fstat", "stat", "listdir", "statvfs", "preadv"})
-_PRODUCT = tuple(f"{Path(module.__path__[0])}/" for module in (holdfast, holdfast_formats, holdfast_service))
+_PRODUCT = tuple(f"{Path(module.__path__[0])}/" for module in (holdfast, holdfast_files, holdfast_formats, holdfast_service))
 _OPENS = inspect.unwrap(PosixTier._directory).__code__
 Place = tuple[str, ...]
 Steer = Callable[..., Any]  # (name, call, *arguments, **options) -> what the caller gets

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast_files.direct import ALIGNMENT
 from holdfast_formats.errors import NoSpace, StorageFailed
 from holdfast_service.storage import PosixTier, posix
-from holdfast_service.storage.direct import ALIGNMENT, DIRECT_BYTES_MIN
+from holdfast_service.storage.posix import DIRECT_BYTES_MIN
 from tests.storage.test_posix import failing, open_descriptors
 from tests.suites.tier_suite import aligned
 

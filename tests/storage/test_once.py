@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_files import direct
 from holdfast_formats.errors import NoSuchResource
-from holdfast_service.storage import MemoryTier, PosixTier, direct, once, read_once
+from holdfast_service.storage import MemoryTier, PosixTier, once, read_once
 
 SIZE = 5 * 2**20 + 777
 DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)

@@ -86,9 +86,9 @@ def test_every_module_is_imported(python: str) -> None:
     """What needs no framework can be imported: a construct that this Python lacks is found where nothing else runs it."""
     code = """
 import importlib, pkgutil
-import holdfast, holdfast_formats, holdfast_service
+import holdfast, holdfast_files, holdfast_formats, holdfast_service
 left = ("holdfast.integrations", "holdfast.demo")
-for top in (holdfast, holdfast_formats, holdfast_service):
+for top in (holdfast, holdfast_files, holdfast_formats, holdfast_service):
     for found in pkgutil.walk_packages(top.__path__, top.__name__ + ".", onerror=lambda name: None):
         if found.name.startswith(left) or found.name.endswith(("__main__", ".env")) or "._native" in found.name:
             continue

@@ -1,1 +1,1 @@
-"""Raw memory and files: native copies, large pages, direct input and output, the page cache. No torch."""
+"""Raw memory: native copies and checks, large pages. No torch."""

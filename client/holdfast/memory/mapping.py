@@ -9,9 +9,10 @@ import os
 import threading
 from typing import Any
 
+from holdfast_files.direct import LARGE_BYTES
+
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 2 * 2**20  # a large page, on the machines we support
 TOUCH_BYTES = 64 * 2**20
 _POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, without names in Python so far
 _MAP_FIXED = 0x10

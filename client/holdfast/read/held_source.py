@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.memory import direct_io
 from holdfast.read.held_slots import HeldSlot
 from holdfast.read.peer_slots import PeerSlots
 from holdfast.read.requests import ExtentRun
 from holdfast.read.sources import Source
+from holdfast_files import direct
 from holdfast_formats import rounding
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.errors import StateMismatch
@@ -144,7 +144,7 @@ class HeldSlotsSource:
     def waits(self, name: str, offset: int) -> bool:
         return False
 
-    def past_cache(self) -> direct_io.Reader | None:
+    def past_cache(self) -> direct.Reader | None:
         return None
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.memory import direct_io
-from holdfast.memory.page_cache import PageCacheState
+from holdfast_files import direct
+from holdfast_files.direct import PageCacheState
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
@@ -44,7 +44,7 @@ class Source(Protocol):
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
     def file(self, name: str) -> int | None: ...  # the descriptor that is read from; None: files are not what is read
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
-    def past_cache(self) -> direct_io.Reader | None: ...  # how it is read past the page cache, where it can be
+    def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
     def close(self) -> None: ...
 
 
@@ -123,8 +123,8 @@ class DirectorySource:
             self._tells = False
             return True
 
-    def past_cache(self) -> direct_io.Reader | None:
-        return self._read_past_cache if self._tells and direct_io.possible() else None
+    def past_cache(self) -> direct.Reader | None:
+        return self._read_past_cache if self._tells and direct.possible() else None
 
     def _read_past_cache(self, name: str, start: int, size: int, memory: memoryview) -> memoryview | None:
         """A `direct.Reader`. Of what was written and is not on the disk yet the kernel takes care."""
@@ -132,9 +132,9 @@ class DirectorySource:
             return None
         try:
             descriptor = self._direct[name] if name in self._direct else self._opened_past_cache(name)
-            return None if descriptor is None else direct_io.read(descriptor, start, size, memory)
+            return None if descriptor is None else direct.read(descriptor, start, size, memory)
         except OSError as error:
-            if error.errno not in direct_io.REFUSED:
+            if error.errno not in direct.REFUSED:
                 raise self._failed(name, error) from error
             self._tells = False
             return None
@@ -180,7 +180,7 @@ class DirectorySource:
         with self._lock:
             if name not in self._direct:
                 with self._translated(name):
-                    self._direct[name] = direct_io.opened(self._path(name))
+                    self._direct[name] = direct.open_direct(self._path(name))
             return self._direct[name]
 
     def _path(self, name: str) -> Path:
@@ -243,7 +243,7 @@ class HttpSource:
     def waits(self, name: str, offset: int) -> bool:
         return True
 
-    def past_cache(self) -> direct_io.Reader | None:
+    def past_cache(self) -> direct.Reader | None:
         return None
 
     def close(self) -> None:

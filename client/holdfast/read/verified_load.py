@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.memory import direct_io, native_verify
+from holdfast.memory import native_verify
 from holdfast.read.requests import ExtentRun, copy
 from holdfast.read.sources import Source
+from holdfast_files import direct
 from holdfast_formats import digest
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Extent
@@ -41,7 +42,7 @@ class Manner(NamedTuple):
 
     readers: int
     chunk_bytes: int
-    past_cache: direct_io.Reader | None = None
+    past_cache: direct.Reader | None = None
     straight: bool = False  # nothing is waited for, and one call brings many extents to their places and proves them
 
     @property
@@ -195,8 +196,8 @@ class _Reading:
         """The same of bytes that the source does not show."""
         room = max(size, self._manner.chunk_bytes)
         if self._manner.past_cache is not None:
-            if len(self._memory) < room + 2 * direct_io.ALIGNMENT:
-                self._memory = direct_io.memory_for(room)
+            if len(self._memory) < room + 2 * direct.ALIGNMENT:
+                self._memory = direct.memory_for(room)
             found = self._manner.past_cache(file, start, size, self._memory)
             if found is not None:
                 return found

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holdfast_files.direct import REFUSED
+
 from . import libc
-from .direct import REFUSED
 from .scratch import nameless
 from .translation import translated
 

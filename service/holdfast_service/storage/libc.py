@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from pathlib import Path
 
@@ -18,7 +17,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt
 _MAPPED_BYTES_MIN = 2 * 1024 * 1024
 _KEPT_BYTES_MAX = 4 * 1024 * 1024  # free at the end of an arena
 _ARENAS_MAX = 2
-_LOWEST_BIT = bytes(byte & 1 for byte in range(256))  # all that mincore defines
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -77,14 +75,6 @@ def give_memory_back() -> None:
             (_M_ARENA_MAX, _ARENAS_MAX),
         ):
             mallopt(option, value)
-
-
-def resident_bytes(address: int, length: int) -> int:
-    """How much of mapped memory at `address`, the begin of a page, is in memory, in whole pages."""
-    pages = -(-length // mmap.PAGESIZE)
-    found = ctypes.create_string_buffer(pages)
-    _call("mincore", ctypes.c_void_p(address), ctypes.c_size_t(length), found)
-    return found.raw.translate(_LOWEST_BIT).count(1) * mmap.PAGESIZE
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import threading
 
-from .direct import ALIGNMENT, DIRECT_BYTES_MIN
-from .posix import PosixTier
+from holdfast_files.direct import ALIGNMENT
+
+from .posix import DIRECT_BYTES_MIN, PosixTier
 from .snapshot import HubSnapshot
 from .tier import Buffer, Readable, octets
 

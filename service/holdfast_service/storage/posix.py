@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from holdfast_files.direct import ALIGNMENT, REFUSED, PageCacheState, is_aligned, open_direct
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
 from . import libc
-from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, is_cached, open_direct
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .held_names import held
 from .pacing import Pace
@@ -27,6 +27,7 @@ from .tier import Buffer, check_position, check_range, octets, split_leaf, split
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
 
+DIRECT_BYTES_MIN = 2**20  # a smaller file gains nothing from direct access
 BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _JOINED_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -220,7 +221,10 @@ class PosixTier:
         """Whether the page cache has at least half of a range of a file, as far as the system tells."""
         check_position(path, offset, length)
         with translated("read", path), self._file(path) as (descriptor, _):
-            return is_cached(descriptor, offset, length)
+            try:
+                return PageCacheState(descriptor).holds(offset, length)
+            except (OSError, ValueError):  # nothing can be mapped, or the system does not say
+                return False
 
     def size(self, path: str) -> int | None:
         parent, leaf = split_leaf(path)

@@ -176,11 +176,6 @@ def octets(buffer: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def address(view: memoryview) -> int:
-    """The buffer's address in memory; 0 for one without bytes."""
-    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
-
-
 def check_range(path: str, offset: int, length: int, size: int) -> None:
     """Refuse bytes outside the size that a file was made with."""
     if offset < 0 or offset + length > size:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, Fragment
-from holdfast.memory import direct_io
+from holdfast_files import direct
 from holdfast_formats import naming
 from tests.checkpoints import cached_pages, forget
 from tests.daemons import RunningDaemon, running, wait_until_read_back
@@ -88,7 +88,7 @@ def test_what_nobody_else_reads_goes_past_the_cache(
 ) -> None:
     """The only rank of a machine, and one of several that have rows of their own, where the file system lets them."""
     directory = saved.root / naming.checkpoint_path("r", 1)
-    if not direct_io.possible() or direct_io.opened(directory / "model.safetensors") is None:
+    if not direct.possible() or direct.open_direct(directory / "model.safetensors") is None:
         pytest.skip("this file system has no direct access")
     forget(directory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1" if part is whole else "4")

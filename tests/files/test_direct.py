@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -11,18 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.memory import direct_io
-from holdfast.memory.page_cache import PageCacheState
 from holdfast.read import sources, verified_load
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.sources import DirectorySource
+from holdfast_files import direct
+from holdfast_files.direct import PageCacheState
 from holdfast_formats.errors import CorruptExtent, StorageFailed
 from holdfast_formats.region import whole
-from tests.checkpoints import Built, build, flip
+from tests.checkpoints import Built, build, cached_pages, flip, forget
 from tests.client.read.test_reader import Counting, want
 
 SIZE = 3 * 2**20 + 777
+PAGES = 40
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, bytes]:
     path = tmp_path_factory.mktemp("direct") / "plain"
     content = np.random.default_rng(5).bytes(SIZE)
     path.write_bytes(content)
-    descriptor = direct_io.opened(path)
+    descriptor = direct.open_direct(path)
     if descriptor is None:
         pytest.skip("this file system has no direct access")
     return descriptor, content
@@ -41,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, bytes]:
 def test_any_range_is_what_the_file_holds(plain: tuple[int, bytes], start: int, size: int) -> None:
     """Wherever a range begins and ends, also behind the file's end, it is what stands there."""
     descriptor, content = plain
-    found = direct_io.read(descriptor, start, size, direct_io.memory_for(size))
+    found = direct.read(descriptor, start, size, direct.memory_for(size))
     assert bytes(found) == content[start : start + size]
 
 
@@ -53,11 +55,11 @@ def test_a_read_that_stops_short_goes_on(plain: tuple[int, bytes], monkeypatch: 
     def stingy(limit: int) -> None:
         monkeypatch.setattr(os, "preadv", lambda _, buffers, at: real(cached, [buffers[0][:limit]], at))
 
-    stingy(direct_io.ALIGNMENT)
-    assert bytes(direct_io.read(descriptor, 5000, 40_000, direct_io.memory_for(40_000))) == content[5000:45_000]
+    stingy(direct.ALIGNMENT)
+    assert bytes(direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))) == content[5000:45_000]
     stingy(512)
     with pytest.raises(OSError, match="in part"):
-        direct_io.read(descriptor, 5000, 40_000, direct_io.memory_for(40_000))
+        direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))
     os.close(cached)
 
 
@@ -72,7 +74,7 @@ class Waiting(Counting):
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
     """Two tensors of several extents, neither of which begins where a page does; short reads go past the cache as well."""
     monkeypatch.setattr(sources, "DIRECT_BYTES_MIN", 1)
-    monkeypatch.setattr(direct_io, "possible", lambda: True)
+    monkeypatch.setattr(direct, "possible", lambda: True)
     rng = np.random.default_rng(8)
     arrays = {name: rng.standard_normal((300, 999)).astype(np.float32) for name in ("a.weight", "b.weight")}
     return build(tmp_path / "c", {"model": arrays}, extent_bytes=2**16)
@@ -85,7 +87,7 @@ def wants_of(built: Built) -> list[Want]:
 def test_what_is_not_cached_is_read_past_the_cache(large: Built) -> None:
     """A cold load gives what was written, though no tensor's byte is read through the page cache; damage is named."""
     tensor = large.manifest.tensors["model"]["b.weight"]
-    if direct_io.opened(large.path / tensor.file) is None:
+    if direct.open_direct(large.path / tensor.file) is None:
         pytest.skip("this file system has no direct access")
     source = Waiting(large.path)
     with CheckpointReader.open(source) as reader:
@@ -146,9 +148,9 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
         def fail(*_: object) -> memoryview:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(direct_io, "read", fail)
+        monkeypatch.setattr(direct, "read", fail)
 
-    for deed in (lambda: monkeypatch.setattr(direct_io, "opened", lambda path: None), lambda: refused(errno.EINVAL)):
+    for deed in (lambda: monkeypatch.setattr(direct, "open_direct", lambda path: None), lambda: refused(errno.EINVAL)):
         with monkeypatch.context():
             deed()
             source = Waiting(large.path)
@@ -159,7 +161,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
             assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
             for got in wanted:
                 np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
-    monkeypatch.setattr(direct_io, "opened", lambda path: os.open(path, os.O_RDONLY))
+    monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_RDONLY))
     refused(errno.EIO)
     with CheckpointReader.open(Waiting(large.path)) as reader, pytest.raises(StorageFailed, match="cannot read"):
         reader.load(wants_of(large))
@@ -197,3 +199,49 @@ def test_probes_fall_all_over_what_is_read(large: Built, monkeypatch: pytest.Mon
     assert set(asked) <= begins
     for entry in tensors.values():
         assert any(name == entry.file and 0 <= at - entry.start < entry.nbytes for name, at in asked)
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path):
+    path = tmp_path / "d" / "f"
+    path.parent.mkdir()
+    path.write_bytes(np.random.default_rng(1).bytes(PAGES * mmap.PAGESIZE))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_asking_reads_nothing(descriptor: int, tmp_path: Path) -> None:
+    """However often, of whatever page: what was not there is not there afterwards; what is read is told."""
+    found = PageCacheState(descriptor)
+    assert all(found.holds(page * mmap.PAGESIZE + 7) for page in range(PAGES)), "as written"
+    forget(tmp_path / "d")
+    for _ in range(3):
+        assert not any(found.holds(page * mmap.PAGESIZE + 7) for page in range(PAGES))
+    assert cached_pages(descriptor) == 0
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+    os.pread(descriptor, 1, 5 * mmap.PAGESIZE)
+    assert [page for page in range(PAGES) if found.holds(page * mmap.PAGESIZE)] == [5]
+    assert not found.holds(PAGES * mmap.PAGESIZE), "behind its end"
+    assert found.holds(4 * mmap.PAGESIZE, 2 * mmap.PAGESIZE), "half of it"
+    assert not found.holds(4 * mmap.PAGESIZE, 3 * mmap.PAGESIZE)
+
+
+def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+    with open(tmp_path / "empty", "w+b") as file:
+        assert not PageCacheState(file.fileno()).holds(0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_who_is_not_told_asks_by_reading(descriptor: int, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    """A file of somebody else: a read that may not wait answers, or an error says that nobody can."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = PageCacheState(descriptor)
+    if refused:
+        monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))
+        with pytest.raises(OSError, match="not here"):
+            found.holds(0)
+    else:
+        assert found.holds(0)

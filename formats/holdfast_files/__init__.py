@@ -1,0 +1,1 @@
+"""The files of checkpoints, as client and service read them: below both, above holdfast_formats. No torch, no SQL."""
