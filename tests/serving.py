@@ -14,8 +14,8 @@ from fastapi import FastAPI
 
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
+from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import Services, create_app
-from holdfast_service.api.door.connections import server as bounded
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Checker

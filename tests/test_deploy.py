@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast_service.api.door.heads import IDENTITY
-from holdfast_service.api.door.logins import SECRET_HEADER, LoginsFile
+from holdfast_service.api.access.logins import SECRET_HEADER, LoginsFile
+from holdfast_service.api.access.request_head import IDENTITY
 from holdfast_service.config import parse
 from holdfast_service.daemon.arena.callers import prepare_directory
 

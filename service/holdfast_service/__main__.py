@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
     """Run all services. Before the address is announced a signal kills; after that it sets `stop`."""
-    from holdfast_service.api.door import policy
+    from holdfast_service.api.access import policy
 
     root = config.root.resolve()
     with ExitStack() as stack:
@@ -192,8 +192,8 @@ def _serve(
 @contextmanager
 def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
     """Run the REST edge in its own thread, so that the main thread stays free for signals."""
+    from holdfast_service.api.access.connections import server as bounded
     from holdfast_service.api.app import create_app
-    from holdfast_service.api.door.connections import server as bounded
 
     app = create_app(services)
 

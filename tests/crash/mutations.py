@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.crash.door_mutants import DOORS
+from tests.crash.access_mutants import DOORS
 from tests.crash.mutants import MUTATIONS as OF_BYTES
 from tests.crash.mutants import Mutation
 

@@ -25,8 +25,8 @@ from holdfast_formats.staging import arena, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
+from holdfast_service.api.access import bodies
 from holdfast_service.api.content import open_checkpoints
-from holdfast_service.api.door import bodies
 from holdfast_service.control.access import tokens
 from holdfast_service.control.catalog import pages
 from holdfast_service.control.checkpoints import run_files

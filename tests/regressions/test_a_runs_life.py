@@ -23,7 +23,7 @@ from holdfast.rest.api import Api
 from holdfast_formats.errors import InUse, InvalidRequest
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_formats.rest.runs import RunAbout, RunChange
-from holdfast_service.api.door import bodies
+from holdfast_service.api.access import bodies
 from tests.daemons import RunningDaemon, freeze, running, wait_until
 from tests.forked import Forked
 

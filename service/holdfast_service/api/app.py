@@ -6,15 +6,15 @@ from fastapi import APIRouter, FastAPI
 
 from holdfast_service import dashboard
 from holdfast_service.api import problems
+from holdfast_service.api.access import authorization
+from holdfast_service.api.access.audit import Trail
+from holdfast_service.api.access.content_policy import ContentPolicy
+from holdfast_service.api.access.middleware import Doors
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.api.content.rationing import Ration
 from holdfast_service.api.content.shard_plans import PlannedShards
 from holdfast_service.api.content.shard_streams import ShardStreams
 from holdfast_service.api.content.stall_limit import StallLimit
-from holdfast_service.api.door import needs
-from holdfast_service.api.door.content_policy import ContentPolicy
-from holdfast_service.api.door.middleware import Doors
-from holdfast_service.api.door.trail import Trail
 from holdfast_service.api.routes import (
     access,
     alerts,
@@ -99,7 +99,7 @@ ROOMS = (
     events,
 )
 _PAGES = APIRouter()
-_PAGES.include_router(dashboard.router, dependencies=needs.PAGES)
+_PAGES.include_router(dashboard.router, dependencies=authorization.PAGES)
 # For every app the same: `include_router` in an app would build each route again, which takes longer than all else there.
 _ROUTES = [route for router in (*(room.router for room in ROOMS), _PAGES) for route in router.routes]
 
@@ -128,7 +128,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.streams = ShardStreams(services.tier)
     app.state.event_streams = events.EventStreams(services.events)
     app.state.uploads = Ration(uploads.UPLOAD_BYTES_MAX)
-    needs.verify(app.routes)
+    authorization.verify(app.routes)
     problems.install(app)
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)

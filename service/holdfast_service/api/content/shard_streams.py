@@ -22,9 +22,9 @@ from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.transfer import Direction, Elements
+from holdfast_service.api.access.places import Places, asking
 from holdfast_service.api.content.delivery import parts_of
 from holdfast_service.api.content.extent_cache import CachedCheckpoint, Octets, ProvenExtents
-from holdfast_service.api.door.places import Places, asking
 from holdfast_service.storage import Tier
 
 WINDOW_BYTES = 2**21

@@ -15,7 +15,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
 from holdfast_formats.visible import spreadsheet_cell
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import READS_AUDIT, READS_OWN
+from holdfast_service.api.access.authorization import READS_AUDIT, READS_OWN
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
 from holdfast_service.control.access.audit import WantedEntries
 

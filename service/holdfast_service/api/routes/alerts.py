@@ -13,8 +13,8 @@ from holdfast_formats.errors import InUse, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, AcknowledgeRequest, Alert, Overview
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON, READS, WRITES_RUN, WRITES_RUN_JSON
 from holdfast_service.api.content import deaths
-from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON, READS, WRITES_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes.nodes import told_nodes
 from holdfast_service.api.routes.summaries import summaries_of
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired

@@ -13,9 +13,9 @@ from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference, DifferenceState
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS_RUN
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
-from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
 

@@ -16,10 +16,10 @@ from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS
+from holdfast_service.api.access.places import Places, asking
 from holdfast_service.api.content.delivery import weights
 from holdfast_service.api.content.event_wait import listening
-from holdfast_service.api.door.needs import READS
-from holdfast_service.api.door.places import Places, asking
 from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import INTEGER_MAX

@@ -19,10 +19,10 @@ from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS_RUN
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.open_checkpoints import Contents, OpenedCheckpoints
-from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Services, Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"

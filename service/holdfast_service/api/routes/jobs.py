@@ -14,10 +14,10 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.api import problems
+from holdfast_service.api.access import scopes
+from holdfast_service.api.access.authorization import READS, WRITES_STATED, WRITES_STATED_JSON
 from holdfast_service.api.content import delivery
 from holdfast_service.api.content.event_wait import listening
-from holdfast_service.api.door import scopes
-from holdfast_service.api.door.needs import READS, WRITES_STATED, WRITES_STATED_JSON
 from holdfast_service.api.services import Cursor, Limit, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.jobs.catalog import GOES_ON

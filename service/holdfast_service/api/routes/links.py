@@ -10,9 +10,9 @@ from starlette.responses import HTMLResponse, Response
 from holdfast_formats.errors import Unauthenticated
 from holdfast_formats.rest.operations import Link
 from holdfast_service.api import problems
-from holdfast_service.api.door import heads
-from holdfast_service.api.door.heads import COOKIE
-from holdfast_service.api.door.needs import OPEN, READS, READS_OWN
+from holdfast_service.api.access import request_head
+from holdfast_service.api.access.authorization import OPEN, READS, READS_OWN
+from holdfast_service.api.access.request_head import COOKIE
 from holdfast_service.api.services import Wired
 
 router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
@@ -50,8 +50,8 @@ def create_link(request: Request, services: Wired, response: Response) -> Link:
 )
 def end_session(request: Request, services: Wired) -> None:
     """A session that began with a sign-in link is accepted no more. A token stays in force."""
-    bearer, cookie = heads.bearer(request.headers.get("authorization", "")), request.headers.get("cookie", "")
-    for shown in heads.cookies(cookie) if bearer is None else [bearer]:
+    bearer, cookie = request_head.bearer(request.headers.get("authorization", "")), request.headers.get("cookie", "")
+    for shown in request_head.cookies(cookie) if bearer is None else [bearer]:
         services.owner.links.end(shown)
 
 

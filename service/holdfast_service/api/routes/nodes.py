@@ -11,7 +11,7 @@ from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.moments import write
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS, READS
+from holdfast_service.api.access.authorization import ADMINS, READS
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal

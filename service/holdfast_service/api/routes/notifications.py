@@ -10,7 +10,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS
+from holdfast_service.api.access.authorization import ADMINS
 from holdfast_service.api.services import Services, Wired
 from holdfast_service.telling.notifier import Notifier
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import OPEN, READS
+from holdfast_service.api.access.authorization import OPEN, READS
 from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.listing import Within

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import Quota, QuotaRequest
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON, READS
+from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON, READS
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.control.access.tokens import check_pattern
 from holdfast_service.control.database.visible import covers

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS_RUN
 from holdfast_service.api.content import open_checkpoints
-from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import replicas
 

@@ -11,9 +11,9 @@ from holdfast_formats.errors import PreconditionRequired
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, check_label
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
+from holdfast_service.api.access.dry_run import DryRun
 from holdfast_service.api.content import delivery
-from holdfast_service.api.door.needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
-from holdfast_service.api.door.rehearsals import DryRun
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import run_files
 

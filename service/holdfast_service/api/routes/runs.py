@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS, READS_RUN, WRITES_RUN_JSON
 from holdfast_service.api.content import deaths, open_checkpoints, selectors
 from holdfast_service.api.content.marks import Marks
-from holdfast_service.api.door.needs import READS, READS_RUN, WRITES_RUN_JSON
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from holdfast_formats.errors import Damaged
 from holdfast_formats.rest.search import SearchResult
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import READS
+from holdfast_service.api.access.authorization import READS
 from holdfast_service.api.services import Wired
 from holdfast_service.control.catalog.search import SearchQuery
 from holdfast_service.control.checkpoints.run_files import read_run_file

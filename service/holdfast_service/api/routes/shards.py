@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS_RUN
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.shard_plans import PlannedShard, PlannedShards, ShardKey
 from holdfast_service.api.content.shard_streams import ShardStreams
-from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
 
 SHARD = "/runs/{run}/checkpoints/{step}/shard"

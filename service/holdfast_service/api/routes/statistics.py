@@ -13,9 +13,9 @@ from holdfast_formats.rest import bodies, statistics
 from holdfast_formats.rest.observed import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.api import problems
+from holdfast_service.api.access.authorization import READS_RUN
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import Columns, OpenedCheckpoints
-from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RUN_SORTS, RunSummary
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import READS, READS_RUN
+from holdfast_service.api.access.authorization import READS, READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Services
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries

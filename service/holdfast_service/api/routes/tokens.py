@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies, operations
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON
+from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON
 from holdfast_service.api.services import Cursor, Limit, Wired
 
 router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)

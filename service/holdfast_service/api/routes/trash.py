@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest.runs import RenamedRun, Trash, TrashedRun
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS_RUN, READS
-from holdfast_service.api.door.rehearsals import DryRun
+from holdfast_service.api.access.authorization import ADMINS_RUN, READS
+from holdfast_service.api.access.dry_run import DryRun
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.control.retention.run_trash import RunTrash
 

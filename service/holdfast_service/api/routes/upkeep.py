@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from holdfast_formats.rest.consistency import CatalogCheck
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import ADMINS
+from holdfast_service.api.access.authorization import ADMINS
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import consistency
 

@@ -24,7 +24,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import messages
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
+from holdfast_service.api.access.authorization import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.arena.upload import Chunk

@@ -10,7 +10,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
 from holdfast_service.api import problems
-from holdfast_service.api.door.needs import READS
+from holdfast_service.api.access.authorization import READS
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
 from holdfast_service.control.insight.run_orders import WantedRuns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import Forbidden, NoSuchRun
-from holdfast_service.api.door import scopes
+from holdfast_service.api.access import scopes
 from holdfast_service.control.access.tokens import Principal
 
 TEAM = Principal("ci", "admin", "team-*", 1)

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.rest.operations import Scope
-from holdfast_service.api.door import bodies
+from holdfast_service.api.access import bodies
 from holdfast_service.control.access.tokens import Principal
 
 PROBES = frozenset({"/healthz", "/readyz"})

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
-from holdfast_service.api.door.heads import HEAD_BYTES_MAX
-from holdfast_service.api.door.places import NOBODY, asked_by
+from holdfast_service.api.access.places import NOBODY, asked_by
+from holdfast_service.api.access.request_head import HEAD_BYTES_MAX
 from holdfast_service.api.problems import MEDIA_TYPE, TransferAborted
 from holdfast_service.control.database.visible import ALL, limited_to
 

@@ -15,7 +15,7 @@ from threading import Lock
 from starlette.types import Message, Send
 
 from holdfast_formats.errors import TooManyRequests
-from holdfast_service.api.door import scopes
+from holdfast_service.api.access import scopes
 from holdfast_service.control.access.tokens import Principal
 
 UNLIMITED = ("/v1/ranks/", *scopes.PROBES)  # how paths begin

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.rest.operations import Scope
-from holdfast_service.api.door import bodies, scopes
+from holdfast_service.api.access import bodies, scopes
 from holdfast_service.control.access.tokens import Principal
 
 # path: the run of the path. seen: whatever runs the asker may see, the catalog's rows say which. stated: the run that the
@@ -102,7 +102,9 @@ def declared(route: RouteContext) -> Needs:
     """What a route declares; `TypeError` where that is not one thing."""
     found = [stated for one in route.dependencies if (stated := getattr(one.dependency, "needs", None)) is not None]
     if len(found) != 1:
-        raise TypeError(f"{route.path} has {len(found)} declarations of what it needs, and not one: see api/door/needs.py")
+        raise TypeError(
+            f"{route.path} has {len(found)} declarations of what it needs, and not one: see api/access/authorization.py"
+        )
     assert isinstance(found[0], Needs)
     return found[0]
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import pytest
 
-from holdfast_service.api.door import bodies, connections
-from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.access import bodies, connections
+from holdfast_service.api.access.middleware import Policy
 from tests.api.guarded import Guarded, code, guarded
 from tests.daemons import wait_until
 

@@ -17,9 +17,9 @@ import pytest
 
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.operations import Scope
-from holdfast_service.api.door.heads import COOKIE
-from holdfast_service.api.door.lasting import Lasting
-from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.access.lasting import Lasting
+from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.request_head import COOKIE
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.sockets import ask
@@ -538,10 +538,10 @@ def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptur
 def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes from many addresses fills neither memory nor the log."""
     from holdfast_formats.errors import Unauthenticated
-    from holdfast_service.api.door import refusals as module
+    from holdfast_service.api.access import refusals as module
 
     refusals = module.Refusals(ajar.running.services.events)
-    from holdfast_service.api.door.throttle import KEYS_MAX, TOLD_A_MINUTE_MAX
+    from holdfast_service.api.access.throttle import KEYS_MAX, TOLD_A_MINUTE_MAX
 
     newest = ajar.running.services.events.bounds()[1]
     for number in range(2 * KEYS_MAX):

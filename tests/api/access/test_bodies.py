@@ -7,7 +7,7 @@ import json
 import pytest
 
 from holdfast_formats.errors import LimitExceeded
-from holdfast_service.api.door import bodies
+from holdfast_service.api.access import bodies
 
 
 def test_members_are_counted_before_each_is_complained_about() -> None:

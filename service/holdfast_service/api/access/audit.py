@@ -18,9 +18,9 @@ from starlette.types import Message, Scope, Send
 
 from holdfast_formats.errors import Denied
 from holdfast_formats.rest.access import By, Via
-from holdfast_service.api.door import acts, scopes
-from holdfast_service.api.door.places import NOBODY, asking
-from holdfast_service.api.door.throttle import Throttle
+from holdfast_service.api.access import acts, scopes
+from holdfast_service.api.access.places import NOBODY, asking
+from holdfast_service.api.access.throttle import Throttle
 from holdfast_service.api.problems import MEDIA_TYPE
 from holdfast_service.control.access.audit import Act, Audit
 from holdfast_service.control.access.tokens import Principal, without_secrets

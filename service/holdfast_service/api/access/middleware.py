@@ -23,13 +23,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, Denied, Forbidden, TooManyRequests, Unauthenticated
-from holdfast_service.api.door import bodies, connections, heads, scopes
-from holdfast_service.api.door.lasting import Lasting, Stay
-from holdfast_service.api.door.limits import Limiter
-from holdfast_service.api.door.logins import Logins
-from holdfast_service.api.door.places import NOBODY, Places, RequestPeer, asked_by, asking
-from holdfast_service.api.door.refusals import Refusals
-from holdfast_service.api.door.trail import Footprint, Trail
+from holdfast_service.api.access import bodies, connections, request_head, scopes
+from holdfast_service.api.access.audit import Footprint, Trail
+from holdfast_service.api.access.lasting import Lasting, Stay
+from holdfast_service.api.access.limits import Limiter
+from holdfast_service.api.access.logins import Logins
+from holdfast_service.api.access.places import NOBODY, Places, RequestPeer, asked_by, asking
+from holdfast_service.api.access.refusals import Refusals
 from holdfast_service.api.problems import problem_response
 from holdfast_service.control.access.tokens import OWNER, Principal, Tokens, missing
 from holdfast_service.control.database.visible import limited_to
@@ -77,7 +77,7 @@ class Doors:
             noted = held.enter_context(self._trail.following(scope, send))
             send = noted.send
             try:
-                headers = heads.read(scope)
+                headers = request_head.read(scope)
                 principal = await self._admit(scope, headers, noted)
                 self._seat(held, principal, scope)
                 if not noted.inside:  # what a page asks for is its own affair
@@ -141,8 +141,8 @@ class Doors:
             if method not in scopes.SAFE:  # a page of another site, or one without TLS, signs no one in
                 self._check_origin(headers, told=False)
             return principal
-        bearer = heads.bearer(headers.get("authorization", ""))
-        cookie = next(iter(heads.cookies(headers.get("cookie", ""))), None) or None
+        bearer = request_head.bearer(headers.get("authorization", ""))
+        cookie = next(iter(request_head.cookies(headers.get("cookie", ""))), None) or None
         shown = cookie if bearer is None else bearer  # an empty one is shown, too: it is wrong
         if bearer is None:  # a browser adds none by itself, and nobody can make it
             self._check_host(headers)
@@ -165,7 +165,7 @@ class Doors:
 
     async def _prober(self, headers: dict[str, str], peer: str) -> Principal:
         """Who looks after the service's health: anybody may, and hears no more than that of it without a good token."""
-        bearer = heads.bearer(headers.get("authorization", ""))
+        bearer = request_head.bearer(headers.get("authorization", ""))
         try:
             if bearer is not None:
                 return await anyio.to_thread.run_sync(self._tokens.verify, bearer, peer, limiter=self._threads)

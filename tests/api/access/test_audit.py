@@ -12,9 +12,9 @@ import pytest
 from fastapi.routing import iter_route_contexts
 
 from holdfast_formats.rest.access import AUDITED, AuditEntry
-from holdfast_service.api.door import acts, scopes
-from holdfast_service.api.door.middleware import Policy
-from holdfast_service.api.door.throttle import TOLD_A_MINUTE_MAX
+from holdfast_service.api.access import acts, scopes
+from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.throttle import TOLD_A_MINUTE_MAX
 from holdfast_service.control.access.audit import Act
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.matrix import OWN, ROUTES
@@ -49,7 +49,7 @@ def test_every_route_that_changes_something_has_a_name(tmp_path: Path) -> None:
                 unnamed.append(f"{method} {route.path}")
             if kind is not None:
                 assert kind in AUDITED
-    assert unnamed == [], "name these in api/door/acts.py"
+    assert unnamed == [], "name these in api/access/acts.py"
     assert acts.named("PATCH", "/v1/what-nobody-has-thought-of").kind == acts.OTHER
 
 

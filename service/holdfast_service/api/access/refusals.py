@@ -9,7 +9,7 @@ from collections import Counter
 from threading import Lock
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.api.door.throttle import Throttle
+from holdfast_service.api.access.throttle import Throttle
 from holdfast_service.control.access.tokens import without_secrets
 from holdfast_service.control.catalog.events import Events
 

@@ -6,14 +6,14 @@ from tests.crash.mutants import Mutation
 
 _API = "service/holdfast_service/api"
 _TOKENS = "service/holdfast_service/control/access/tokens.py"
-_DOORS = "tests/api/door/test_middleware.py"
-_LOGINS = "tests/api/door/test_logins.py"
+_DOORS = "tests/api/access/test_middleware.py"
+_LOGINS = "tests/api/access/test_logins.py"
 _CALLERS = "tests/daemon/arena/test_callers.py"
 
 DOORS = (
     Mutation(
         "asking for a token",
-        f"{_API}/door/middleware.py",
+        f"{_API}/access/middleware.py",
         "            raise missing()\n",
         "            principal = ANYBODY\n",
         (_DOORS,),
@@ -32,13 +32,13 @@ DOORS = (
         "            if False:\n",
         ("tests/control/access/test_tokens.py",),
     ),
-    Mutation("the scope", f"{_API}/door/scopes.py", "    principal.require(needed(method, path))\n", "", (_DOORS,)),
+    Mutation("the scope", f"{_API}/access/scopes.py", "    principal.require(needed(method, path))\n", "", (_DOORS,)),
     Mutation(
         "the runs of a token, in paths",
-        f"{_API}/door/scopes.py",
+        f"{_API}/access/scopes.py",
         "    return [*asked, *([at[1]] if at else [])]\n",
         "    return asked\n",
-        ("tests/api/door/test_scopes.py",),
+        ("tests/api/access/test_scopes.py",),
     ),
     Mutation(
         "the runs of a token, in lists",
@@ -49,42 +49,42 @@ DOORS = (
     ),
     Mutation(
         "the runs of a token, in bodies",
-        f"{_API}/door/scopes.py",
+        f"{_API}/access/scopes.py",
         "    elif isinstance(run, str):\n        principal.require_run(run)\n",
         "",
         (_DOORS,),
     ),
     Mutation(
         "the Host",
-        f"{_API}/door/middleware.py",
+        f"{_API}/access/middleware.py",
         "        if bearer is None:  # a browser",
         "        if False:  # a browser",
         (_DOORS,),
     ),
     Mutation(
         "the Origin",
-        f"{_API}/door/middleware.py",
+        f"{_API}/access/middleware.py",
         "            self._check_origin(headers, told=cookie is not None or login is not None)\n",
         "            pass\n",
         (_DOORS,),
     ),
     Mutation(
         "the word of a browser that shows a cookie",
-        f"{_API}/door/middleware.py",
+        f"{_API}/access/middleware.py",
         "told=cookie is not None or login is not None)",
         "told=login is not None)",
         (_DOORS,),
     ),
     Mutation(
         "the secret of a login proxy",
-        f"{_API}/door/logins.py",
+        f"{_API}/access/logins.py",
         "        if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not",
         "        if not",
         (_LOGINS,),
     ),
     Mutation(
         "the address of a login proxy",
-        f"{_API}/door/logins.py",
+        f"{_API}/access/logins.py",
         " or not self._is_proxy(peer):\n",
         ":\n",
         (_LOGINS,),
@@ -98,45 +98,45 @@ DOORS = (
     ),
     Mutation(
         "the limit of a token",
-        f"{_API}/door/limits.py",
+        f"{_API}/access/limits.py",
         "                if holder.requests < 1:\n",
         "                if False:\n",
-        ("tests/api/door/test_limits.py",),
+        ("tests/api/access/test_limits.py",),
     ),
     Mutation(
         "a token on loopback addresses",
-        f"{_API}/door/policy.py",
+        f"{_API}/access/policy.py",
         "    return Policy(tokens=True, tls",
         "    return Policy(tokens=not here, tls",
-        ("tests/api/door/test_policy.py",),
+        ("tests/api/access/test_policy.py",),
     ),
     Mutation(
         "the length of bodies",
-        f"{_API}/door/bodies.py",
+        f"{_API}/access/bodies.py",
         "        if len(body) > BODY_BYTES_MAX:\n",
         "        if False:\n",
-        ("tests/api/door/test_connections.py",),
+        ("tests/api/access/test_connections.py",),
     ),
     Mutation(
         "members that stand twice",
-        f"{_API}/door/bodies.py",
+        f"{_API}/access/bodies.py",
         "    if len(made) != len(pairs):\n",
         "    if False:\n",
-        ("tests/api/door/test_connections.py",),
+        ("tests/api/access/test_connections.py",),
     ),
     Mutation(
         "heads that trickle",
-        f"{_API}/door/connections.py",
+        f"{_API}/access/connections.py",
         "        self.transport.abort()\n",
         "        pass\n",
-        ("tests/api/door/test_connections.py",),
+        ("tests/api/access/test_connections.py",),
     ),
     Mutation(
         "the number of connections",
-        f"{_API}/door/connections.py",
+        f"{_API}/access/connections.py",
         "        if len(self.connections) > connections_max() and not self._make_room():\n",
         "        if False:\n",
-        ("tests/api/door/test_connections.py",),
+        ("tests/api/access/test_connections.py",),
     ),
     Mutation(
         "who is at the socket",

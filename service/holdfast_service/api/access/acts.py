@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from holdfast_service.api.door import scopes
+from holdfast_service.api.access import scopes
 
 _TABLE = """
 PUT    /v1/runs/{run}/policy                                policy-set

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from holdfast_service.api.door.places import Places, RequestPeer
+from holdfast_service.api.access.places import Places, RequestPeer
 
 READER, OTHER, ADMIN = RequestPeer("reader", False), RequestPeer("other", False), RequestPeer("admin", True)
 

@@ -15,8 +15,8 @@ import pytest
 from holdfast import Api
 from holdfast.rest.patience import Patient
 from holdfast_formats.errors import TooManyRequests
-from holdfast_service.api.door.limits import BURST_S, HOLDERS_MAX, Limiter
-from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.access.limits import BURST_S, HOLDERS_MAX, Limiter
+from holdfast_service.api.access.middleware import Policy
 from holdfast_service.control.access.tokens import OWNER, Principal
 from tests.api.guarded import CHECKPOINT, code, guarded
 from tests.attack.sockets import read

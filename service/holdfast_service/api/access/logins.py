@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from holdfast_formats.errors import Forbidden, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.access import Grant
 from holdfast_formats.rest.operations import RATE_MAX
-from holdfast_service.api.door import bodies
-from holdfast_service.api.door.heads import IDENTITY
+from holdfast_service.api.access import bodies
+from holdfast_service.api.access.request_head import IDENTITY
 from holdfast_service.control.access.tokens import Principal, check_pattern, of_person
 
 log = logging.getLogger(__name__)
