@@ -91,7 +91,7 @@ official: $(READY) ## tests of the frameworks themselves, without Holdfast and w
 	$(BIN)/python -m tests.integrations.official $(ONLY) $(if $(SOURCES),--sources $(SOURCES))
 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
-	$(BIN)/python -m tests.benchmarks $(BENCH)
+	$(BIN)/python -m benchmarks $(BENCH)
 
 docs: $(DOCS) ## build the documentation site into build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -110,7 +110,7 @@ format: $(READY) ## rewrite what `check` would complain about, where a tool can
 
 clean: ## remove caches, builds and the demo's output; .venv and holdfast-data stay
 	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find client formats service tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks client formats service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # promtool, which checks the alerts, out of Debian's package: nothing is installed or started. Without it those tests are
 # skipped, and say so.

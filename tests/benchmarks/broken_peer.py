@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.peers import Place
-from tests.benchmarks.peers.torch_save import LOADERS, TorchSave
-from tests.benchmarks.state import State
+from benchmarks.peers import Place
+from benchmarks.peers.torch_save import LOADERS, TorchSave
+from benchmarks.state import State
 
 __all__ = ["LOADERS", "open_peer"]
 

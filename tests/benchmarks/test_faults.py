@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from .fault_lab.campaign import CUT, DURING, FLIP, FULL, Campaign, Plan, Result, as_json, from_json
-from .fault_lab.damage import cut, flip
-from .fault_lab.events import chained, heard
-from .fault_lab.judge import Kind, Loaded, Outcome, Report, judge, worst
-from .fault_lab.peers import PEERS
-from .fault_lab.table import cell, markdown
-from .faults import merged
+from benchmarks.fault_lab.campaign import CUT, DURING, FLIP, FULL, Campaign, Plan, Result, as_json, from_json
+from benchmarks.fault_lab.damage import cut, flip
+from benchmarks.fault_lab.events import chained, heard
+from benchmarks.fault_lab.judge import Kind, Loaded, Outcome, Report, judge, worst
+from benchmarks.fault_lab.peers import PEERS
+from benchmarks.fault_lab.table import cell, markdown
+from benchmarks.faults import merged
 
 SAVED = {1: {"a#0": "one", "b#0": "one"}, 2: {"a#0": "two", "b#0": "two"}, 3: {"a#0": "three", "b#0": "three"}}
 MIXED = {"a#0": "three", "b#0": "two"}

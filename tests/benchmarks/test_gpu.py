@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu
 from holdfast.stage import cuda_copy
-from tests.benchmarks import gpu
 
 
 def run(**values: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from tests.benchmarks import growth
+from benchmarks import growth
 
 
 def rows(**columns: object) -> list[dict[str, float]]:

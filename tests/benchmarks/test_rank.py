@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import joined
-from .peers import PEERS, Spec
-from .rank import FIRST, Result, Task, run
+from benchmarks.harness import joined
+from benchmarks.peers import PEERS, Spec
+from benchmarks.rank import FIRST, Result, Task, run
 
 BROKEN = {
     "broken": Spec("broken", "tests.benchmarks.broken_peer", "broken", background=True, syncs=True),

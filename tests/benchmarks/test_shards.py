@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from . import shards
+from benchmarks import shards
 
 
 def test_every_case_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.slow_disk import measure, missed
+from benchmarks.slow_disk import measure, missed
 
 
 def options(policy: str) -> argparse.Namespace:

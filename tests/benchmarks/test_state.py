@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .state import FULL_BYTES, Shape, allocate, change, digests, fill, llama, small, wrong
+from benchmarks.state import FULL_BYTES, Shape, allocate, change, digests, fill, llama, small, wrong
 
 SHAPES = [
     Shape("model/a", torch.bfloat16, (6, 3)),

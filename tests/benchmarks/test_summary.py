@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from .bars import bars
-from .plots import plots
-from .report import markdown, merged, tables, text
-from .summary import Figure, Results, figure
+from benchmarks.bars import bars
+from benchmarks.plots import plots
+from benchmarks.report import markdown, merged, tables, text
+from benchmarks.summary import Figure, Results, figure
 
 
 def record(number: int, peer: str, **samples: float) -> dict[str, Any]:
@@ -28,7 +28,9 @@ def report() -> dict[str, Any]:
         )
         records.append(record(number, "safetensors", warm_save=2 * slower, warm_durable=2 * slower, trained_lost=1.0))
         records.append({"round": number, "ranks": 1, "peer": "dlrover", "error": "save: no such thing"})
-        records.append(record(number, "torchsnapshot", warm_durable=0.1) | {"wrong": {"first save": ["model/a", "model/b"]}})
+        records.append(
+            record(number, "torch-checkpointing", warm_durable=0.1) | {"wrong": {"first save": ["model/a", "model/b"]}}
+        )
     machine = {"cpu": "c", "cores": 2, "memory_bytes": 2**30, "kernel": "k", "python": "p", "versions": {"torch": "2"}}
     options = {"state_bytes": 2**30, "tensors": 0, "runs": 3, "seed": 5}
     return {"machine": machine, "options": options, "records": records}
@@ -55,7 +57,7 @@ def test_nobody_is_dropped_silently(report: dict[str, Any]) -> None:
     assert set(stalls["DLRover flash checkpoint"]) == {"–"}
     failures = found["1 rank(s): what failed"].rows
     assert ("DLRover flash checkpoint", "3 run(s)", "save: no such thing") in failures
-    assert ("torchsnapshot async_take", "WRONG VALUES", "first save: 6 tensors") in failures
+    assert ("torch_checkpointing", "WRONG VALUES", "first save: 6 tensors") in failures
 
 
 def test_bars_are_judged_by_medians(report: dict[str, Any]) -> None:

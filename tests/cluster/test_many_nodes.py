@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.many_nodes import RUN, ManyNodes
 from holdfast_formats import naming
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.posix import PosixTier
-from tests.benchmarks.many_nodes import RUN, ManyNodes
 from tests.databases import Postgres
 from tests.in_memory import tmp_path
 

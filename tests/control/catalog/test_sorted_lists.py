@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.benchmarks import catalog_rows
+from benchmarks import catalog_rows
 from tests.serving import Served, served
 
 
