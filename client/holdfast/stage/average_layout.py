@@ -1,4 +1,4 @@
-"""Lays out a group for its moving average: where each element stands, in every update and in what the daemon keeps."""
+"""Lays out a group for its moving average: the place of each element in every update and in the daemon's accumulator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FLOATS = ("F64", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
 
 
 class AverageLayout(NamedTuple):
-    """The places of a group's elements. `fragments` are those of the average, counted from the begin of its region. `apart`
-    are the boxes, by their numbers, that may differ between ranks.
+    """Places of a group's elements. `fragments` are the average's, relative to its region; `apart` numbers the boxes
+    that may differ between ranks.
     """
 
     leaves: tuple[Leaf, ...]
@@ -44,9 +44,8 @@ def lay_out(
     settled: Callable[[Leaf, LivePiece], bool],
     file_bytes_max: int,
 ) -> AverageLayout:
-    """Give every element its place. `buffers` are the addresses of those of modules, which are taken over and not averaged.
-
-    Raises `InvalidRequest`, by name, for floats that are not averaged: F64 and those of 8 bits.
+    """Lay out the leaves. `buffers` are addresses of module buffers, which are copied, not averaged. `InvalidRequest`
+    for F64 and 8-bit floats.
     """
     averaged = [_averaged(leaf, buffers) for leaf in leaves]
     in_page = places_in_page(averaged, file_bytes_max)
@@ -102,7 +101,6 @@ def wants(layout: AverageLayout, memory: memoryview) -> list[Want]:
 
 
 def _averaged(leaf: Leaf, buffers: Collection[int]) -> Leaf:
-    """The leaf as the average has it: floats as F32, buffers and what is no float as they are."""
     if leaf.dtype in average.WIDENED and not _is_buffer(leaf, buffers):
         return leaf._replace(group=GROUP, dtype="F32")
     if leaf.dtype in _FLOATS and not _is_buffer(leaf, buffers):

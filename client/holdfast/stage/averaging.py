@@ -72,7 +72,6 @@ class Ema:
     loss_above: float | None = None
 
     def check(self) -> None:
-        """`InvalidRequest`, naming the option that cannot be what it is."""
         if isinstance(self.decay, bool) or not isinstance(self.decay, float | int) or not 0 <= self.decay < 1:
             raise InvalidRequest(f"Ema(decay={self.decay!r}): it must be a number from 0 on, below 1")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -94,8 +93,6 @@ class Ema:
 
 
 class AveragingRank(NamedTuple):
-    """The rank that averages: its run, rank and world, state, connection, and how it saves."""
-
     run: str
     rank: int
     world: int
@@ -107,8 +104,6 @@ class AveragingRank(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """This rank's segment, as mapped here, and the connection at which its daemon knows it."""
-
     fd: int
     mapped: MappedMemory
     geometry: AverageGeometry
@@ -123,13 +118,13 @@ class _Memory(NamedTuple):
 
 
 class Averaging:
-    """Updates of one rank's average. `update` and the properties are the user's; the rest is the Checkpointer's.
+    """Updates of one rank's average. `update` and the properties are public; the rest is for the Checkpointer.
 
-    What is decided of an update is told to the daemon in the order of their numbers, and of the saves between them.
+    Updates and saves are reported to the daemon in the order in which they began.
     """
 
     def __init__(self, ema: Ema, rank: AveragingRank, automatic: Callable[[], bool]) -> None:
-        """`automatic` says whether the state has optimizers whose steps can be counted."""
+        """`automatic` returns whether the state has optimizers whose steps can be counted."""
         if not isinstance(ema, Ema):
             raise InvalidRequest(f"ema={ema!r} is no Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes")
         ema.check()
@@ -150,23 +145,23 @@ class Averaging:
 
     @property
     def n(self) -> int:
-        """How many updates are in the average by now."""
+        """Number of updates in the average."""
         return 0 if self._memory is None else average.read_record(self._memory.words).n
 
     @property
     def step(self) -> int:
-        """The step of the last update that is in it, counted in optimizer steps from the restored one."""
+        """Step of the last update in the average, counted in optimizer steps from the restored one."""
         return 0 if self._memory is None else average.read_record(self._memory.words).step
 
     @property
     def ready(self) -> bool:
-        """Whether an update would be taken now: the last one has been folded. One that comes earlier is dropped."""
+        """Whether an update would be accepted now: the last one has been folded. An earlier one is dropped."""
         return self._memory is None or average.read_rank(self._memory.words).state is SlotState.FREE
 
     def update(self, *, loss: float | None = None) -> None:
-        """Note that a step has been taken, with this loss: for `Ema(loss_above=…)`, and for states without optimizers.
+        """Record a step with this loss: for `Ema(loss_above=…)`, and for states without optimizers.
 
-        Raises `InvalidRequest` where the steps of the state's optimizers are counted.
+        Raises `InvalidRequest` if the steps of the state's optimizers are counted.
         """
         limit = self._ema.loss_above
         if limit is None and self._automatic():
@@ -179,7 +174,7 @@ class Averaging:
         self._count(limit is not None and loss is not None and not (math.isfinite(loss) and loss <= limit))
 
     def optimizer_stepped(self, optimizer: Any, optimizers: list[Any]) -> None:
-        """An optimizer of the state has stepped. When all of them have, that is a step."""
+        """Count a step once every optimizer of the state has stepped."""
         if self._ema.loss_above is not None:
             return
         self._stepped.add(id(optimizer))
@@ -188,7 +183,9 @@ class Averaging:
             self._count(skip=False)
 
     def refuse_own(self) -> None:
-        """`InvalidRequest` where the state has a group `ema` of its own, or is an adapter's, whose tensors are not seen."""
+        """`InvalidRequest` if the state has a group `ema` of its own, or comes from an adapter, whose tensors are not
+        visible.
+        """
         if any(isinstance(value, Given) for value in self._of.state.state.values()):
             raise InvalidRequest(
                 "ema= is not possible for a state that an adapter gives",
@@ -205,7 +202,7 @@ class Averaging:
         self._step = step
 
     def fence(self) -> None:
-        """Return when the last update needs nothing of the live state any more."""
+        """Return when the last update no longer reads the live state."""
         if self._copy is not None:
             self._copy.fence()
             for copy in self._devices:
@@ -227,7 +224,7 @@ class Averaging:
         return [piece.tensor.numel() for leaf in leaves for piece in leaf.pieces]
 
     def part(self, data_bytes: int) -> AveragePart | None:
-        """The group `ema` of a save whose slot has `data_bytes` without it; None where nothing was handed over so far."""
+        """The group `ema` of a save whose slot has `data_bytes` without it; None if no update was staged yet."""
         if self._layout is None or self._memory is None:
             return None
         layout = self._layout
@@ -239,17 +236,17 @@ class Averaging:
 
     @property
     def decided(self) -> Latch:
-        """Set when everything that was to be said of the updates so far has been said: a save seals after that."""
+        """Set once the daemon has been sent every update so far; a save seals after that."""
         return self._last
 
     def saving(self, task: SaveTask) -> None:
-        """A save has begun: what is decided from here on is said after its seal."""
+        """Send later updates only after this save has sealed."""
         self._save = task
 
     def restored(self, reader: CheckpointReader) -> tuple[str, ...]:
-        """Give the daemon this rank's part of a checkpoint's average, or nothing to go on from; returns notes.
+        """Send this rank's part of a checkpoint's average to the daemon, or reset it; returns notes.
 
-        Raises `StateMismatch`, by name, for an average of other tensors, and what a restore raises for damage.
+        Raises `StateMismatch` for an average of other tensors, and what a restore raises for damage.
         """
         text = state_json.for_rank(reader.state, self._of.rank).values.get(GROUP, {}).get(VALUE)
         self._step = reader.manifest.step
@@ -271,20 +268,17 @@ class Averaging:
         return (LeftOutNote(f"the average goes on with other options: {'; '.join(changed)}"),) if changed else ()
 
     def taken_in(self) -> tuple[str, ...]:
-        """Wait until the daemon has what `restored` gave it, so that it is free for the next update; returns notes.
-
-        All ranks have to have restored for that, on all nodes.
-        """
+        """Wait until the daemon has applied `restored`, on all ranks of all nodes; returns notes."""
         if self._memory is None or self._becomes_free(self._memory, TAKEN_IN_S):
             return ()
         return ("the daemon has not taken in the restored average yet: updates are dropped until it has",)
 
     def close(self) -> None:
-        """See the last update through. The memory is the daemon's."""
+        """Finish the last update. The daemon keeps the memory."""
         self.fence()
         with suppress(DeadlineExceeded):
             self._of.session.until(self._last, FREE_WAIT_S)
-        # What was asked, and the state that it knows, are not kept alive.
+        # Drop references to the optimizers, the save and the state.
         self._automatic, self._save, self._of = bool, None, self._of._replace(ask=lambda act: act())
         if self._memory is not None:
             os.close(self._memory.fd)
@@ -316,7 +310,6 @@ class Averaging:
             self._stage(layout, memory, update)
 
     def _stage(self, layout: AverageLayout, memory: _Memory, update: AverageUpdate) -> None:
-        """Copy what may change at any time, and leave the rest to a background thread, which seals at the end."""
         plan = self._plans.onto(memory.mapped, memory.update, layout.copies)
         devices = [cuda_copy.DeviceCopy(lane) for lane in plan.lanes]
         for device in devices:
@@ -338,13 +331,12 @@ class Averaging:
         self._copy.start()
 
     def _turn(self) -> _Turn:
-        """The next place in the order of what is said."""
         turn = _Turn(self._last, self._save, Latch())
         self._last = turn.said
         return turn
 
     def _in_order(self, say: Callable[[], None], turn: _Turn | None = None) -> None:
-        """Say it, in a thread of its own, after everything that was to be said before; and ring."""
+        """Send a report in the background, after all earlier ones, and wake up the daemon."""
         mine = turn or self._turn()
 
         def act() -> None:
@@ -372,7 +364,7 @@ class Averaging:
         return SegmentOwner(of.run, of.rank, of.world, of.session.attempt)
 
     def _present(self) -> AverageLayout:
-        """The layout of the group as it is now. `StateMismatch`, by name, if it has other tensors than before."""
+        """The group's layout now. `StateMismatch` if its tensors differ from those of the average."""
         of = self._of
         held = of.state.held(self._ema.of)
         known = self._layout
@@ -402,7 +394,6 @@ class Averaging:
         return made
 
     def _ready(self, layout: AverageLayout) -> _Memory:
-        """This rank's memory, known to the present daemon."""
         link, memory = self._of.session.link, self._memory
         if memory is not None and link is not None and link is self._link and link.alive:
             return memory
@@ -447,7 +438,7 @@ class Averaging:
         return _Memory(fd, mapped, made)
 
     def _seed(self, state: AverageState, reader: CheckpointReader) -> None:
-        """Hand over what the average is from here on: the checkpoint's, or nothing if its n is 0."""
+        """Send the daemon the average to continue from: the checkpoint's, or nothing if its n is 0."""
         layout = self._present()
         memory = self._ready(layout)
         if not self._becomes_free(memory, FREE_WAIT_S):
@@ -495,7 +486,6 @@ class Averaging:
         fill(reader, wants, of.session.held, of.rank, Overwriting(lambda: None), of.session.held_elsewhere)
 
     def _becomes_free(self, memory: _Memory, wait_s: float) -> bool:
-        """Whether the last update is dealt with by then."""
         limit = time.monotonic() + wait_s
         self._last.wait(wait_s)
         while average.read_rank(memory.words).state is not SlotState.FREE:
@@ -507,7 +497,7 @@ class Averaging:
 
 
 class _Turn(NamedTuple):
-    """A place in the order of what is said: after what came before, and the save's seal."""
+    """A position in the order of reports: after the previous one, and after the save's seal."""
 
     before: Latch
     save: SaveTask | None

@@ -51,7 +51,7 @@ class Turn(Protocol):
     """A part of one save's work that is done by one thread, whichever takes it first."""
 
     def do(self) -> None:
-        """Do the work, in a thread of ours."""
+        """Run on a background thread."""
 
 
 class Track:
@@ -69,7 +69,6 @@ class Track:
         self._other = [_Strided(*pair, stretch) for _, pair in other]
 
     def note_other(self, seed: int) -> None:
-        """Note samples of those live tensors that are not in `plain`."""
         for number, other in enumerate(self._other):
             other.note(seed + number)
 
@@ -115,7 +114,7 @@ class _Batch:
     """The copy of one track for one save."""
 
     def __init__(self, track: Track, seed: int, full: bool) -> None:
-        """Note the version of every tensor, and with `full` a digest of all its bytes."""
+        """Record the version of every tensor, and with `full` a digest of all its bytes."""
         self._track = track
         self._versions = [version(move.source) for move in track.moves]
         self._digests = track.digests(live=True) if full else None
@@ -138,9 +137,7 @@ class _Batch:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The number of torch's writes to the tensor. It is not counted for tensors made in inference mode, which have only
-    samples.
-    """
+    """torch's write counter of the tensor. Inference tensors have none; only samples detect their writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -159,9 +156,8 @@ class BackgroundCopy:
         before: Sequence[Turn] = (),
         full: bool = False,
     ) -> None:
-        """Note the state of every tensor now, with `full` all of it.
-
-        `on_end` is called once, in the background thread, when the result is known. The turns in `before` are taken first.
+        """Record the state of every tensor, with `full` all bytes. `on_end` is called once, in the background thread;
+        the turns in `before` run first.
         """
         seed = int.from_bytes(os.urandom(7), "little")  # not torch's generator: that would change the user's random streams
         batches: list[Turn] = [*before]
@@ -183,11 +179,10 @@ class BackgroundCopy:
         background_requests.start(self._run, "holdfast-copier")
 
     def fence(self) -> None:
-        """Return when the save needs nothing of the live state any more. Never raises for a failed copy.
+        """Return when the save no longer reads the live state. Never raises for a failed copy.
 
-        Other threads copy the rest, with all cores, and this thread copies nothing itself. If it did, a signal handler that
-        interrupts it here and fences too would wait for a batch that this thread continues only after the handler has
-        returned.
+        Only other threads copy, with all cores. If this thread copied too, a signal handler that interrupts it and
+        fences would wait for a batch that cannot continue before the handler returns.
         """
         for _ in range(self._helpers()):
             background_requests.start(self._drain, "holdfast-fence")
@@ -211,7 +206,7 @@ class BackgroundCopy:
             self.ended.set()
 
     def _helpers(self) -> int:
-        """The number of helper threads: as many as cores that torch computes with here, but each needs a batch."""
+        """As many as torch computes with, at most one for each batch."""
         return min(torch.get_num_threads(), HELPERS_MAX + 1, length_hint(self._left))
 
     def _drain(self) -> None:
@@ -237,7 +232,7 @@ class BackgroundCopy:
 
 
 def _heard(error: CheckpointError | None) -> None:
-    """What is called of a copy whose end has been told."""
+    """Replaces `on_end` after it has been called."""
 
 
 def lay_tracks(moves: Sequence[Move]) -> list[Track]:

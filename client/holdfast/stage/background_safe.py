@@ -57,9 +57,8 @@ class Growth(NamedTuple):
 
 
 def expected_growth(state: Mapping[str, Any]) -> Growth:
-    """Bytes and tensors that optimizers which have not stepped yet will add: two moments for each parameter, as in Adam.
-
-    This estimate gives the size of a slot. If the state turns out larger, a larger slot is made.
+    """Bytes and tensors that optimizers without a step yet will add: two moments for each parameter, as in Adam. An
+    estimate for the slots.
     """
     size = count = 0
     for optimizer in innermost(state):
@@ -73,14 +72,12 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
 
 
 def _nothing(*_: object) -> None:
-    """A hook that is gone."""
+    """Replaces the hooks after removal."""
 
 
 class StepHooks:
-    """Calls the given hooks before and after each step of the optimizers of a state, also of optimizers that are added
-    later.
-
-    `optimizers` are those that were found so far.
+    """Calls the given hooks around each step of the state's optimizers, also of those added later. `optimizers` are
+    those found so far.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class StepHooks:
         self.renew()
 
     def renew(self) -> None:
-        """Hook the optimizers that are new in the state. Raises `InvalidRequest` for one whose step cannot be waited for."""
+        """Hook new optimizers of the state. Raises `InvalidRequest` for one whose step has no hooks."""
         for optimizer in innermost(self._state):
             if not any(optimizer is known for known in self.optimizers):
                 try:
@@ -112,7 +109,7 @@ class StepHooks:
                 self._handles += handles
 
     def remove(self) -> None:
-        """Remove all hooks, for good, and let go of what they called and of the state."""
+        """Remove all hooks for good, and drop the references to the callbacks and the state."""
         while self._handles:
             self._handles.pop().remove()
         self._before_step = self._after_step = _nothing

@@ -41,7 +41,7 @@ class CopyPlan(NamedTuple):
     lanes: tuple[Lane, ...]  # for GPUs
 
     def copy_at_once(self) -> None:
-        """Copy everything that is small or that training may change at any time. Lanes do this in a turn of their own."""
+        """Copy everything that is small or that training may change at any time. Lanes copy these in their own turn."""
         for parcel in self.parcels:
             parcel.copy()
         _copy(self.at_once)
@@ -69,7 +69,7 @@ class CopyPlans:
         return self._into(slot.slots, slot.index, slot.data, layout)
 
     def onto(self, home: object, data: memoryview, copies: Sequence[Copy]) -> CopyPlan:
-        """The plan of these copies for memory that is no slot of `Slots`; `home` stands for it."""
+        """The plan of these copies into memory outside `Slots`; `home` is its key."""
         return self._into(home, 0, data, staging.NOTHING._replace(copies=tuple(copies), steady=len(copies)))
 
     def lay_ahead(self, slots: Slots, layout: SlotLayout) -> None:
@@ -109,16 +109,13 @@ class CopyPlans:
         return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
 
     def _side(self, home: torch.device) -> SideStream:
-        """The side stream of a device, one for all saves of this checkpointer: a save is enqueued whole before the next one
-        begins.
-        """
+        """The side stream of a device, shared by all saves of this checkpointer: each save is enqueued whole."""
         if home not in self._sides:
             self._sides[home] = SideStream(home)
         return self._sides[home]
 
 
 def _is_small(move: Move) -> bool:
-    """Whether the tensor is contiguous and has only a few bytes."""
     octets = move.source.dtype is torch.uint8 and move.source.dim() == 1 and move.source.is_contiguous()
     return octets and move.nbytes <= PARCEL_BYTES_MAX
 

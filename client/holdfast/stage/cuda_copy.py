@@ -42,9 +42,8 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this p
 
 
 class SideStream:
-    """A device's side stream, kept from save to save, and its events.
-
-    torch uses the same names for every kind of device, and has stand-ins that do nothing for the CPU.
+    """A device's side stream and its events, reused by every save. torch's API is the same for every device, with
+    no-ops for the CPU.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -58,19 +57,17 @@ class SideStream:
         return self._module.Event(blocking=True) if self._is_cuda else self._module.Event()
 
     def current(self) -> Any:
-        """The stream that the calling thread computes on."""
         return self._module.current_stream(self.home)
 
     def capturing(self) -> bool:
-        """Whether the current stream records a graph: work that it gets now runs at the replay, and may not wait."""
+        """Whether the current stream captures a graph: work enqueued now runs at the replay, and must not wait."""
         return self._is_cuda and bool(self._module.is_current_stream_capturing())
 
     def selected(self) -> Any:
-        """In the block, the calling thread's work goes to the side stream."""
         return self._module.stream(self.stream)
 
     def enter_thread(self) -> None:
-        """Make this the device of a thread of ours; otherwise CUDA would also initialise device 0."""
+        """Make this the device of one of our threads; otherwise CUDA would also initialise device 0."""
         self._module.set_device(self.home)
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
@@ -86,7 +83,6 @@ class Bundle(NamedTuple):
     target: torch.Tensor
 
     def parts(self, zeros: torch.Tensor) -> list[torch.Tensor]:
-        """The sources with zeros in the gaps."""
         pairs = zip(self.gaps, self.sources, strict=True)
         return [part for gap, source in pairs for part in ((zeros[:gap], source) if gap else (source,))]
 
@@ -126,9 +122,7 @@ class _Samples:
             (self._after if after else self._before).copy_(torch.cat(found), non_blocking=True)
 
     def changed(self) -> set[str]:
-        """The names of tensors whose words changed, in live memory or in the slot. Call it when all
-        enqueued work is done.
-        """
+        """Names of tensors whose words changed, in live memory or in the slot. Call it when all enqueued work is done."""
         if not self.names:
             return set()
         before, after = self._before.numpy(), self._after.numpy()
@@ -172,16 +166,15 @@ class Lane:
         return [version(move.source) for move in self._watched]
 
     def moved(self, before: Sequence[int], now: Sequence[int]) -> set[str]:
-        """The names of tensors that torch has written to between two looks at the versions."""
         return {move.name for move, a, b in zip(self._watched, before, now, strict=True) if a != b}
 
 
 class DeviceCopy:
-    """The copy of one lane for one save: `begin()`, then `do()` and `finish()` in threads of ours, `fence()` any time.
+    """The copy of one lane for one save: `begin()`, then `do()` and `finish()` in background threads; `fence()` at any
+    time.
 
-    The caching allocator does not know of the side stream. It need not, because the lane keeps every tensor alive: no memory
-    is reused before `finish()` has seen the end of the copies. Gathered memory is freed on the stream on which it was made
-    and used.
+    The caching allocator does not know of the side stream, and need not: the lane keeps every tensor alive, so no
+    memory is reused before `finish()`. Gathered memory is freed on the stream that made and used it.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -222,9 +215,7 @@ class DeviceCopy:
                 self._enqueued = True
 
     def fence(self) -> None:
-        """Make work that the caller enqueues from now on wait for the copies; the host does not wait. Call
-        it after `do()`.
-        """
+        """Make work enqueued from now on wait for the copies, without blocking the host. Call it after `do()`."""
         self._note_versions()
         if not self._finished and not self._side.capturing():
             self._side.current().wait_event(self._end if self._enqueued else self._ready)
@@ -242,20 +233,19 @@ class DeviceCopy:
             raise torn(sorted(changed))
 
     def settle(self) -> None:
-        """After a failure, make sure that no copy into the slot is under way any more, because the slot is leased again."""
+        """After a failure, wait until no copy into the slot is running, because the slot will be leased again."""
         with suppress(RuntimeError):  # a device that has failed writes nothing either
             event = self._side.event()
             event.record(self._side.current())
             event.synchronize()
 
     def _note_versions(self) -> list[int]:
-        """Note the versions when the fence opens, or else when all was copied: later writes are allowed."""
         # In one step, without a lock: a signal handler may fence, too, in the thread that it interrupted here.
         return self._now.get("now") or self._now.setdefault("now", self._lane.versions())
 
 
 def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> CheckpointError | None:
-    """Wait for all of them, even if one has failed, because the slot may not be written any more; return the first error."""
+    """Wait for all copies, even after a failure, because they must not write the slot later; return the first error."""
     for copy in copies:
         try:
             with own_threads.computing():
@@ -268,15 +258,14 @@ def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> Check
 
 
 def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
-    """The devices of these leaves that are copied in the background."""
     found = dict.fromkeys(piece.tensor.device for leaf in leaves for piece in leaf.pieces)
     return tuple(home for home in found if home.type in KINDS)
 
 
 def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
-    """Page-lock this memory, so that CUDA devices write into it directly, until the slots are gone.
+    """Page-lock this memory until the slots are freed, so that CUDA devices write into it directly.
 
-    Without it copies are slower and block the thread that enqueues them, but are correct.
+    Without it copies are correct, but slower, and block the thread that enqueues them.
     """
     cuda = [home for home in devices if home.type == "cuda"]
     if not cuda:
@@ -299,7 +288,7 @@ def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
 
 
 def unpin(slots: Slots) -> None:
-    """Unlock the pages now, for good, so that the daemon can have them back. No copy into a slot may be under way."""
+    """Unlock the pages for good, so that the daemon can reclaim them. No copy into a slot may be running."""
     with slots.pinning:
         slots.pinned = False
         if slots.unlock_pages is not None:
@@ -329,7 +318,6 @@ def _enqueue(chunks: Sequence[Move]) -> None:
 
 
 def _chunks(move: Move) -> list[Move]:
-    """A move in parts of about one size, along the first dimension."""
     parts = -(-move.nbytes // CHUNK_BYTES)
     if parts <= 1:
         return [move]
@@ -350,25 +338,23 @@ def _step(octets: torch.Tensor) -> int:
 
 
 def _begin(octets: torch.Tensor) -> int:
-    """The place of the first word of contiguous memory; not from torch's random numbers, which are the user's."""
+    """Random offset of the first sampled word; leaves torch's global random generator untouched."""
     return int.from_bytes(os.urandom(4), "little") % (_step(octets) - WORD_BYTES + 1)
 
 
 def _windows(octets: torch.Tensor, begin: int) -> torch.Tensor:
-    """Words of contiguous memory at even distances, from `begin` on; as bytes, whatever the alignment."""
     step = _step(octets)
     words = (len(octets) - begin - WORD_BYTES) // step + 1
     return octets.as_strided((words, WORD_BYTES), (step, 1), octets.storage_offset() + begin)
 
 
 def _few(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The places of some sixteen elements of any other memory."""
+    """Indices of about sixteen elements of non-contiguous memory."""
     count = SAMPLES_A_DIMENSION.get(tensor.dim(), 2)
     return tuple(slice(0, None, max(-(-size // count), 1)) for size in tensor.shape)
 
 
 def _bundles(small: Sequence[tuple[int, Move]], slot: torch.Tensor) -> Iterator[Bundle]:
-    """Bundles of neighbours, in the order of the slot, none larger than a chunk."""
     sources: list[torch.Tensor] = []
     gaps: list[int] = []
     first = end = 0

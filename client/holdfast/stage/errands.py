@@ -1,4 +1,6 @@
-"""Asks the daemon for what a save needs, in threads of their own and one at a time: training goes on without an answer."""
+"""Runs a save's requests to the daemon in background threads, one at a time, so that training continues without an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from holdfast.threads.pulse import Pulse
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded
 
 SILENCE_S = 0.8  # of a daemon, that one call waits for
-ASK_AFTER_S = 0.3  # of them; then it is asked for a sign of life
+ASK_AFTER_S = 0.3  # seconds of waiting before a sign of life is requested
 SIGN_S = 0.1  # that it has at least for that
 WORK_MAX_S = 10.0  # for an answer of a daemon that gives signs of life
 BRIEF_S = 0.02  # for an answer of a daemon that did not answer last time, and has gone since
@@ -26,14 +28,14 @@ def _nothing(_: Any = None) -> None:
 
 
 class Silence:
-    """How long one call has waited for a daemon that gave no sign of life: the sum over all that it waits for."""
+    """Total time that one call has waited for a daemon without a sign of life."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._waited_s = now, 0.0
 
     @property
     def before_asking_s(self) -> float:
-        """What is left until the daemon is asked for a sign of life."""
+        """Seconds until a sign of life is requested."""
         return max(ASK_AFTER_S - self._waited_s, 0.0)
 
     @property
@@ -42,7 +44,7 @@ class Silence:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The daemon is waited for in the block."""
+        """Time the block as a wait for the daemon."""
         began = self._now()
         try:
             yield
@@ -50,12 +52,12 @@ class Silence:
             self._waited_s += self._now() - began
 
     def broken(self) -> None:
-        """The daemon gave a sign of life."""
+        """Reset: the daemon gave a sign of life."""
         self._waited_s = 0.0
 
 
 class Errand:
-    """One request. A caller that waits for it may leave; then `give_back` gets its result."""
+    """One request. Its caller may stop waiting; `give_back` then receives the result."""
 
     def __init__(self, act: Callable[[], Any], give_back: Callable[[Any], object], when_left: Callable[[], object]) -> None:
         self._act, self._give_back, self._when_left = act, give_back, when_left
@@ -69,7 +71,7 @@ class Errand:
         return self._first.get("first") == "left"
 
     def leave(self) -> bool:
-        """Wait for it no longer; False if it has been answered already."""
+        """Stop waiting; False if it has been answered already."""
         if self.left:
             return True
         if self._first.setdefault("first", "left") != "left":
@@ -78,7 +80,7 @@ class Errand:
         return True
 
     def leave_for_good(self) -> None:
-        """Hand its result to `give_back`, even if it is there by now."""
+        """Pass its result to `give_back`, even if it has arrived."""
         if not self.leave() and self.error is None:
             background_requests.start(lambda: self._give_back(self.result))
 
@@ -95,19 +97,19 @@ class Errand:
             self.ended.set()
 
     def take(self) -> Any:
-        """Its result, once; nothing of what it was needed for is kept."""
+        """Its result, once; drops all references."""
         result, self.result = self.result, None
         self._give_back = self._when_left = _nothing
         return result
 
 
 class Errands:
-    """The requests of one rank, for its saves. One that was not answered in time stays under way until it is; every save
-    fails at once until then. Not thread-safe: its owner's lock guards it, but for `result`.
+    """Requests of one rank's saves. While one that timed out is still running, every save fails at once. Only `result`
+    is thread-safe.
     """
 
     def __init__(self, pulse: Callable[[], Pulse | None]) -> None:
-        """`pulse` returns the daemon's, or None while there never was a connection: then everything is waited for."""
+        """`pulse` returns the daemon's Pulse, or None before the first connection: then every request is waited for."""
         self._pulse = pulse
         self._last: Errand | None = None
         self._unanswered = False  # the last one was lost after its caller had left
@@ -122,7 +124,6 @@ class Errands:
         give_back: Callable[[_Result], object] = bool,
         when_left: Callable[[], object] = bool,
     ) -> Errand:
-        """Start an errand; `result` waits for it. None may be under way."""
         assert not self.busy, "one errand at a time"
         errand = self._last = Errand(act, give_back, when_left)
         background_requests.start(errand.run, "holdfast-errand")
@@ -136,18 +137,17 @@ class Errands:
         when_left: Callable[[], object] = bool,
         work_s: float = 0.0,
     ) -> _Result:
-        """Call `act`, and return what it returns. Where that comes too late, `when_left` is called at once and `give_back`
-        gets it in the end. An honest answer may take `work_s`.
+        """Return `act()`. If it takes too long, call `when_left` at once, and pass the result to `give_back` when it
+        comes.
 
-        Raises `DeadlineExceeded` where the daemon gives no sign of life for what is left of `silence`; without one, as late
-        as `Pulse.until`.
+        Raises `DeadlineExceeded` if the daemon gives no sign of life for the rest of `silence`, or has not answered
+        after `work_s`; without a `silence`, as `Pulse.until` does.
         """
         self.settle(silence)
         result: _Result = self.result(self.begin(act, give_back, when_left), silence, work_s)
         return result
 
     def settle(self, silence: Silence | None = None) -> None:
-        """Wait for the errand that is under way, if there is one."""
         if self._last is None:
             return
         self._wait(self._last, silence)
@@ -162,7 +162,7 @@ class Errands:
         return errand.take()
 
     def until(self, ended: Latch, silence: Silence | None, began: float | None = None, work_s: float = WORK_MAX_S) -> None:
-        """Wait until it is set, for at most `work_s` from `began` on. Raises `DeadlineExceeded` as `run` does."""
+        """Wait until the event is set, until at most `work_s` after `began`. Raises `DeadlineExceeded` as `run` does."""
         pulse, since = self._pulse(), time.monotonic() if began is None else began
         if pulse is None:
             ended.wait()
@@ -186,7 +186,7 @@ class Errands:
 
 
 def _is_set(ended: Latch, pulse: Pulse, silence: Silence, limit: float) -> bool:
-    """Whether it is, within what is left of `silence`, or until `limit` if the daemon gives signs of life meanwhile."""
+    """Whether it is set within the rest of `silence`, or until `limit` while the daemon gives signs of life."""
     while True:
         with silence.waiting():
             if ended.wait(max(min(silence.before_asking_s, limit - time.monotonic()), 0.0)):

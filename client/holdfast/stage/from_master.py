@@ -1,7 +1,7 @@
-"""Leaves weights out of slots that are their masters, rounded: the daemon writes them from the masters in the slot.
+"""Leaves weights that are rounded masters out of slots: the daemon writes them from the masters in the slot.
 
-That they are is checked once, by their bits, before the first save that leaves them out. Each rank compares the elements of
-which it holds the master, so that all ranks together compare every one.
+Before the first save that leaves them out, their bits are compared with the rounded masters. Each rank compares the
+elements of which it holds the master, so all elements are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LISTED_MAX = 5
 
 
 class _Pair(NamedTuple):
-    """A weight as the state has it, its master, and the leaf that stands for it in the slot."""
+    """A weight of the state, its master, and the leaf that replaces it in the slot."""
 
     weight: Leaf
     master: Leaf
@@ -39,7 +39,7 @@ class _Pair(NamedTuple):
 
 
 class FromMasters:
-    """Which weights are left out, and which of them were compared. Not thread-safe: its owner's lock guards it."""
+    """Which weights are left out, and which were compared. Not thread-safe: guarded by its owner's lock."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -50,8 +50,8 @@ class FromMasters:
         self._compared: set[Key] = set()
 
     def apply(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with weights that the daemon rounds from masters of this snapshot. What of the model is copied all
-        the same, for want of a master, is in its notes.
+        """The snapshot without weights that the daemon rounds from its masters. Notes list model weights copied for
+        want of a master.
         """
         kept = common(self._before, snapshot.leaves)
         if any(leaf.group in (MODEL, MASTER) for leaf in (*self._before[kept:], *snapshot.leaves[kept:])):
@@ -64,10 +64,10 @@ class FromMasters:
         return snapshot._replace(leaves=self._after, notes=(*snapshot.notes, *self._notes))
 
     def check(self) -> None:
-        """Compare every weight that the last snapshot left out, unless it was compared since the last restore.
+        """Compare each weight that the last snapshot left out, once after every restore.
 
-        Raises `StateMismatch` with the names of those that differ from their rounded masters, and in how many elements; also
-        for masters with NaN, and for one of which this rank holds elements that it has no weights for.
+        Raises `StateMismatch` with names and element counts of those that differ from their rounded masters, for
+        masters with NaN, and if this rank holds master elements without the weights.
         """
         if self._pairs.keys() <= self._compared:
             return
@@ -79,7 +79,7 @@ class FromMasters:
         self._compared |= self._pairs.keys()
 
     def restored(self) -> None:
-        """Compare everything again before the next save: weights and masters may have other values."""
+        """Compare everything again before the next save."""
         self._compared.clear()
 
     def _pair(self, leaves: Sequence[Leaf]) -> None:
@@ -131,7 +131,7 @@ def _refusal(found: Mapping[str, str]) -> StateMismatch:
 
 
 def _differing(pair: _Pair) -> str:
-    """What is wrong with a weight, "" if it is its master, rounded, wherever this rank holds that."""
+    """Describes how a weight differs from its rounded master where this rank holds it; "" if it does not."""
     differ = elements = nan = 0
     for box, master in pair.master.pieces:
         elements += box.volume
@@ -163,7 +163,7 @@ def _chunks(weight: torch.Tensor, master: torch.Tensor) -> Iterator[tuple[torch.
 
 
 def _compare(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
-    """How many elements differ in a bit, and how many masters are NaN."""
+    """Number of elements whose bits differ, and of NaN masters."""
     if master.device.type == "cpu":  # as the daemon rounds; many short calls to torch would wait for its threads
         bits = weight.cpu().view(torch.int16).numpy().view(np.uint16)
         return rounding.differing(bits, master.numpy(), safetensors_name(weight.dtype))
@@ -171,8 +171,8 @@ def _compare(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
 
 
 def _compare_there(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
-    """`_compare` on the device of the master. BF16 is worked out in integers: instructions that round to it may take small
-    numbers for zero.
+    """`_compare` on the master's device. BF16 is computed in integers: instructions that round to it may flush
+    subnormals to zero.
     """
     bits = master.view(torch.int32)
     if weight.dtype is torch.bfloat16:

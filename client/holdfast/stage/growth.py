@@ -15,9 +15,8 @@ EXAMPLES_MAX = 3
 class Need(NamedTuple):
     """The room that a slot must have, and the tensors from which it was computed.
 
-    `spare_bytes` are requested besides when slots are made, for assets of later saves that are larger. If it is `expected`,
-    no save asks for it yet, so that nothing has outgrown its slots. `average_bytes` are what an average of the daemon's will
-    need beside the slots.
+    `spare_bytes` are added when slots are made, for larger assets of later saves. `expected`: no save needs it yet, so
+    nothing has outgrown its slots. `average_bytes` are what the daemon's average needs beside the slots.
     """
 
     data_bytes: int
@@ -60,7 +59,7 @@ def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:
 
 
 def outgrown(change: Change, before: int, now: int) -> str:
-    """The notice for a user whose state needed larger slots, with the bytes of one slot before and now."""
+    """The notice for a state that needed larger slots, with the bytes of one slot before and now."""
     return (
         f"the state no longer fits its slots of {before / MIB:.1f} MiB ({change}): reserved new slots of "
         f"{now / MIB:.1f} MiB. The first save into them is slower, because the new memory has to be faulted in"

@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 
 
 class Preallocation:
-    """A background thread that reserves this rank's slots, touches their memory, and page-locks it for the given devices."""
-
     def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
         self._reserve, self._devices = reserve, devices
         self._stop = threading.Event()
@@ -29,7 +27,7 @@ class Preallocation:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait until the memory is ready, or cannot be reserved now."""
+        """Wait until the memory is ready or the attempt has failed."""
         self._thread.join()
 
     def _run(self) -> None:

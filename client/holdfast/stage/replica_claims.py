@@ -1,6 +1,6 @@
-"""Computes digests of the boxes that other ranks may hold too, in the slot before the seal, to compare replicas.
+"""Computes digests of boxes that other ranks may hold too, in the slot before the seal, to compare replicas.
 
-They are computed in the background from the copied bytes. So they cost the training nothing, and cover exactly what is
+They are computed in the background from the copied bytes, so they do not slow training, and cover exactly what is
 saved.
 """
 
@@ -25,8 +25,6 @@ from holdfast_formats.staging import replica_claims, slot_table
 
 
 class Kind(IntEnum):
-    """What a rank states about a tensor."""
-
     NOTHING = 0  # no other rank holds any of it, or its name says that it is one rank's own
     CLAIM = 1  # every rank that holds it holds these bytes
     OWN = 2  # it may differ between ranks
@@ -36,12 +34,11 @@ class Statement:
     """The digests of one save, of boxes that follow one another in the slot."""
 
     def __init__(self, places: NDArray[np.uint64], sampled: NDArray[np.bool_], entire: NDArray[np.bool_], step: int) -> None:
-        """`places` are offset in the slot and length of each box; the other arrays say which digests are wanted."""
+        """`places` are each box's offset in the slot and its length; the other arrays select the digests."""
         self._places, self._sampled, self._entire, self._step = places, sampled, entire, step
 
     @property
     def table_bytes(self) -> int:
-        """How many bytes the digests add to a table."""
         return slot_table.digests_bytes(len(self._places))
 
     def digests(self, data: memoryview) -> bytes:
@@ -56,7 +53,7 @@ class Statement:
 def _taken(
     octets: NDArray[Any], places: NDArray[np.uint64], wanted: NDArray[np.bool_], step: int | None
 ) -> NDArray[np.uint64]:
-    """The digests of the wanted boxes, of a sample for `step` or of all bytes if it is None; 0 for the other boxes."""
+    """Digests of the selected boxes, of a sample for `step`, or of all bytes if it is None; 0 for the others."""
     found = np.zeros(len(wanted), np.uint64)
     chosen = np.flatnonzero(wanted & (places[:, 1] != 0))
     if not len(chosen):
@@ -101,7 +98,7 @@ _NO_ROWS = _Rows(np.empty((0, 2), np.uint64), np.empty(0, np.uint8), np.empty(0,
 class Claims:
     """Decides which digests of this rank's state each save states.
 
-    A box is digested as a whole until such a save has been committed, and by a sample from then on.
+    A box is digested as a whole until a save with its whole digest is committed, and by a sample from then on.
     """
 
     def __init__(self, state: Mapping[str, Any], world: int) -> None:

@@ -1,6 +1,4 @@
-"""Holds the shared memory that a rank has reserved for its saves, and makes it again if it is too small or the daemon
-changed.
-"""
+"""Holds the shared memory reserved for a rank's saves, and replaces it if it is too small or the daemon changed."""
 
 from __future__ import annotations
 
@@ -20,13 +18,11 @@ TABLE_BYTES_MIN = 2**16
 
 
 class Reservation:
-    """The reserved memory. It is not thread-safe: its owner's lock guards it. The session passes notices about it to the
-    user.
-    """
+    """The reserved memory. Not thread-safe: guarded by its owner's lock. The session passes its notices to the user."""
 
     def __init__(self, session: Session, count: int, peers: int) -> None:
-        """Reserve nothing yet; `count` slots are requested with the first call of `room_for`. `peers` ranks, this one among
-        them, are on this machine.
+        """Reserve `count` slots with the first call of `room_for`. `peers` ranks, including this one, are on this
+        machine.
         """
         self._session, self._count, self._peers = session, count, peers
         self._slots: Slots | None = None
@@ -35,14 +31,13 @@ class Reservation:
 
     @property
     def slots(self) -> Slots | None:
-        """This rank's slots, if it has any at its present daemon."""
+        """This rank's slots at the current daemon, if any."""
         return self._slots if self._slots is not None and self._slots.link is self._session.link else None
 
     def room_for(self, need: growth.Need, last: SaveTask | None = None) -> Slots:
-        """This rank's slots. If the state has outgrown them, make larger ones and add a notice. The session must be
-        connected.
+        """This rank's slots; larger ones, with a notice, if the state has outgrown them. The session must be connected.
 
-        `last` is the save that may still be on its way into the old slots.
+        `last` is the save that may still be writing into the old slots.
         """
         link = self._session.link
         assert link is not None

@@ -1,4 +1,4 @@
-"""Which groups a save has, if some belong only to every n-th save."""
+"""Which groups a save has, if some are saved only every n-th time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from holdfast_formats.errors import InvalidRequest
 
 
 class Due(NamedTuple):
-    """The groups of one save (None: all), and a sentence on those that have to wait."""
+    """The groups of one save (None: all), and a sentence on those that are not due."""
 
     groups: tuple[str, ...] | None
     note: str | None
 
 
 class SaveRhythm:
-    """Counts the saves of a Checkpointer that have a rhythm. All ranks make the same calls, so all of them count alike."""
+    """Counts the saves of a Checkpointer with `every=`. All ranks make the same calls, so their counts agree."""
 
     def __init__(self) -> None:
         self._saves = 0
 
     def due(self, every: Mapping[str, SupportsIndex], groups: Collection[str] | None, held: Sequence[str]) -> Due:
-        """The groups of this save: of those asked for, or of all that are held, the ones whose turn it is. The first save
-        has all of them.
+        """The requested (or all held) groups that are due; the first save has all of them. A refused save does not
+        count.
 
-        Raises `InvalidRequest` for a group that is not there, for a number below 1, and where nothing would be left. A
-        refused save does not count.
+        Raises `InvalidRequest` for an unknown group, a number below 1, and if no group would be left.
         """
         counts = _checked(every, held)
         wanted = check_groups(groups, held)

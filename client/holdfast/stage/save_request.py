@@ -1,4 +1,4 @@
-"""Holds the arguments of one `save()` call, and what becomes of it if a signal handler made it during another call."""
+"""The arguments of one `save()` call, and how it ends if a signal handler made it during another call."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class SaveRequest(NamedTuple):
     within_s: float | None = None  # how long a waited one waits for a slot, and for its end
 
     def ends_by(self, error: CheckpointError, attempt: int | None, tickets: Tickets) -> bool:
-        """End this save by its ticket, because it could not begin; False if its caller must know at once instead.
+        """Fail this save through its ticket, because it could not begin; False if its caller must get the error at
+        once.
 
-        `attempt` is the launch's; None if there never was a daemon. Then something is set up wrongly.
+        `attempt` is the launch's; None if no daemon was ever reached, which is a configuration error.
         """
         ticket = self.ticket
         if isinstance(error, AlreadyCommitted) and self.existing == "same" and error.members.get("same"):
@@ -66,9 +67,7 @@ class SaveRequest(NamedTuple):
         return False
 
     def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
-        """Mark the ticket as postponed until the call that a signal handler interrupted has ended; raise if that is of no
-        use.
-        """
+        """Postpone the save until the call that a signal handler interrupted has ended; raise if that is useless."""
         ticket = self.ticket
         handler = f"in a signal handler that interrupted {during}"
         if during in (RESTORE, CLOSE):
@@ -98,7 +97,6 @@ class SaveRequest(NamedTuple):
 
 
 def check_choices(wait: object, existing: object) -> None:
-    """Raise `InvalidRequest` for a value that one of these options of `save()` does not have."""
     if wait not in (None, *get_args(Wait)):
         raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
     if existing not in get_args(Existing):
@@ -106,7 +104,7 @@ def check_choices(wait: object, existing: object) -> None:
 
 
 def check_flags(**given: object) -> None:
-    """Raise `InvalidRequest` for an option that is neither True nor False: `cast="no"` would count as true."""
+    """`InvalidRequest` for options that are not bool: `cast="no"` would count as true."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise InvalidRequest(f"{name} must be True or False, not {value!r}")

@@ -20,15 +20,14 @@ from holdfast_formats.staging import replica_claims, slot_table
 
 log = logging.getLogger(__name__)
 
-ABANDON_WAIT_S = 0.2  # for the daemon to hear of it before the next save
+ABANDON_WAIT_S = 0.2  # so that the daemon knows of it before the next save
 
 Until = Callable[[Latch], object]  # waits for it, and raises where it would wait in vain
 
 
 class Sealable(NamedTuple):
-    """A leased slot and its contents; `says` has the digests of bytes that ranks share. `check` raises what speaks against
-    the save before anything is copied, and `still` once it is noted what would be seen as a change from then on; the other
-    ranks hear of it.
+    """A leased slot and its contents. `says` has the digests of bytes that ranks share. `check` runs before anything is
+    copied, `still` once later changes would be detected; if one raises, the save fails on all ranks.
     """
 
     slot: Slot
@@ -42,7 +41,7 @@ class Sealable(NamedTuple):
     after: Latch | None = None  # set once the daemon can see every update of the average that came before the save
 
     def seal(self) -> str:
-        """Complete the slot's table once all is copied, and seal the slot. Returns what proves it to the daemon."""
+        """Complete the slot's table after the copy, and seal the slot. Returns its digest for the daemon."""
         digests = self.says.digests(self.slot.data) if self.says is not None else b""
         size = self.layout.data_bytes
         if self.average is not None:
@@ -66,7 +65,7 @@ class SaveTask:
         self._failed: CheckpointError | None = None
 
     def begin(self, waited: bool = False) -> None:
-        """Copy what may change at any time, and leave the rest to a background thread, which seals at the end.
+        """Copy what may change at any time; a background thread copies the rest and seals.
 
         Later failures are reported by the ticket; if the save is `waited` for, by `complete`.
         """
@@ -83,7 +82,7 @@ class SaveTask:
         except BaseException as error:
             for copying in self._devices:
                 copying.settle()
-            self._tickets.drop(self._ticket)  # before the daemon answers: the caller hears it from here alone
+            self._tickets.drop(self._ticket)  # before the daemon answers: this is the only report to the caller
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
             raise
         at_exit.see_through(self)
@@ -95,7 +94,7 @@ class SaveTask:
             raise
 
     def complete(self, until: Until) -> None:
-        """Wait until the daemon has it. If it failed, raise the error; what `until` raises of the daemon, too."""
+        """Wait until the daemon has it. Raises its failure, and what `until` raises for the daemon."""
         self.see_through(until)
         if self._failed is not None:
             raise self._failed
@@ -108,7 +107,7 @@ class SaveTask:
                 copy.fence()
 
     def held(self, seconds: float, last: bool = False) -> None:
-        """Note for how long training stood still for this save. With the `last` time the daemon is told the sum, once."""
+        """Add to the time that this save stalled training. With `last`, the sum is sent to the daemon, once."""
         if self._told:
             return
         self._stalled_s += seconds
@@ -117,28 +116,24 @@ class SaveTask:
             self._part.slot.measured(self._stalled_s)
 
     def see_through(self, until: Until) -> None:
-        """Wait until the daemon has it, or it has failed."""
         if self._copy is not None:
             self.fence()
             until(self._copy.ended)
 
     def leave(self, until: Until) -> None:
-        """Wait until nothing writes into the slot any more, not until the daemon has heard of it. With an average, it may
-        have to hear of the save before this one first.
-        """
+        """Wait until nothing writes into the slot any more. With an average, also until the daemon has the previous save."""
         if self._copy is not None:
             self.fence()
             until(self._written)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the daemon has it or the save has failed; return whether that was within `timeout` seconds."""
+        """Wait until the daemon has it or it failed; False after `timeout` seconds."""
         return self._copy is None or self._copy.join(timeout)
 
     def __str__(self) -> str:
         return f"{self._ticket.run}@{self._ticket.step}"
 
     def _plan(self) -> CopyPlan:
-        """The copy plan for the slot. The assets, which are not live memory, are copied already."""
         layout, data = self._part.layout, self._part.slot.data
         for blob, content in layout.blobs:
             data[blob.slot_offset : blob.slot_offset + blob.length] = content
@@ -166,7 +161,7 @@ class SaveTask:
             at_exit.forget(self)
 
     def _give_up(self, error: CheckpointError) -> None:
-        """Tell the daemon, in a thread of its own: it may not answer."""
+        """Abandon the slot in a background thread: the daemon may not answer."""
         told = Latch()
 
         def tell() -> None:

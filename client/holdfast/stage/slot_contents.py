@@ -18,7 +18,7 @@ TABLE_BYTES_A_TENSOR = 256
 
 
 class SlotContents:
-    """The contents of slots. It is not thread-safe: its owner's lock guards it. It reuses the parts that did not change."""
+    """The contents of slots. Reuses the parts that did not change. Not thread-safe: guarded by its owner's lock."""
 
     def __init__(
         self,
@@ -28,18 +28,16 @@ class SlotContents:
         file_bytes_max: int,
         from_masters: FromMasters | None = None,
     ) -> None:
-        """Look at nothing yet; `fenced` and `file_bytes_max` are the checkpointer's options. With `from_masters`, weights
-        are left out as far as it says.
-        """
+        """`fenced` and `file_bytes_max` are the checkpointer's options; `from_masters` selects weights to leave out."""
         self._state, self._assets, self._from_masters = state, assets, from_masters
         self._fenced, self._file_bytes_max = fenced, file_bytes_max
         self.layout = staging.NOTHING  # of the last save
 
     def snapshot(self, groups: Collection[str] | None = None, exclude: Sequence[str] = ()) -> Snapshot:
-        """Take a snapshot of the state and its random streams, without what is excluded. What the user's objects draw
-        meanwhile is put back.
+        """Take a snapshot of the state and its random streams, without what is excluded. Random numbers drawn by user
+        objects meanwhile are put back.
 
-        An adapter's contents draw nothing, and may be saved by a thread while the training draws.
+        An adapter draws none, and may be saved by a thread while the training draws.
         """
         taken = self._snapshot(groups, exclude)
         return taken if self._from_masters is None else self._from_masters.apply(taken)
@@ -51,17 +49,16 @@ class SlotContents:
             return self._state.snapshot(groups, exclude)
 
     def check_masters(self) -> None:
-        """Refuse weights that the last snapshot left out, and that are not their masters rounded: see `FromMasters`."""
+        """Refuse weights that the last snapshot left out and that differ from their rounded masters: see `FromMasters`."""
         if self._from_masters is not None:
             self._from_masters.check()
 
     def restored(self) -> None:
-        """The state has other values than before: what was checked of it is checked again."""
         if self._from_masters is not None:
             self._from_masters.restored()
 
     def lay_out(self, snapshot: Snapshot, assets: Mapping[str, bytes] = NO_ASSETS) -> SlotLayout:
-        """The places of everything in a slot, with the assets of one save beside those of all saves, or instead of them.
+        """Places of everything in a slot, with the save's own assets beside or instead of those of all saves.
 
         `StateMismatch` for a part of a tensor in a world of one.
         """
@@ -84,7 +81,6 @@ class SlotContents:
         return staging.encode_table(who, snapshot, self.layout, metrics, self._file_bytes_max, intent, average)
 
     def expected(self, who: SaveIdentity) -> Need:
-        """The room that the next saves will need, including what an optimizer will add at its first step."""
         snapshot = self.snapshot()
         layout = self.lay_out(snapshot)
         more = background_safe.expected_growth(self._state.state)

@@ -28,8 +28,8 @@ class Slot:
         self.data = slots.data(index)
 
     def seal(self, table: bytes, data_bytes: int) -> str:
-        """Declare the slot complete, in the memory itself, for whichever daemon looks at it. Returns the digest of its
-        table, for `hand_over`.
+        """Mark the slot complete in shared memory, for any daemon that reads it. Returns its table's digest, for
+        `hand_over`.
         """
         geometry, memory = self.slots.geometry, self.slots.memory
         if len(table) > geometry.table_bytes_max:
@@ -42,13 +42,13 @@ class Slot:
         return proof
 
     def hand_over(self, proof: str) -> None:
-        """Tell the daemon of the seal. When this returns, it owns the slot and saves it, even if this process dies."""
+        """Report the seal to the daemon. When this returns, the daemon saves the slot even if this process dies."""
         link = self.slots.link
         seal = wire.Seal(id=link.next_id(), slot=self.index, step=self._step, turn=self._turn, table_digest=proof)
         link.request(seal, wire.Sealed, WHILE_CONNECTED_S)
 
     def measured(self, stall_s: float) -> None:
-        """Tell the daemon how long training stood still for this save, without waiting for a reply."""
+        """Send how long training stalled for this save, without waiting for a reply."""
         link = self.slots.link
         link.tell(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
 
@@ -60,7 +60,7 @@ class Slot:
 
 
 class AverageRoom(NamedTuple):
-    """What the daemon leaves beside slots for the average of each of so many ranks on this machine."""
+    """Bytes that the daemon leaves for the average of each of so many ranks on this machine."""
 
     bytes: int
     ranks: int
@@ -119,7 +119,7 @@ class Slots:
     def lease(
         self, step: int, attempt: int, wait_s: float, policy: messages.Policy = "wait", intent: Intent = NO_INTENT
     ) -> Slot:
-        """A slot for this rank's part of `step`; where none is free the policy decides, see `SlotRequest`."""
+        """Lease a slot for this rank's part of `step`; if none is free, the policy decides, see `SlotRequest`."""
         message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, **intent._asdict())
         granted = self.link.request(message, wire.Granted, wait_s + WHILE_CONNECTED_S)
         return Slot(self, granted.slot, step, attempt, intent.turn)

@@ -61,7 +61,7 @@ NOTHING = SlotLayout((), (), (), (), (), (), 0, 0)
 
 
 class AveragePart(NamedTuple):
-    """The group `ema` of a save: its fragments as in the slot's table, its aliases, and what the daemon is told of it."""
+    """The group `ema` of a save: its encoded fragments, its aliases, and the handover for the daemon."""
 
     encoded: tuple[bytes, ...]
     aliases: dict[str, str]
@@ -86,12 +86,11 @@ def lay_out(
     before: SlotLayout = NOTHING,
     file_bytes_max: int = FILE_BYTES_MAX,
 ) -> SlotLayout:
-    """Give every fragment and asset its place in a slot, in the order of the snapshot.
+    """Give every fragment and asset a place in a slot, in the order of the snapshot.
 
-    `settled` says which pieces only an optimizer's step changes, so that they may be copied while forward and backward run.
-    If an earlier layout began with the identical leaves, these keep their places and are not examined again. Long fragments
-    begin as far from the beginning of a page as in files of `file_bytes_max`, so that a daemon can write them without
-    copying them.
+    `settled` returns which pieces only an optimizer's step changes, so that they may be copied during forward and
+    backward. Leading leaves identical to those of an earlier layout keep their places. Long fragments have the page
+    offset that they have in files of `file_bytes_max`, so that the daemon can write them without a copy.
     """
     kept = common(before.leaves, snapshot.leaves)
     in_page = places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
@@ -123,7 +122,7 @@ def lay_out(
 
 
 def refuse_parts(leaves: Iterable[Leaf]) -> None:
-    """Refuse, by name, tensors of which this rank holds only a part. In a world of one nobody saves the rest."""
+    """Refuse tensors of which this rank holds only a part: in a world of one no other rank saves the rest."""
     for leaf in leaves:
         held = sum(piece.box.volume for piece in leaf.pieces)
         if held < prod(leaf.shape) and not leaf.rounded_from:
@@ -135,10 +134,10 @@ def refuse_parts(leaves: Iterable[Leaf]) -> None:
 
 
 def places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
-    """The distance from the beginning of a page of each long fragment in its file, if the fragment is contiguous there.
+    """The page offset of each long fragment in its file, if the fragment is contiguous there.
 
-    This assumes that all ranks hold the same tensors as this one. If they do not, it is only a guess, and the bytes are
-    copied once more.
+    Assumes that all ranks hold the same tensors as this one. Otherwise it is a guess, and the bytes are copied once
+    more.
     """
     long = {(leaf.group, leaf.name): leaf.pieces[0].box for leaf in leaves if _is_long(leaf)}
     specs = [TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape) for leaf in leaves]
@@ -156,7 +155,6 @@ def _is_long(leaf: Leaf) -> bool:
 
 
 def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
-    """The number of identical leaves with which both begin."""
     for position, (a, b) in enumerate(zip(before, now, strict=False)):
         if a is not b:
             return position
@@ -172,7 +170,7 @@ def encode_table(  # noqa: PLR0913 - each is one thing that a table says
     intent: Intent = NO_INTENT,
     average: AveragePart | None = None,
 ) -> bytes:
-    """The slot's table: everything the daemon needs to save this rank's part without this rank."""
+    """Everything the daemon needs to save this rank's part without this rank."""
     return slot_table.encode(
         SlotTable(
             *who,
@@ -195,9 +193,7 @@ def encode_table(  # noqa: PLR0913 - each is one thing that a table says
 
 
 def place(copies: Sequence[Copy], data: memoryview) -> list[tuple[Copy, Move]]:
-    """Live memory and its place in the slot, as integers of one shape (bytes if it is contiguous). Tensors must not be
-    empty.
-    """
+    """Live memory and its place in the slot, as integers of one shape (bytes if contiguous). No empty tensors."""
     if not copies or len(data) == 0:
         return []
     slot = torch.frombuffer(data, dtype=torch.uint8)
