@@ -1,6 +1,4 @@
-"""Completes saves that are on their way to the daemon before the process ends, even if no checkpointer was closed, and ends
-the client's threads.
-"""
+"""Completes pending saves before the process ends, even if no checkpointer was closed, and ends the client's threads."""
 
 from __future__ import annotations
 
@@ -19,15 +17,13 @@ _tickets: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
 class Unfinished(Protocol):
-    """A save on its way to the daemon. Its text says which one."""
+    """A pending save; `str()` names it."""
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the daemon has it or it has failed; False if it made no progress for `timeout` seconds."""
 
 
 class FailedSave(Protocol):
-    """A save that failed."""
-
     @property
     def run(self) -> str: ...
 
@@ -46,23 +42,21 @@ class Told(Protocol):
 
 
 def see_through(save: Unfinished) -> None:
-    """Keep this process alive until the daemon has the save."""
     _unfinished[id(save)] = save
 
 
 def forget(save: Unfinished) -> None:
-    """Forget the save: the daemon has it, or it has failed."""
     _unfinished.pop(id(save), None)
 
 
 def tell_failures_of(tickets: Told) -> None:
-    """Report failures of this source that were not reported yet when the process ends."""
+    """At exit, report failures of this source that were not reported yet."""
     _tickets.add(tickets)
 
 
 @atexit.register
 def _end() -> None:
-    """Run at the end, while threads still run: also after an exception and sys.exit(), not after os._exit() or a deadly
+    """Run at the end, while threads still run: after an exception and sys.exit(), but not after os._exit() or a fatal
     signal.
     """
     ends: dict[str, str] = {}
@@ -86,7 +80,7 @@ def _end() -> None:
 
 
 def _next_unfinished() -> Unfinished | None:
-    """Take the next unfinished save in one step of Python, because other threads add and remove saves meanwhile."""
+    """Pop one save in a single step of Python, because other threads add and remove saves meanwhile."""
     try:
         return _unfinished.popitem()[1]
     except KeyError:

@@ -1,8 +1,8 @@
 """Sends the main thread's requests from other threads.
 
-Python runs signal handlers in the main thread, between any two of its steps. If that thread held a lock of the connection at
-this moment, no thread would hear from the daemon until the handler returns, and a handler that waits for a save would wait
-for ever. So the main thread waits for another thread, which no handler interrupts.
+Python runs signal handlers in the main thread, between any two bytecodes. If that thread held a lock of the connection
+then, no thread would receive from the daemon until the handler returns, and a handler that waits for a save would
+deadlock. So the main thread waits for another thread, which no handler interrupts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _BRINGS_DESCRIPTORS = (wire.Reserve, wire.ReserveAverage, wire.Held, wire.HeldEl
 
 
 class BackgroundRequests:
-    """A transport with the same methods as the one it wraps. `pulse` tells whether its daemon answers at all: the main
-    thread waits for none that does not.
+    """A transport with the methods of the one it wraps. The main thread stops waiting when `pulse` finds the daemon
+    silent.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -78,7 +78,6 @@ class BackgroundRequests:
 
 
 def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
-    """Call it, in another thread if this is the main one, and return or raise its result."""
     if threading.current_thread() is not threading.main_thread():
         return act()
     errand = _Errand(act)
@@ -91,7 +90,7 @@ def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wai
 
 
 def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
-    """Call it in the background; directly, if no thread can be started any more, as when the interpreter ends."""
+    """Call it in the background; directly, if no thread can be started, as at interpreter exit."""
     try:
         own_threads.begin(act, name)
     except RuntimeError:

@@ -23,7 +23,7 @@ _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  
 
 
 class Later(NamedTuple):
-    """Work that is done when the interrupted call has ended, or `give_up` if that was a step that failed."""
+    """Work to do when the interrupted call has ended; `give_up` if that was a step that failed."""
 
     awaits: str
     act: Callable[[], object]
@@ -33,12 +33,12 @@ class Later(NamedTuple):
 class Calls:
     """Serialises calls of several threads.
 
-    A signal handler's call must not wait for the call of its own thread, which cannot continue before the handler returns.
-    It is told which call that is, and may leave work that is done afterwards.
+    A signal handler's call must not wait for the call of its own thread, which cannot continue before the handler
+    returns. It gets the name of that call instead, and may leave work to do afterwards.
     """
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """`optimizers` are those whose steps change the state: during a step there is no consistent state to save."""
+        """During a step of these `optimizers` there is no consistent state to save."""
         self._optimizers = optimizers
         self._lock = threading.RLock()
         self._running = ""  # by the thread that holds the lock
@@ -47,8 +47,7 @@ class Calls:
         self._pid = os.getpid()
 
     def run(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
-        """Run `call` alone; run `instead`, with the name of the interrupted call, if a signal handler interrupted one in
-        this thread.
+        """Run `act` alone, or `instead` with the name of the call that a signal handler interrupted in this thread.
 
         Raises `InvalidRequest` in a forked child: connection, threads and locks belong to its parent.
         """
@@ -73,20 +72,17 @@ class Calls:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of the one that the checkpointer belongs to."""
         return os.getpid() != self._pid
 
     def run_between_steps(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
-        """As `run`, but also run `instead` in the middle of an optimizer's step, when half of the state is already the next
-        one.
-        """
+        """As `run`, but also run `instead` in the middle of an optimizer's step, when only half of the state is updated."""
         return instead(STEP) if is_stepping(self._optimizers) else self.run(name, act, instead)
 
     def later(self, work: Later) -> None:
         self._later.append(work)
 
     def catch_up(self, stepped: bool = False) -> None:
-        """Do the work that was left for later. Work that waits for a step that ended with an exception is given up."""
+        """Do postponed work. Work that waits for a step that ended with an exception is given up."""
         if threading.current_thread() is not threading.main_thread() or (not stepped and is_stepping(self._optimizers)):
             return  # signals come in the main thread
         if self._catching_up:
@@ -112,7 +108,7 @@ def _no_inference() -> AbstractContextManager[object]:
 
 
 def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
-    """Whether this thread is in the middle of the step of one of these; its hooks run before or after it."""
+    """Whether this thread is inside a step of one of these optimizers; its hooks run before or after it."""
     for wrapper, inner in _steps():
         held = wrapper.f_locals
         stepped = getattr(held.get("func"), "__code__", None)
@@ -122,18 +118,18 @@ def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
 
 
 class OtherSteps:
-    """Steps of a state's optimizers in other threads: in the middle of one, half of the state is already the next one."""
+    """Steps of a state's optimizers in other threads: during one, only half of the state is updated."""
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._passed = 0
 
     def passes(self) -> None:
-        """For the hooks before and after each step."""
+        """Hook before and after each step."""
         self._passed += 1
 
     def between(self) -> int | None:
-        """The number of this moment; None while another thread is in a step, or in the hooks before or after it."""
+        """The number of this moment; None while another thread is in a step or in its hooks."""
         me, passed = threading.get_ident(), self._passed  # before the frames: a step that begins from here on is counted
         stepping = (
             any(optimizer is wrapper.f_locals["args"][0] for optimizer in self._optimizers)
@@ -144,7 +140,7 @@ class OtherSteps:
         return None if any(stepping) else passed
 
     def check(self, moment: int | None) -> None:
-        """`TornSnapshot` if there was a step at that moment, or one has begun or ended since."""
+        """`TornSnapshot` if a step was running at that moment, or began or ended since."""
         if moment is None or self.between() != moment:
             raise TornSnapshot(
                 "another thread called optimizer.step() during this call of save(): the state was half of the next step",
@@ -153,12 +149,11 @@ class OtherSteps:
 
 
 def is_in_hook() -> bool:
-    """Whether an optimizer is stepping or calls its hooks: they cannot be removed now."""
+    """Whether an optimizer is stepping or calls its hooks, which cannot be removed now."""
     return any(True for _ in _steps())
 
 
 def _steps() -> Iterator[tuple[FrameType, FrameType]]:
-    """The steps that this thread is in, each with the call that it made."""
     yield from _steps_of(sys._getframe())
 
 

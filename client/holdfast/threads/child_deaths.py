@@ -1,7 +1,8 @@
-"""Delays the handler of SIGCHLD while a checkpointer works: torch's DataLoader installs one that raises in the main thread.
+"""Delays the handler of SIGCHLD while a checkpointer works: torch's DataLoader installs one that raises in the main
+thread.
 
-It does so when a worker dies, wherever the main thread is. A signal to the whole process group kills workers while the
-trainer saves, and the save would end half-way.
+It raises wherever the main thread is when a worker dies. A signal to the whole process group kills workers while the
+trainer saves, and would end the save half-way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Delay:
-    """Stands in for the handler, and notes whether the signal came."""
+    """Replaces the handler, and records whether the signal came."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
@@ -36,7 +37,7 @@ class Delay:
             signal.signal(signal.SIGCHLD, self)
 
     def end(self) -> None:
-        """Put the handler back, and run it if the signal came; what it raises is raised here."""
+        """Restore the handler, and run it if the signal came; raises what it raises."""
         present: object = signal.getsignal(signal.SIGCHLD)
         if present is self:
             signal.signal(signal.SIGCHLD, self._handler)
@@ -46,7 +47,7 @@ class Delay:
             raise self._raised
 
     def forget(self) -> None:
-        """As `end`, where it is known why workers died: what the handler raises is only logged."""
+        """As `end`, but only log what the handler raises, because the cause of the workers' death is known."""
         try:
             self.end()
         except RuntimeError as error:
@@ -54,9 +55,7 @@ class Delay:
 
 
 def delay() -> Delay | None:
-    """Delay the handler from now on. None if there is none, if it is delayed already, and in other threads than the main
-    one, which no handler interrupts.
-    """
+    """Delay the handler from now on. None if there is none, if it is delayed already, and outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGCHLD)
@@ -69,7 +68,6 @@ def delay() -> Delay | None:
 
 @contextmanager
 def delayed() -> Iterator[None]:
-    """Within this block the handler does not run; it runs at its end if the signal came."""
     begun = delay()
     try:
         yield

@@ -10,9 +10,8 @@ from contextlib import suppress
 class Latch:
     """An event that is set once, for good.
 
-    `threading.Event` holds a lock while it runs Python. A signal handler that waits for the same event in the thread that it
-    interrupted there would wait for itself. Here every waiter has a lock of its own, and shared data changes in one step of
-    Python.
+    `threading.Event` holds a lock while it runs Python, so a signal handler that waits for an event that its own thread
+    was setting would deadlock. Here every waiter has its own lock, and shared data changes in one bytecode.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class Latch:
                 self._waiting.popleft().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; return whether it is, within `timeout` seconds."""
         if self._set:
             return True
         mine = threading.Lock()

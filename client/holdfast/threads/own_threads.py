@@ -1,7 +1,7 @@
-"""The client's threads: each one is told to end and waited for before the interpreter ends.
+"""The client's threads: each is stopped and joined before the interpreter ends.
 
-They are daemon threads, so that none keeps a process alive. Python ends those that are left in the middle of what they do;
-where that is torch's C++ code, this aborts the whole process. It would count as failed though it did all of its work.
+They are daemon threads, so that none keeps a process alive. Python kills those that are left at exit; inside torch's
+C++ code, this aborts the process, which would count as failed though its work is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-END_WAIT_S = 1.0  # for threads that were told to end: one may wait for an answer that never comes
+END_WAIT_S = 1.0  # for stopped threads: one may wait for an answer that never comes
 COMPUTE_WAIT_S = 60.0  # for a thread that computes, and so ends by itself
 POLL_S = 0.02
 
@@ -21,9 +21,8 @@ _computing: dict[object, None] = {}
 
 
 def begin(act: Callable[[], object], name: str, stop: Callable[[], object] = bool) -> threading.Thread:
-    """Call `act` in a thread. `stop` is called when the process ends: `act` returns soon after that.
-
-    Raises `RuntimeError` where the interpreter starts no threads any more.
+    """Call `act` in a thread. `stop` is called when the process ends: `act` returns soon after. `RuntimeError` if no
+    thread can start.
     """
 
     def run() -> None:
@@ -54,7 +53,7 @@ def computing() -> Iterator[None]:
 
 
 def end() -> None:
-    """Tell all threads to end, and wait for them: not longer than `END_WAIT_S` for those that do not compute."""
+    """Stop and join all threads: those that do not compute for at most `END_WAIT_S`."""
     for stop in list(_running.values()):
         stop()
     began = time.monotonic()

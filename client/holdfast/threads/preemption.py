@@ -1,10 +1,10 @@
-"""Lets a launch stop at one step, on all ranks, after a signal has reached some of them.
+"""Makes all ranks of a launch stop at one step, after a signal has reached some of them.
 
-The loop asks at the end of every step, which costs a lock. Once the signal has come, to this rank or to another one, a
-background thread takes the last step that the loop has passed, and tells the daemon. From then on the loop waits at its next
-step until the daemon has heard of all ranks, and answers: the one after the last step that any rank has passed. No rank is
-beyond it, and none waits for long, for these answers need no rank's main thread. A rank that has heard no answer in its time
-gives up for good: it stops at no step that it hears of later, when others may have given up as well.
+The loop checks at the end of every step, which costs a lock. Once a signal has come, to any rank, a background thread
+reports the last step that the loop has passed. The loop waits at its next step until the daemon has the reports of all
+ranks, and answers: the step after the last one that any rank has passed. No rank waits for long, for these reports need
+no rank's main thread. A rank without an answer in time gives up for good: it ignores later answers, because others may
+have given up as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast_formats.staging.wire import StopAt
 log = logging.getLogger(__name__)
 
 POLL_S = (0.05, 0.5)  # while not all ranks have answered: at first, and at most
-REPEAT_S = 1.0  # how often it is told where this rank stops: the next daemon does not know
+REPEAT_S = 1.0  # interval of repeating where this rank stops: a new daemon does not know
 RANKS_NAMED_MAX = 8
 _SIGNALS_MAX = 8
 
@@ -37,19 +37,21 @@ _set: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 class Report(Protocol):
     def __call__(self, passed: int, step: int | None) -> StopAt:
-        """Tell the daemon which step this rank has passed last, and where it stops, if it knows."""
+        """Report the last step that this rank has passed, and where it stops, if known."""
 
 
 class Preemption:
-    """The signals of one checkpointer, and where its launch stops. Without a `report` this rank is the only one."""
+    """The signals of one checkpointer, and the step at which its launch stops. Without a `report` this rank is the only
+    one.
+    """
 
     def __init__(self, signals: Collection[int], grace_s: float, report: Report | None) -> None:
-        """Raises `InvalidRequest` for signals and times that cannot be."""
+        """Raises `InvalidRequest` for invalid signals and times."""
         self._signals, self._grace_s, self._report = _checked(signals), _checked_grace(grace_s), report
         self._before: dict[signal.Signals, Any] = {}  # the handlers that there were
         self._lock = threading.Lock()
         self._passed = NOWHERE
-        self._pending = False  # `_passed` was told, and stays
+        self._pending = False  # `_passed` was reported, and is fixed
         self._came, self._decided, self._closed = Latch(), Latch(), Latch()
         self._since = 0.0
         self._why = "another rank was told to stop"
@@ -61,7 +63,7 @@ class Preemption:
         self._deaths: child_deaths.Delay | None = None
 
     def begin(self) -> None:
-        """Set the handlers. Raises `InvalidRequest` in any thread but the main one."""
+        """Set the handlers. Raises `InvalidRequest` outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise InvalidRequest(
                 "on_preemption() was called in another thread than the main one",
@@ -75,11 +77,11 @@ class Preemption:
 
     @property
     def left_s(self) -> float:
-        """How much of the time is left that this rank was given when it heard of the signal."""
+        """Seconds left of the grace period."""
         return max(self._since + self._grace_s - time.monotonic(), 0.0)
 
     def asked(self) -> None:
-        """The daemon asks how far this rank is. Called in the thread that hears from it."""
+        """The daemon requests this rank's last step. Called in the thread that reads from it."""
         self._came.set()
 
     def reached(self, step: int) -> bool:
@@ -102,7 +104,6 @@ class Preemption:
         return step >= self._step
 
     def close(self) -> None:
-        """Put the handlers back."""
         self._end_waits()
         self._restore()
         if self._deaths is not None:
@@ -114,7 +115,7 @@ class Preemption:
         self._came.set()
 
     def leave_to_parent(self) -> None:
-        """A forked child has the signals as they were before: else it would not end by them."""
+        """Restore the signals in a forked child, which otherwise would not end by them."""
         self._closed.set()
         self._restore()
 
@@ -125,7 +126,7 @@ class Preemption:
                     signal.signal(one, before)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
-        """The handler. It takes no lock, for its thread may hold it."""
+        """Signal handler. Takes no lock, for its thread may hold it."""
         before = self._before.get(signal.Signals(signum))
         if self._closed.is_set():  # another handler was set after this one, and calls it
             if before is signal.SIG_DFL:
@@ -141,7 +142,7 @@ class Preemption:
 
     @property
     def _patience_s(self) -> float:
-        """How long the answers of all ranks are waited for: the rest is for the step under way, and the save."""
+        """How long to wait for all ranks' answers: the rest is for the running step and the save."""
         return self._grace_s / 2
 
     def _agree(self) -> None:
@@ -179,7 +180,7 @@ class Preemption:
             self._decide(answer.step)
 
     def _decide(self, step: int | None) -> None:
-        """Only the first decision counts; without a step, that the ranks could not agree in time."""
+        """Record the first decision; without a step, that the ranks did not agree in time."""
         with self._lock:
             if self._decided.is_set():
                 return

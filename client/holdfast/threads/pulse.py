@@ -1,7 +1,7 @@
 """Waits for a daemon that may not answer: stopped by SIGSTOP, on a paused machine, swapped out.
 
-A request says nothing about that: an honest answer may take long, and a rank in such a wait asks nothing. So the daemon
-is asked for a sign of life, on a connection of its own, which any daemon that runs at all answers at once.
+A pending request proves nothing: a valid answer may take long. So the daemon is pinged on a separate connection, which
+any running daemon answers at once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ _HINT = (
 
 
 class Pulse:
-    """Whether one daemon answers. `daemon` names it in errors; `ping` raises `DeadlineExceeded` where it does not answer
-    within so many seconds, and `DaemonGone` where there is none.
-    """
+    """Whether one daemon answers. `daemon` names it in errors; `ping(seconds)` raises `DeadlineExceeded` or `DaemonGone`."""
 
     def __init__(self, daemon: Callable[[], str], ping: Callable[[float], None]) -> None:
         self._daemon, self._ping = daemon, ping
         self._silent_since: float | None = None
 
     def answers(self, within_s: float) -> bool:
-        """Whether it gives a sign of life within so many seconds. One that is gone does: its loss is told by other means."""
+        """Whether it answers a ping within so many seconds. True for one that is gone: the connection reports its loss."""
         asked = time.monotonic()
         try:
             self._ping(within_s)
@@ -45,9 +43,9 @@ class Pulse:
         return True
 
     def until(self, ended: Latch, timeout: float | None = None, remind: Callable[[], object] = bool) -> bool:
-        """Wait until it is set; return whether it is, within `timeout` seconds. `remind` is called now and then meanwhile.
+        """Wait until it is set; False after `timeout` seconds. `remind` is called now and then.
 
-        Raises `DeadlineExceeded` where the daemon gives no sign of life for `SILENCE_MAX_S`.
+        Raises `DeadlineExceeded` if the daemon gives no sign of life for `SILENCE_MAX_S`.
         """
         limit, pause_s = math.inf if timeout is None else time.monotonic() + timeout, FIRST_SIGN_S
         while not ended.wait(max(min(pause_s, limit - time.monotonic()), 0.0)):
@@ -60,7 +58,6 @@ class Pulse:
         return True
 
     def unanswered(self, seconds: float) -> DeadlineExceeded:
-        """The error for a daemon that has not answered for so long."""
         return DeadlineExceeded(f"{self._daemon()} did not answer for {seconds:.1f} s", hint=_HINT)
 
     @property
