@@ -1,4 +1,4 @@
-"""Where a checkpointer's daemon and directory are, from what its caller gave as `at`."""
+"""Parses `at=` of a checkpointer: where its daemon and directory are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHOICES = "a directory, the path of a daemon's socket, or an address such as ht
 
 
 class DaemonAddress(NamedTuple):
-    """One of these is set, paths absolute. With `fallback`, the user's daemon is tried first."""
+    """One of these is set; paths are absolute. With `fallback`, the user's daemon is tried first."""
 
     root: Path | None = None
     socket: Path | None = None
@@ -30,15 +30,15 @@ class DaemonAddress(NamedTuple):
 
     @property
     def directory(self) -> Path | None:
-        """The root that can be read, or served by an embedded daemon, with no daemon answering."""
+        """The root to read, or to serve by an embedded daemon, if no daemon answers."""
         return self.root or self.fallback
 
 
 def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
-    """An address, a socket or a directory, by what stands at the path; where nothing does yet, a socket ends in ".sock".
+    """An address, a socket or a directory, by what exists at the path; if nothing does, a socket ends in ".sock".
 
-    Paths are made absolute here: a program may change its directory before it saves. `InvalidRequest` for what is none
-    of them, and for text that could be an address or a path.
+    Paths become absolute here, because a program may change its directory later. `InvalidRequest` for text that is none
+    of them, or could be an address or a path.
     """
     if at is None:
         return DaemonAddress(fallback=_absolute(DEFAULT_ROOT))
@@ -65,7 +65,7 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
 
 
 def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
-    """A directory, whatever stands there yet or its name ends in: what `root=` meant."""
+    """`root=`: a directory, whether it exists or not."""
     text = os.fspath(root)
     if not isinstance(text, str) or not text.strip() or _SCHEME.match(text):
         raise InvalidRequest(f"root={root!r} is not a directory", hint="give at= alone: a directory, a socket or an address")
@@ -73,7 +73,7 @@ def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
 
 
 def place_of_socket(socket: str | os.PathLike[str]) -> DaemonAddress:
-    """A socket, whatever its name ends in and whether it is there yet: what `socket=` meant."""
+    """`socket=`: a socket, whatever its name, whether it exists or not."""
     return DaemonAddress(socket=_absolute(Path(socket)))
 
 
@@ -82,7 +82,7 @@ def _path(text: str) -> Path:
         raise InvalidRequest(f"at={text!r} begins or ends with a blank", hint='write "./" in front of a name that does')
     try:
         return _absolute(Path(text).expanduser())
-    except RuntimeError as error:  # nobody of that name
+    except RuntimeError as error:  # no such user
         raise InvalidRequest(f"at={text!r}: {error}", hint='write "./" in front of a name that begins with "~"') from None
 
 
@@ -96,7 +96,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _directory(path: Path) -> Path:
-    """The directory itself; `InvalidRequest` where none can be made, and inside a run or a checkpoint."""
+    """The directory; `InvalidRequest` if none can be made, and inside a run or a checkpoint."""
     for above in (path, *path.parents):
         if above.is_symlink() and not above.exists():
             raise InvalidRequest(
@@ -107,12 +107,12 @@ def _directory(path: Path) -> Path:
 
 
 def _url(text: str) -> str:
-    """The address; `InvalidRequest` for one that no daemon listens at."""
+    """The address; `InvalidRequest` if no daemon can listen there."""
     try:
         parts = urlsplit(text)
         whole = text.isprintable() and " " not in text  # what the parser drops in silence, a connection would not
         usable = whole and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        usable = usable and not (parts.query or parts.fragment or "@" in parts.netloc)  # a token is not said here
+        usable = usable and not (parts.query or parts.fragment or "@" in parts.netloc)  # a URL must not contain a token
     except ValueError:  # a port that is no number, brackets without an end
         usable = False
     if not usable:

@@ -1,4 +1,4 @@
-"""A run whose last job was killed: it counts as active until it was silent for a while, for which a new job waits."""
+"""Waits for a run whose last job was killed: the run counts as active until it was silent for a while."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Answer = TypeVar("_Answer")
 
 
 def until_free(ask: Callable[[], _Answer]) -> _Answer:
-    """The answer to a hello, which is said again while the run's ranks may be those of a dead job: they speak over HTTP.
+    """The answer to a hello, repeated while ranks of a dead job may still count as alive: those that speak over HTTP.
 
-    A request that it sent before it died may still count as a sign of life later. So this is tried until the time is over in
-    which a dead job has surely fallen silent.
+    A request sent before the job died may count as a sign of life later, so this retries until a dead job has surely
+    timed out.
     """
     began = time.monotonic()
     while True:

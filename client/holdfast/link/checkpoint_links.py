@@ -1,7 +1,7 @@
-"""Links from where a framework looks for its checkpoints to the directories that they have here.
+"""Links from where a framework looks for its checkpoints to their directories in the root.
 
-A link that stands keeps its checkpoint: the daemon is told once which directories hold links, and looks into them before
-it removes anything.
+An existing link keeps its checkpoint: the daemon learns which directories hold links, and reads them before it removes
+anything.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointLinks:
-    """The links of one run. Its owner's lock guards it, as it guards the session."""
+    """The links of one run. Guarded by its owner's lock, as the session is."""
 
     def __init__(self, run: str, session: Session) -> None:
         self._run, self._session = run, session
         self._telling: list[threading.Thread] = []
 
     def make(self, of: SaveTicket | int, path: str | PathLike[str]) -> None:
-        """Make `path` a link to the checkpoint of a ticket, which may not be committed yet, or of a step, which is.
+        """Make `path` a link to the checkpoint of a ticket, which may not be committed yet, or of a committed step.
 
-        Raises `InvalidRequest` if there is anything at `path` but a link to a checkpoint of this run, or if the root is not
-        a directory of this machine; `NoSuchCheckpoint`.
+        Raises `InvalidRequest` if `path` is anything but a link to a checkpoint of this run, or if the root is not a
+        directory of this machine; `NoSuchCheckpoint`.
         """
         root = self._session.root()
         if root is None:
@@ -56,14 +56,14 @@ class CheckpointLinks:
             )
 
     def _stands(self, target: Path, directory: Path) -> bool:
-        """Whether the checkpoint is there, now that its link is, which the next removal of checkpoints will see."""
+        """Whether the checkpoint still exists after its link was made, which later removals will find."""
         self._tell(directory)
         return target.is_dir()
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
-        """The step whose directory this path is or leads to; None if it is no checkpoint of this run in this root.
+        """The step to which this path leads; None if it is no checkpoint of this run in this root.
 
-        Raises `NoSuchCheckpoint` for a link to one that is not there.
+        Raises `NoSuchCheckpoint` for a broken link.
         """
         root, place = self._session.root(), os.path.realpath(path)
         step = naming.linked_step(self._run, place)
@@ -76,7 +76,7 @@ class CheckpointLinks:
         return step
 
     def close(self) -> None:
-        """Return when the daemon has been told of every directory."""
+        """Wait until every directory has been reported to the daemon."""
         for thread in self._telling:
             thread.join()
         self._telling.clear()
@@ -102,9 +102,8 @@ class CheckpointLinks:
             raise InvalidRequest(f"the directory {link.parent} cannot be made: {error.strerror}") from error
 
     def _watch_soon(self, directory: Path) -> None:
-        """Tell the daemon in the background: it writes a file then, for which training does not wait.
-
-        It is told each time: it forgets directories that are gone for a while.
+        """Report the directory in the background: the daemon writes a file for it. Repeated for every link, because the
+        daemon forgets directories that are missing for a while.
         """
 
         def tell() -> None:
@@ -121,7 +120,7 @@ class CheckpointLinks:
 
 
 def _place(link: Path, target: Path) -> None:
-    """Put the link where it belongs, at one stroke, so that what another one of its name kept is kept until then."""
+    """Replace the link atomically, so that the old one keeps its checkpoint until then."""
     if link.is_symlink() and os.readlink(link) == str(target):
         return
     new = link.parent / naming.link_in_the_making(link.name)

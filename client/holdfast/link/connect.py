@@ -1,4 +1,4 @@
-"""The daemon at an address: found, started where there is none, and greeted."""
+"""Finds the daemon at an address, starts one if there is none, and sends the hello."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast_formats.whereabouts import RootMark
 Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
 
 
-Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root that is meant, where one is
+Greet = Callable[[Transport, RootMark | None], Welcome]  # sends the hello; the root that is meant, if any
 
 
 class DaemonConnection(NamedTuple):
@@ -36,12 +36,10 @@ class DaemonConnection(NamedTuple):
 def connect(
     where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet, on_stop: Callable[[], object] = bool
 ) -> DaemonConnection:
-    """Connect to the daemon of this address. Start one if necessary and allowed by `start`; `DaemonGone` if there is
-    none.
+    """Connect to the daemon of this address; start one if `start` allows. `DaemonGone` if there is none.
 
-    Uses the socket if it is reachable, otherwise HTTP; then the rank stages into its own memory. A daemon counts
-    as the directory's own only if it confirms so: a socket path or file in the directory may belong to another
-    daemon.
+    Uses the socket if it is reachable, otherwise HTTP, where the rank stages into its own memory. A daemon counts as
+    the directory's own only if it confirms so: a socket path or file in the directory may be another daemon's.
     """
 
     def link(path: Path) -> SocketLink:
@@ -94,7 +92,7 @@ def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonCon
 
 
 def _ours(path: Path) -> Path | None:
-    """A default socket, unless its directory belongs to another user: under /tmp anybody could have created it."""
+    """A default socket, unless its directory belongs to another user: under /tmp any user could have created it."""
     try:
         owner = path.parent.stat().st_uid
     except OSError:
@@ -103,7 +101,7 @@ def _ours(path: Path) -> Path | None:
 
 
 def _next_socket(where: DaemonAddress, path: Path) -> Path:
-    """The socket of the daemon that follows the one at `path`. Embedded daemons are restarted."""
+    """The socket of the successor of the daemon at `path`. Embedded daemons are restarted."""
     if where.directory is None:
         return path
     if embedded.is_embedded(path):

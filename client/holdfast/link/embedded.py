@@ -1,7 +1,7 @@
 """Embedded daemon: if none is running, a trainer starts one on a local directory, in a separate process.
 
-A separate process outlives the trainer: data that was staged when the trainer was killed is still committed. It
-exits after a while without use.
+It outlives the trainer: data staged before the trainer was killed is still committed. It exits after a while without
+use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ START_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
 RETRY_S = 1.0
-# Popen returns when its pipe is closed. A process that another thread forks in that moment, a data loader's worker, has the
-# pipe too, for as long as it lives: so nobody forks meanwhile.
+# Popen returns when its pipe is closed. A process forked meanwhile by another thread, such as a data loader's worker,
+# would inherit the pipe and keep it open: so forks wait.
 _spawning = threading.RLock()
 os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 _PREFIX = "embedded-"
@@ -38,15 +38,14 @@ _IN_USE = EXIT_STATUS[Conflict]
 
 
 def is_embedded(socket: Path) -> bool:
-    """Whether the daemon at this socket was started by trainers."""
     return socket.name.startswith(_PREFIX)
 
 
 def start(root: Path, but: Collection[Path] = ()) -> Path:
-    """Start a daemon on `root`, or find the one that another rank has started meanwhile; return its socket.
+    """Start a daemon on `root`, or find one that another rank has started; return its socket.
 
-    If another process holds the root (a daemon that is starting, or a tool), wait for it. A daemon at one of the
-    sockets `but` serves another root. Raises `DaemonGone`, with the end of the daemon's log, if none comes up.
+    Waits if another process holds the root (a starting daemon, or a tool). Daemons at the sockets `but` serve other
+    roots. Raises `DaemonGone`, with the end of the daemon's log, if none comes up.
     """
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
@@ -99,7 +98,7 @@ def _found(root: Path, but: Collection[Path]) -> Path | None:
 
 
 def _await(root: Path, but: Collection[Path]) -> None:
-    """Another process holds the root: wait until it answers or ends."""
+    """Wait until the process that holds the root answers or ends."""
     limit = time.monotonic() + RETRY_S
     while _found(root, but) is None and time.monotonic() < limit:
         time.sleep(POLL_S)
@@ -114,7 +113,6 @@ def _sweep(directory: Path, name: str) -> None:
 
 @contextmanager
 def _turn(lock: Path) -> Iterator[None]:
-    """A lock: one rank of the node starts the daemon, the others wait and find it."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -124,7 +122,7 @@ def _turn(lock: Path) -> Iterator[None]:
 
 
 def _launch(root: Path, socket: Path, limit: float) -> str | None:
-    """Start a daemon; None once it answers, otherwise the end of its log if another process holds the root."""
+    """Start a daemon. Returns None once it answers, or the end of its log if another process holds the root."""
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:

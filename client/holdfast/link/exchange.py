@@ -1,4 +1,4 @@
-"""An exchange with a daemon: a connection to its socket, and the answer that was asked for."""
+"""Connects to a daemon's socket, and checks the types of its replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ Expected = TypeVar("Expected", bound=wire.Reply)
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to the daemon at a socket; `DaemonGone` where none answers."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_TIMEOUT_S)
@@ -40,7 +39,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def _unreached(path: Path, error: OSError) -> DaemonGone:
-    """Why the socket was not reached; where this user may not, what is closed to it and to which user that belongs."""
+    """Why the socket was not reached; on missing permission, which path is closed and its owner."""
     if isinstance(error, PermissionError):
         above = (place for place in reversed(path.parents) if not os.access(place, os.X_OK, effective_ids=True))
         closed = next(above, path)
@@ -55,7 +54,7 @@ def _unreached(path: Path, error: OSError) -> DaemonGone:
 
 
 def name_of(connection: socket.socket, path: Path) -> str:
-    """The daemon at the other end, for errors: with its pid where this process sees it."""
+    """The daemon at the other end, for errors: with its pid if this process can see it."""
     try:
         size = _CREDENTIALS.size
         pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
@@ -65,9 +64,7 @@ def name_of(connection: socket.socket, path: Path) -> str:
 
 
 def ping(path: Path, timeout_s: float) -> None:
-    """Ask the daemon at a socket for a sign of life: `DeadlineExceeded` if it does not answer in time, `DaemonGone` if there
-    is none.
-    """
+    """Ping the daemon at a socket: `DeadlineExceeded` if it does not answer in time, `DaemonGone` if there is none."""
     limit = time.monotonic() + timeout_s
     decoder, connection = wire.FrameDecoder(wire.TO_RANK), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -86,14 +83,14 @@ def ping(path: Path, timeout_s: float) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection, for threads that wait for something from it too."""
+    """End a connection, and wake the threads that read from it."""
     with suppress(OSError):  # the other side may be gone
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def expected(message: wire.Request, reply: wire.Reply, kind: type[Expected]) -> Expected:
-    """The reply, which must be of this kind; raises the error that a `Failed` one carries."""
+    """The reply, checked for its type; raises the error of a `Failed` one."""
     if isinstance(reply, wire.Failed):
         raise from_problem(reply.problem)
     if not isinstance(reply, kind):

@@ -1,7 +1,7 @@
-"""The git commit that a directory stands at, and whether files differ from it. Nothing of the repository is run.
+"""The git commit of a directory, and whether files differ from it. Nothing of the repository is executed.
 
-The commit is read from git's own files. Whether something differs, git says by what it knows of files (`diff-files`,
-`diff-index`); filters, hooks, monitors and networks are switched off.
+The commit is read from git's own files. `git diff-files` and `diff-index` report differences; filters, hooks, monitors
+and networks are switched off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFERENCES_MAX = 5  # from one to the next
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _QUIETLY = ("--no-optional-locks", "--no-pager")
 _SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never", "submodule.recurse=false")
-# A repository may allow protocols by name, and a missing object is fetched: `ext::` would run what it says. This wins.
+# A repository may allow protocols, and git fetches missing objects: `ext::` would run a command. This overrides it.
 _ABOUT = ("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1")
 _OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")  # where a hook trains
 _FILTERS = ("config", "--null", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
@@ -44,7 +44,7 @@ def commit_of(directory: Path) -> dict[str, Any] | None:
 
 
 def is_dirty(directory: Path, wait_s: float = WAIT_S) -> bool | None:
-    """Whether tracked files differ from the commit; None where git is not there, or does not say so soon enough."""
+    """Whether tracked files differ from the commit; None if git is missing or too slow."""
     git, env = shutil.which("git"), shutil.which("env")
     if git is None or env is None:
         return None
@@ -68,7 +68,7 @@ def _given(settings: Iterable[str]) -> list[str]:
 
 
 def _answer(command: list[str], wait_s: float, nothing: int = 0) -> str | None:
-    """What git writes, None where it fails; `nothing` is its status where there is nothing to write."""
+    """git's output, None on failure; `nothing` is its status for no output."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=wait_s, check=False, start_new_session=True
@@ -79,7 +79,7 @@ def _answer(command: list[str], wait_s: float, nothing: int = 0) -> str | None:
 
 
 def _of_link(file: Path) -> dict[str, Any] | None:
-    """A worktree, or a submodule: `.git` is a file that says where its repository is."""
+    """The git directory of a worktree or submodule, where `.git` is a file."""
     said = _text(file).partition("gitdir:")[2].strip()
     if not said:
         return None
@@ -114,7 +114,7 @@ def _reference(at: Path, common: Path, name: str) -> str:
 
 
 def _text(path: Path, most: int = SMALL_BYTES_MAX) -> str:
-    """The beginning of a plain file; `OSError` for what is none: a pipe would be waited for, for ever."""
+    """The beginning of a regular file; `OSError` for anything else, because reading a pipe would block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8", errors="replace") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no plain file")

@@ -18,7 +18,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def mark(root: Path) -> RootMark | None:
-    """Which root the directory is, whatever its path; None if the directory does not exist."""
+    """The identity of a root directory, whatever its path; None if it does not exist."""
     try:
         at = os.stat(root)
     except OSError:
@@ -34,9 +34,7 @@ def is_at(directory: Path, meant: RootMark) -> bool:
 
 
 def running_socket(root: Path) -> Path | None:
-    """The socket of the daemon of this machine that claims to serve `root`, or None. The daemon may be gone; only connecting
-    tells.
-    """
+    """Socket of the local daemon that claims to serve `root`, or None. It may be gone; only connecting tells."""
     for file in _daemon_files(root):
         if file.root is not None and is_at(root, file.root):
             return Path(file.socket)
@@ -44,13 +42,12 @@ def running_socket(root: Path) -> Path | None:
 
 
 def shared_catalog(root: Path) -> str | None:
-    """The catalog that the daemons of several nodes share, of a root that they serve; None for any other root."""
+    """The URL of the catalog that several nodes share for this root; None for other roots."""
     file = _read(root / naming.ROOT_FILE, RootFile)
     return None if file is None else file.catalog
 
 
 def answers(socket: Path) -> bool:
-    """Whether a process listens at a unix socket."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         try:
             probe.connect(str(socket))
@@ -60,7 +57,7 @@ def answers(socket: Path) -> bool:
 
 
 def _daemon_files(root: Path) -> list[DaemonFile]:
-    """What daemons of this machine left in `root`: its only one, or those of several that answer."""
+    """Daemon files of this machine in `root`: the only one, or those of several whose daemons answer."""
     try:
         names = sorted(name for name in os.listdir(root) if naming.parse_daemon_file(name) is not None)
     except OSError:

@@ -1,7 +1,7 @@
-"""What a launch says of itself, to be remembered with its run: what its trainer gives, and what can be found out safely.
+"""Collects a launch's metadata for its run: what the trainer passes as `info=`, and what can be detected safely.
 
-Found out are the git commit, the command line without secrets, user, host, and the versions of Python and torch. The
-environment is never read. git is asked in a thread, so that nothing waits for it but the first contact with the daemon.
+Detected are the git commit, the command line without secrets, user, host, and the versions of Python and torch. The
+environment is never read. git runs in a thread; only the first contact with the daemon waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunInfo:
     """Collects from its construction on. Thread-safe."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        """`given` was checked. Under the name of something that is found out it replaces that, and None leaves it out."""
+        """`given` was checked. Its keys replace detected ones; None removes one."""
         self._given = given
         self._found = _found()
         self._asking: threading.Thread | None = None
@@ -41,13 +41,11 @@ class RunInfo:
             self._asking = own_threads.begin(self._ask_git, "holdfast-info")
 
     def told(self, wait_s: float = WAIT_S) -> dict[str, Any]:
-        """All of it, as JSON values; of git what is known within `wait_s`. At most 64 KiB of JSON: what was given goes
-        first.
-        """
+        """All of it, as JSON values of at most 64 KiB, the given ones first; of git what is known within `wait_s`."""
         asking = self._asking
         if asking is not None:
             asking.join(wait_s)
-            self._asking = None  # waited for once: what comes later is told at the next contact
+            self._asking = None  # waited for once: a later result is sent at the next contact
         said = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
         if len(json.dumps(said)) > INFO_BYTES_MAX:
             said.pop("command", None)
@@ -64,10 +62,7 @@ class RunInfo:
 
 
 def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What was given as `info=`, as JSON values without secrets.
-
-    Raises `InvalidRequest` for what JSON cannot hold, and `LimitExceeded` for more than 64 KiB of it.
-    """
+    """`info=` as JSON values without secrets. `InvalidRequest` for what JSON cannot hold, `LimitExceeded` beyond 64 KiB."""
     if info is None:
         return {}
     if not isinstance(info, Mapping) or not all(isinstance(name, str) for name in info):
@@ -77,7 +72,7 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
             raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
     try:
         said: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
-    except Exception as error:  # whatever a config of somebody's own raises where it is read
+    except Exception as error:  # a user's config object may raise anything when read
         raise InvalidRequest(
             f"info cannot be remembered: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
@@ -95,7 +90,7 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Values that are no JSON, and whose text says it all: paths, dtypes, enums. Others are refused."""
+    """Converts paths, dtypes and devices to text. Other types are refused."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -106,12 +101,12 @@ def _plain(value: Any) -> Any:
 
 
 def _well_formed(said: str) -> Any:
-    """What this JSON says; half characters, as in a file's name that is no UTF-8, are `?`, for they cannot be sent."""
+    """Replaces unpaired surrogates, as in file names that are not UTF-8, by `?`: they cannot be sent."""
     return json.loads(said.encode("utf-8", "replace"))
 
 
 def _large(value: Any) -> int | None:
-    """A whole number that the daemon would not take."""
+    """An integer outside the daemon's range."""
     if isinstance(value, int):
         return value if abs(value) > INTEGER_MAX else None
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -147,6 +142,6 @@ def _user() -> str:
 
 
 def _program() -> Path:
-    """The directory of the program that trains, else the present one."""
+    """The directory of the training script, or the current one."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(main).resolve().parent if main else Path.cwd()

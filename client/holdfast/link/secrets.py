@@ -1,6 +1,6 @@
-"""Masks secrets in command lines and configs before they are remembered: by the name of what they are given to, or by form.
+"""Masks secrets in command lines and configs before they are stored: by option or key name, or by their form.
 
-Rather too much than too little: what is masked is shown as `***`, and who wants it remembered gives it another name.
+It masks too much rather than too little, as `***`. To keep such a value, give it another name.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ _SAID = re.compile(r"true|false|none|null|\*\*\*", re.IGNORECASE)  # whether som
 
 
 def is_secret(name: str) -> bool:
-    """Whether what is given to an option, or stands under a key, of this name is a secret."""
+    """Whether an option or key of this name holds a secret."""
     around, _, own = name.rpartition(".")
     words = [word.lower() for word in _WORD.findall(own.rpartition("/")[2])]
     if _SECRET.intersection(words) or _SECRET.intersection(word.lower() for word in _WORD.findall(around)):
-        return True  # what stands below such a name is one, too
+        return True  # values below such a key are secret, too
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
     if last.endswith(_IN_ONE_WORD) or (last == "pass" and (before in _OF_WHOM or len(words) == 1)):
         return True
@@ -102,7 +102,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked_text(text: str) -> str:
-    """The same without what has the form of a secret: tokens of well-known services, and passwords in addresses."""
+    """The text without tokens of well-known services, and without passwords in URLs."""
     text = _IN_URL.sub(rf"\g<scheme>{MASK}@", _FORMS.sub(MASK, text))
     text = _IN_QUERY.sub(lambda hit: f"{hit['name']}={MASK}" if _signs(hit["name"]) else hit[0], text)
     return _GIVEN.sub(_hidden, _BEARER.sub(rf"\g<scheme>{MASK}", text))
@@ -121,7 +121,6 @@ def _hidden(hit: re.Match[str]) -> str:
 
 
 def masked_command(words: Sequence[str]) -> list[str]:
-    """A command line without secrets: `--token X`, `--token=X`, `model.api_key=X`, `-H 'Authorization: Bearer X'`."""
     found: list[str] = []
     hide = False
     for word in words:
@@ -144,7 +143,6 @@ def masked_command(words: Sequence[str]) -> list[str]:
 
 
 def masked(value: Any, depth: int = 0) -> Any:
-    """A JSON value without secrets: by their keys in mappings, by their form in text."""
     if depth > DEPTH_MAX:
         return MASK
     if isinstance(value, Mapping):
@@ -156,7 +154,7 @@ def masked(value: Any, depth: int = 0) -> Any:
             for name, said in value.items()
         }
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return masked_command(value)  # as somebody's arguments, if they are any
+        return masked_command(value)  # as command line arguments, if they are any
     if isinstance(value, list):
         return [masked(one, depth + 1) for one in value]
     return masked_text(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The session of a rank with its daemon: identity and attempt. Created again for a new daemon."""
+"""A rank's session with its daemon: identity and attempt. Replaced for a new daemon."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 SETTLE_WAIT_S = 3600.0
 ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
 REPLY_SPARE_S = 60.0
-TELL_S = 10.0  # how often it is said what a restore waits for
+TELL_S = 10.0  # interval of notices about what a restore waits for
 
 
 class Who(NamedTuple):
@@ -59,9 +59,8 @@ class Who(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The step to restore, None if there is none, and where to read it.
-
-    `turn` is the number of the question if a daemon answered it; `notes` name newer steps that were skipped.
+    """The step to restore (None: there is none) and where to read it. `turn` numbers the daemon's answer; `notes` name
+    skipped newer steps.
     """
 
     step: int | None
@@ -73,7 +72,7 @@ class Choice(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """The verdict on a restore: this rank reads `again`, or it failed, or, without either, it continues."""
+    """The verdict on a restore: read `again`, fail, or (neither set) continue."""
 
     again: bool = False
     error: CheckpointError | None = None
@@ -82,7 +81,7 @@ class Judgement(NamedTuple):
 
 
 class Session:
-    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's thread.
+    """Not thread-safe: guarded by its owner's lock. Outcomes of saves go to `tickets`, on the link's thread.
 
     `notices` tell the user about the daemon and the staging memory.
     """
@@ -95,8 +94,8 @@ class Session:
         info: RunInfo | None = None,
         stop: Callable[[], object] = bool,
     ) -> None:
-        """Nothing is contacted yet. `info` is what this rank says of its launch; `stop` is called in the link's thread when
-        another rank of it is to stop.
+        """Connects nothing yet. `info` describes this launch; `stop` is called on the link's thread when another rank
+        is to stop.
         """
         self._who, self._place, self._tickets, self._info, self._stop = who, place, tickets, info, stop
         self._id = uuid.uuid4().hex
@@ -112,29 +111,28 @@ class Session:
 
     @property
     def link(self) -> Transport | None:
-        """The connection to the current daemon, if there is one."""
         return self._link
 
     @property
     def pulse(self) -> Pulse | None:
-        """Whether the daemon answers; None before the first contact."""
+        """Checks whether the daemon answers; None before the first contact."""
         return None if self._link is None else self._link.pulse
 
     def until(self, ended: Latch, timeout: float | None = None, awaits: int | None = None) -> bool:
-        """Wait for what the daemon brings about, as `Pulse.until`. This rank begins no save before the one of the step that
-        it `awaits` has ended: the daemon is told, and the next one as well.
+        """Wait as `Pulse.until`. This rank begins no save before the one of step `awaits` has ended: this daemon and
+        its successors are told so.
         """
         if self._link is None:
             return ended.wait(timeout)
         return self._link.pulse.until(ended, timeout, bool if awaits is None else lambda: self.waits(awaits))
 
     def waits(self, step: int | None = None) -> None:
-        """Tell the daemon that this rank begins no other save before this one has ended; without a step, none any more."""
+        """Report that this rank begins no save before this one has ended; without a step, that it waits no more."""
         if self._link is not None:
             self._link.tell(wire.Waits(id=self._link.next_id(), step=step))
 
     def connected(self, start: bool) -> wire.Welcome:
-        """The daemon's welcome. Connects, or reconnects, if necessary; `start` allows starting a daemon."""
+        """The daemon's welcome. Connects or reconnects if necessary; `start` allows starting a daemon."""
         if self._link is not None and self._welcome is not None and self._link.alive:
             return self._welcome
         if self._link is not None:
@@ -147,7 +145,7 @@ class Session:
         return made.welcome
 
     def stopping(self, passed: int, step: int | None) -> wire.StopAt:
-        """Tell the daemon how far this rank is, because its launch is to stop. For any thread."""
+        """Report how far this rank is, because its launch is to stop. Thread-safe."""
         link = self._link
         if link is None:
             raise DaemonGone("there is no connection to a daemon")
@@ -174,17 +172,17 @@ class Session:
 
     @property
     def has_catalog(self) -> bool:
-        """Whether the directory without a daemon is one that a daemon has served, which knows what was there."""
+        """Whether a daemon has served this directory, so that its catalog knows what was there."""
         directory = self._place.directory
         return directory is not None and (directory / naming.CATALOG).is_file()
 
     def watch_links(self, directory: str) -> None:
-        """Tell the daemon that links in this directory keep checkpoints of the run."""
+        """Register a directory whose links keep checkpoints of the run."""
         assert self._link is not None
         self._link.request(wire.WatchLinks(id=self._link.next_id(), directory=directory), wire.Done)
 
     def _readable(self, welcome: wire.Welcome) -> Path | None:
-        """The daemon's root if it is readable here: exactly that directory, not another one at the same path."""
+        """The daemon's root if it is readable here: the same directory, not another one at its path."""
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
         return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
 
@@ -196,11 +194,11 @@ class Session:
         below: int | None = None,
         healthy: bool = False,
     ) -> Choice:
-        """Which step to restore: the daemon's choice, or without a daemon the newest step in the directory with these
+        """The step to restore: the daemon's choice, or without a daemon the newest step in the directory with these
         groups.
 
-        `start` allows starting a daemon. In a directory, `below` is a step that turned out damaged; an older one
-        is chosen. Only a daemon knows which checkpoints are healthy, so `healthy` always starts one.
+        `start` allows starting a daemon. In a directory, a step older than the damaged step `below` is chosen. Only a
+        daemon knows which checkpoints are healthy, so `healthy` always starts one.
         """
         try:
             welcome = self.connected(start or healthy)
@@ -220,7 +218,7 @@ class Session:
     def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
         """Report how the restore of a choice ended; returns the verdict once all ranks of the launch have reported.
 
-        Without a daemon each rank decides alone. `alone` concerns only this rank.
+        Without a daemon each rank decides for itself. `alone` concerns only this rank.
         """
         own = Judgement(error=error, late=self._who.world > 1, newest=self._other(choice, error))
         if choice.turn is None or choice.step is None or self._link is None:
@@ -250,7 +248,7 @@ class Session:
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def read_file(self, step: int, name: str) -> bytes:
-        """A file of a committed checkpoint of the run, checked against its digest. Starts no daemon.
+        """A file of a committed checkpoint, checked against its digest. Starts no daemon.
 
         Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
         """
@@ -268,11 +266,10 @@ class Session:
             return reader.read_file(name)
 
     def held(self, step: int) -> list[HeldSlot]:
-        """The slots of the in-memory checkpoint of a step, if the daemon still keeps them; the caller closes them."""
+        """Slots of a step's in-memory checkpoint, if the daemon still has it; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
 
     def held_elsewhere(self, made: Manifest) -> PeerSlots:
-        """The slots of a checkpoint that other nodes hold; the caller closes them."""
         return PeerSlots.none() if self._link is None else take_peers(self._link, made)
 
     def say(self, notice: str) -> None:
@@ -280,7 +277,7 @@ class Session:
         self.notices.append(notice)
 
     def tell(self, of: str, notes: Sequence[str]) -> None:
-        """Log notes of a save or restore. What one of them says was left out is a notice and a warning as well."""
+        """Log notes of a save or restore. A note about something left out is a notice and a warning, too."""
         left_out = [f"{of}: {note}" for note in notes if isinstance(note, LeftOutNote)]
         self.notices += left_out
         for note in notes:
@@ -289,16 +286,14 @@ class Session:
             warn(text, LeftOutWarning)
 
     def close(self, ended: bool = False) -> None:
-        """Disconnect from the daemon; `ended` means a regular end, so no in-memory checkpoint is kept for a
-        restart.
-        """
+        """Disconnect. `ended`: a regular end, so the daemon keeps no in-memory checkpoint for a restart."""
         if self._link is not None:
             self._link.close(ended)
             self._link = None
 
 
 def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:
-    """The answer; asked for again while the daemon says what it repairs, and not where it does not answer."""
+    """Repeat the question while the daemon reports a repair; raises if it does not answer."""
     limit = time.monotonic() + SETTLE_WAIT_S
     told_at = 0.0
     while True:
@@ -328,7 +323,7 @@ def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], bel
                 if set(groups) <= set(reader.manifest.groups):
                     return candidate
                 offers[candidate] = reader.manifest.groups
-        except Damaged:  # what is wrong with it, loading it says
+        except Damaged:  # loading it reports the damage
             return candidate
     if offers:
         raise choosing.lacking(run, offers, groups)

@@ -1,7 +1,4 @@
-"""Lease a slot without a daemon, so that training does not wait for the next one.
-
-The next daemon finds this lease in the segment, like leases of the last daemon.
-"""
+"""Leases a slot without a daemon, so that training does not wait for the next one, which finds the lease in the segment."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def take_slot(fd: int, step: int, attempt: int) -> int | None:
-    """Lease a slot of the segment for the step; None if all are needed.
+    """Lease a slot of the segment for the step; None if all are in use.
 
-    A slot that the last daemon had leased for this step, before it could say so, comes first. Then free slots,
-    oldest step first, because a free slot may contain the in-memory checkpoint.
+    Prefers the slot that the last daemon had leased for this step without answering. Then free slots, oldest step
+    first, because a free slot may contain the in-memory checkpoint.
     """
     try:
         with mmap.mmap(fd, os.fstat(fd).st_size) as mapped, memoryview(mapped) as memory:
@@ -38,7 +35,6 @@ def take_slot(fd: int, step: int, attempt: int) -> int | None:
 
 
 def dropped(step: int, policy: str) -> GenerationDropped:
-    """The error for a save without a slot: all are in use, and the policy is not to wait."""
     return GenerationDropped(
         f"the save of step {step} was dropped (policy {policy}): the daemon is gone, and all slots hold "
         "earlier saves that wait for the next daemon",
@@ -48,7 +44,7 @@ def dropped(step: int, policy: str) -> GenerationDropped:
 
 
 def _lease(fd: int, memory: memoryview, geometry: Geometry, slot: int, who: tuple[int, int]) -> bool:
-    """Write a lease into a slot's header, as the daemon does, unless somebody reads the slot."""
+    """Write a lease into a slot's header, as the daemon does, unless another process has locked the slot to read it."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, arena.slot_lock(geometry, slot, fcntl.F_WRLCK))
     except (BlockingIOError, PermissionError):

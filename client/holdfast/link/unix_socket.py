@@ -1,8 +1,8 @@
 """A rank's connection to its node's daemon: requests, replies, outcomes and file descriptors.
 
-If the daemon dies, the link reconnects to the next one in the background: it says hello again, attaches its
-segment, and names the steps it waits for. Requests wait a moment for that. Seals need not wait, because they are
-already in shared memory, and neither do leases if a slot is free: the next daemon finds them.
+If the daemon dies, the link reconnects to the next one in the background: it repeats the hello, attaches its segment,
+and names the steps it waits for. Requests wait a moment for that. Seals and, if a slot is free, leases do not wait: the
+next daemon finds them in shared memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 class SocketLink:
     """The connection of one rank. Requests may come from any thread; `on_outcome` is called on the link's thread.
 
-    `dial` returns the next daemon's socket, and may start one; without it the first loss is final. `on_lost` is
-    called for a final loss, `on_stop` when another rank of the launch has said that it is to stop.
+    `dial` returns the next daemon's socket, and may start one; without it the first loss is final. `on_lost` is called
+    for a final loss, `on_stop` when another rank of the launch is to stop.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SocketLink:
         self._segment = -1
         self._average = -1
         self._spilled = False  # the segment is a file on disk
-        self._attaching = False  # the next daemon is being told what the segment holds
+        self._attaching = False  # while the segment is being attached to the next daemon
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
         self._begin(connect(path))
@@ -115,8 +115,8 @@ class SocketLink:
     def request(self, message: wire.Request, kind: type[Expected], timeout_s: float = REPLY_TIMEOUT_S) -> Expected:
         """Send a request and wait for its reply; a `Failed` reply is raised as its error.
 
-        If the daemon is lost meanwhile, the next one is asked; `DaemonGone` if there is none within `MEND_WAIT_S`
-        of the loss, and at once after that.
+        If the daemon is lost, the next one gets the request; `DaemonGone` if there is none within `MEND_WAIT_S` of the
+        loss, and at once after that.
         """
         limit = time.monotonic() + timeout_s
         while (reply := self._wait_until_mended(message)) is None:
@@ -135,7 +135,7 @@ class SocketLink:
         return expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
 
     def tell(self, message: wire.Request) -> None:
-        """Send a message without a reply. Without a daemon, or with one that reads nothing, it is silently lost."""
+        """Send a message without a reply. It is silently lost without a daemon, or if the daemon does not read."""
         with self._condition:
             reached = self.alive and self._mender is None and self._broken is None
             connection = self._socket
@@ -154,7 +154,7 @@ class SocketLink:
             self._sending.release()
 
     def take_fd(self) -> int:
-        """The descriptor that came with the last reply; the caller closes it. The link keeps a copy for the next daemon."""
+        """The descriptor of the last reply; the caller closes it. The link keeps a copy for the next daemon."""
         with self._condition:
             if not self._fds:
                 raise DaemonGone("the daemon's reply came without shared memory")
@@ -165,7 +165,7 @@ class SocketLink:
             return fd
 
     def take_fds(self, count: int) -> list[int]:
-        """The descriptors that came with the last reply, which the caller closes; `DaemonGone` if they are lost."""
+        """The descriptors of the last reply; the caller closes them. `DaemonGone` if they are lost."""
         with self._condition:
             if len(self._fds) < count:
                 raise DaemonGone("the daemon's reply came without shared memory")
@@ -173,14 +173,13 @@ class SocketLink:
             return taken
 
     def keep_average(self, fd: int) -> None:
-        """Bring this segment of an average to the next daemon. The link keeps a copy of the descriptor."""
         with self._condition:
             if self._average >= 0:
                 os.close(self._average)
             self._average = os.dup(fd)
 
     def close(self, ended: bool = False) -> None:
-        """Disconnect; `ended` tells the daemon that no in-memory checkpoint is needed for a restart."""
+        """Disconnect. `ended`: the daemon need not keep an in-memory checkpoint for a restart."""
         self._closing.set()
         if ended and self._hello is not None:
             self._send_or_lose(self._socket, wire.encode_frame(wire.Farewell(id=self.next_id())))
@@ -197,7 +196,7 @@ class SocketLink:
             self._segment = self._average = -1
 
     def _end_waits(self) -> None:
-        """Nothing is waited for any more: threads that are in here go on, and end."""
+        """Wake up all waiting threads, for good."""
         self._closing.set()
         self._hurry.set()
         with self._condition:
@@ -206,7 +205,6 @@ class SocketLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Replace the broken connection by a new one."""
         with self._condition:
             for fd in self._fds:
                 os.close(fd)
@@ -218,7 +216,7 @@ class SocketLink:
         self._thread = own_threads.begin(lambda: self._receive_loop(connection), "holdfast-link", self._end_waits)
 
     def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
-        """Wait a while for a daemon; returns a reply at once if the next one will find the request in the segment."""
+        """Wait for a new daemon; returns a reply at once if that one will find the request in the segment."""
         with self._condition:
             if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
                 return reply
@@ -235,7 +233,7 @@ class SocketLink:
             return None
 
     def _answer_alone(self, message: wire.Request) -> wire.Reply | None:
-        """Answer a request that needs no daemon; the condition is held."""
+        """Answer a request that needs no daemon. The caller holds the condition."""
         if isinstance(message, wire.Seal):
             self._unsaid.append(message)
             return wire.Sealed(reply_to=message.id)
@@ -282,7 +280,7 @@ class SocketLink:
             return reply
 
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
-        """Remember what the next daemon must be told. The condition is held: no reconnect comes between."""
+        """Remember what to send to the next daemon. The caller holds the condition, so no reconnect comes between."""
         if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
             # By its id alone: what the directory's numbers are now is for the root's daemons to say.
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
@@ -317,7 +315,7 @@ class SocketLink:
         self._break(connection, error, understood)
 
     def _break(self, connection: socket.socket, error: CheckpointError, understood: bool = True) -> None:
-        """A connection ended: reconnect in the background, or report the loss if that is not possible."""
+        """Handle a lost connection: reconnect in the background, or report the loss if that is impossible."""
         with self._condition:
             if connection is not self._socket:
                 return
@@ -389,7 +387,7 @@ class SocketLink:
             reply = self._ask(unsaid.model_copy(update={"id": self.next_id()}), limit)
             with self._condition:
                 self._unsaid.remove(unsaid)
-            if isinstance(reply, wire.Failed):  # its outcome was told with the answer to attach
+            if isinstance(reply, wire.Failed):  # the answer to attach had its outcome
                 log.info("step %d: the new daemon had already ended this save", unsaid.step)
         log.info("reconnected: a new daemon answers at %s", self.path)
 
