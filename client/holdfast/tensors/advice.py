@@ -55,9 +55,8 @@ _LINES: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = False) -> str:
-    """The line to write instead of `value`, which is at `trail` below the state's entry `path`.
-
-    `inside` means that it is not in the entry itself, but in the result of an object's `state_dict`.
+    """The line to write instead of `value`, at `trail` below the state's entry `path`. `inside`: it is in the result of
+    an object's `state_dict`.
     """
     at = _expression("state_dict()" if inside else f'state["{path}"]', trail)
     if inside and (isinstance(value, nn.Module) or _is_stateful(value)):

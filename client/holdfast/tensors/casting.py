@@ -1,4 +1,4 @@
-"""Stored floats in live tensors of another float dtype: rounded to nearest even, as torch's `.to` does, and said."""
+"""Casts stored floats to another live dtype: rounded to nearest even, as torch's `.to` does, and reported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.tensors.leaves import Leaf
 from holdfast.tensors.torch_dtypes import torch_dtype
 from holdfast_formats.errors import StateMismatch
 
-# Those whose value is what they say. Floats of 8 and 4 bits come with scales, so their bits alone are no weights.
+# Only self-contained values. Floats of 8 and 4 bits come with scales, so their bits alone are no weights.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 LISTED_MAX = 5
 
 
 class Cast(NamedTuple):
-    """A live leaf, and the same with memory of the stored dtype, which is filled first."""
+    """A live leaf, and its copy in memory of the stored dtype, which is filled first."""
 
     live: Leaf
     stored: Leaf
@@ -31,7 +31,7 @@ def possible(stored: str, live: str) -> bool:
 
 
 def apart(live: Leaf, dtype: str) -> Cast:
-    """The cast of a leaf that is stored with this dtype. Its new memory is on the CPU, where files are read into."""
+    """The cast of a leaf that is stored with this dtype. Its new memory is on the CPU, the target of file reads."""
     kind = torch_dtype(dtype, live.path)
     pieces = tuple(
         piece._replace(tensor=torch.zeros(tuple(piece.tensor.shape), dtype=kind, device="cpu")) for piece in live.pieces
@@ -40,13 +40,12 @@ def apart(live: Leaf, dtype: str) -> Cast:
 
 
 def leaves_apart(leaves: Iterable[Leaf], casts: Sequence[Cast]) -> list[Leaf]:
-    """Those of the leaves that are filled in the memory of casts, not in live tensors."""
     memory = {piece.tensor.untyped_storage().data_ptr() for cast in casts for piece in cast.stored.pieces}
     return [leaf for leaf in leaves if any(piece.tensor.untyped_storage().data_ptr() in memory for piece in leaf.pieces)]
 
 
 def check(casts: Sequence[Cast]) -> None:
-    """Raise what `fill` would raise for what was read; nothing live changes."""
+    """Raise what `fill` would raise, without changing live tensors."""
     with torch.no_grad():
         for live, stored in casts:
             for into, read in zip(live.pieces, stored.pieces, strict=True):
@@ -54,7 +53,7 @@ def check(casts: Sequence[Cast]) -> None:
 
 
 def fill(casts: Sequence[Cast]) -> None:
-    """Put what was read into the live tensors; `StateMismatch` for a finite value that the live dtype does not reach."""
+    """Write the read values into the live tensors; `StateMismatch` for a finite value that overflows the live dtype."""
     with torch.no_grad():
         for live, stored in casts:
             for into, read in zip(live.pieces, stored.pieces, strict=True):
@@ -75,7 +74,6 @@ def _refuse_too_large(live: Leaf, read: torch.Tensor, rounded: torch.Tensor) -> 
 
 
 def notes(casts: Sequence[Cast]) -> list[str]:
-    """What was cast, by dtypes."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for live, stored in casts:
         names[f"{stored.dtype} to {live.dtype}"][live.path] = None

@@ -1,4 +1,4 @@
-"""Shards that are declared by hand, and what the state's other tensors have in common with them: memory and shape."""
+"""Shards that are declared by hand, and questions about tensors of the state: their memory and shape."""
 
 from __future__ import annotations
 
@@ -65,14 +65,12 @@ class Fragment:
 
     @property
     def place(self) -> tuple[Shape | None, ...]:
-        """What was said of its place, to compare it."""
+        """Its declared place, for comparison."""
         return self.shape, self.offset, self.box, self.flat
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The boxes of the global tensor that the local one holds, in the order of its memory; elements are counted as in
-        torch.
-        """
+        """The boxes of the global tensor that the local one holds, in memory order; elements as torch counts them."""
         if self.flat is None:
             box = Box(self.offset or (), tuple(self.tensor.shape))
             check_box(box, self.shape, "Fragment")
@@ -91,14 +89,13 @@ class Fragment:
 
     @property
     def described(self) -> str:
-        """Its place for people."""
+        """Its place as text."""
         if self.flat is None:
             return f"box at {list(self.offset or ())}"
         within = "" if self.box is None else f" of the box {list(self.offset or ())}+{list(self.box)}"
         return f"flat {list(self.flat)}{within}"
 
     def with_tensor(self, tensor: torch.Tensor) -> Fragment:
-        """The same place for another tensor of the same local shape."""
         return Fragment(tensor, self.shape, offset=self.offset, box=self.box, flat=self.flat)
 
     def _check_described(self) -> None:
@@ -131,8 +128,7 @@ def _range(flat: tuple[int, int]) -> tuple[int, int]:
 class FragmentList:
     """A list or tuple of Fragments in the state: the parts of one tensor that this rank holds.
 
-    `given` is the caller's own list, and `parts` what was in it. They have one shape and one dtype. No two parts have an
-    element of the tensor in common, or memory.
+    `given` is the caller's list, `parts` its items, all of one shape and dtype, without common elements or memory.
     """
 
     def __init__(self, given: Sequence[Fragment], path: str) -> None:
@@ -171,12 +167,11 @@ class FragmentList:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The boxes of all parts, in their order."""
         return tuple(box for part in self.parts for box in part.boxes)
 
     @property
     def described(self) -> str:
-        """Its place for people."""
+        """Its place as text."""
         more = f" and {len(self.parts) - DESCRIBED_MAX} more" if len(self.parts) > DESCRIBED_MAX else ""
         return ", ".join(part.described for part in self.parts[:DESCRIBED_MAX]) + more
 
@@ -186,7 +181,7 @@ class FragmentList:
         return FragmentList(tuple(copies) if isinstance(self.given, tuple) else copies, "copy")
 
     def check_held(self, tensor: torch.Tensor, path: str) -> None:
-        """Refuse, by the path, parts that are not all views of the parameter that an optimizer holds for them."""
+        """Raise if the parts are not all views of the parameter that an optimizer holds for them."""
         if any(part.held is not tensor for part in self.parts) or self._starts() is None:
             raise InvalidRequest(
                 f"{path}: the optimizer holds a tensor of shape {list(tensor.shape)}, but the Fragments of this list are "
@@ -195,9 +190,9 @@ class FragmentList:
             )
 
     def views_of(self, local: torch.Tensor, path: str) -> list[torch.Tensor]:
-        """Where each part is in `local`, which has the form of the parameter that the optimizer holds, such as a moment.
+        """The place of each part in `local`, which has the shape of the optimizer's parameter, such as a moment.
 
-        Raises `InvalidRequest` with the path for a tensor of another form.
+        Raises `InvalidRequest` with the path for a tensor of another shape.
         """
         held = self.parts[0].held
         starts = self._starts()
@@ -211,7 +206,7 @@ class FragmentList:
         return [local.as_strided(*form, origin + start) for form, start in zip(forms, starts, strict=True)]
 
     def _starts(self) -> list[int] | None:
-        """The first element of each part, counted from the first of the parameter; None if one is not inside of it."""
+        """Offset of each part in the parameter, in elements; None if one is not inside of it."""
         held = self.parts[0].held.detach()
         if is_dtensor(held) or not has_memory(held) or extent(held) != held.numel():
             return None
@@ -229,9 +224,9 @@ def _spec(part: Fragment) -> str:
 
 
 def fragment_list(value: object, path: str) -> FragmentList | None:
-    """The tensor that a list or tuple of Fragments stands for, or None for anything else.
+    """The tensor that a list or tuple of Fragments represents, or None for anything else.
 
-    Raises `InvalidRequest`, with the path, for a list that has other things among them, or parts that are not one tensor's.
+    Raises `InvalidRequest`, with the path, for a list with other items, or with parts of several tensors.
     """
     if not holds_fragments(value):
         return None
@@ -245,7 +240,6 @@ def fragment_list(value: object, path: str) -> FragmentList | None:
 
 
 def holds_fragments(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether this is a list or tuple with a Fragment in it."""
     return type(value) in (list, tuple) and any(issubclass(kind, Fragment) for kind in set(map(type, value)))  # type: ignore[call-overload]
 
 
@@ -258,7 +252,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a tensor of the state states its place itself."""
+    """Whether a tensor states its own place: a DTensor, Fragment or list of Fragments."""
     return isinstance(value, Fragment | FragmentList) or is_dtensor(value)
 
 
@@ -278,7 +272,7 @@ def parts_of(value: Storable) -> tuple[OneTensor, ...]:
 
 
 def local_tensors(value: Storable) -> tuple[torch.Tensor, ...]:
-    """The memory of this rank behind a tensor of the state, part by part."""
+    """This rank's memory of a tensor of the state, part by part."""
     return tuple(map(local_tensor, parts_of(value)))
 
 
@@ -288,7 +282,7 @@ def objects(value: Storable) -> tuple[int, ...]:
 
 
 def same_memory(one: Storable, other: Storable) -> bool:
-    """Whether both are the same live memory, so that what is written into one is in the other, or has no elements."""
+    """Whether both are the same live memory (writes into one appear in the other), or have no elements."""
     mine, others = parts_of(one), parts_of(other)
     return len(mine) == len(others) and all(map(_is_same, mine, others))
 

@@ -49,9 +49,8 @@ _SCALAR_KINDS = "biufc"
 def dumps(value: Any, path: str, place: Place | None = None, inside: bool = False) -> str:
     """The canonical JSON text of `value`; equal values have equal texts.
 
-    Raises `InvalidRequest`, with the path below `path`, for values that JSON cannot hold, and `LimitExceeded` for values
-    nested too deeply or too large. Without `place`, tensors and arrays are refused too. `inside` means that an object
-    returned the value.
+    Raises `InvalidRequest`, with the path, for values that JSON cannot hold (without `place` also tensors and arrays),
+    and `LimitExceeded` for too large or too deeply nested ones. `inside` means that an object returned the value.
     """
     text = _text(_Writer(path, place, inside).encode(value, ()))
     if len(text) > TEXT_BYTES_MAX:
@@ -63,7 +62,7 @@ def dumps(value: Any, path: str, place: Place | None = None, inside: bool = Fals
 
 
 def loads(text: str, path: str, fetch: Fetch | None = None) -> Any:
-    """The value that `dumps` wrote; `CorruptManifest` with `path` for a text that `dumps` could not have written."""
+    """The value that `dumps` wrote; `CorruptManifest` with `path` for any other text."""
     try:
         return _Reader(fetch).decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
@@ -86,12 +85,12 @@ def _text(encoded: Any) -> str:
 
 
 def render(path: str, trail: Trail) -> str:
-    """A path as people write it: `loader.sampler.order[3]`."""
+    """A path as in Python: `loader.sampler.order[3]`."""
     return path + "".join(step if step.startswith("[") else f".{step}" for step in trail)
 
 
 class _Writer:
-    """Writes one value. The containers on the way down are remembered, to find cycles."""
+    """Writes one value. Tracks the containers above it, to find cycles."""
 
     def __init__(self, path: str, place: Place | None, inside: bool) -> None:
         self.path = path
@@ -139,7 +138,7 @@ class _Writer:
         return sorted((self.key(value, (*trail, "{…}")) for value in values), key=_text)
 
     def key(self, value: Any, trail: Trail) -> Any:
-        """Encode a key. A tensor here would have no place that is the same at the next start, so it is refused."""
+        """Encode a key. A tensor as a key is refused, because its identity changes at every start."""
         self.hashed += 1
         try:
             return self.encode(value, trail)

@@ -24,11 +24,10 @@ Key = tuple[str, str]  # group, name
 
 
 class Leaf(NamedTuple):
-    """A global tensor and the pieces of it that are in this process; shape and boxes count the format's elements.
+    """A global tensor and the pieces of it in this process; shape and boxes count the format's elements.
 
-    `plain`: neither a DTensor nor of Fragments, so it does not state its place itself. `alone`: its placements say that no
-    other rank holds any of it. `rounded_from`: nothing of it is copied, because a daemon rounds it from the tensor of the
-    same name in that group.
+    `plain`: does not state its own place, unlike a DTensor or Fragments. `alone`: by its placements no other rank holds
+    any of it. `rounded_from`: not copied, because the daemon rounds it from the tensor of the same name in that group.
     """
 
     group: str
@@ -57,8 +56,8 @@ class OfferedLeaves(NamedTuple):
     aliases: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     config: Mapping[str, Any] | None = None  # the model's config.json, if a layout needs it
-    stream: Heir | None = None  # the rank whose random streams this rank continues, if layouts say it
-    imported: bool = False  # made of another program's checkpoint, whose keys no state here needs to have
+    stream: Heir | None = None  # the saved rank whose random streams this rank continues, if layouts determine it
+    imported: bool = False  # converted from another program's checkpoint, of which no state needs to have every key
     notes: tuple[str, ...] = ()  # what was renamed for the live state
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
@@ -69,7 +68,7 @@ class OfferedLeaves(NamedTuple):
         return self.values.get(group, {}).get(key)
 
     def canonical(self, group: str, name: str) -> str | None:
-        """The name under which this tensor's bytes are stored: its own, or the one it is an alias of."""
+        """The name under which this tensor's bytes are stored: its own, or that of which it is an alias."""
         if name in self.specs.get(group, {}):
             return name
         return self.aliases.get(group, {}).get(name)
@@ -78,8 +77,8 @@ class OfferedLeaves(NamedTuple):
 class Selection(NamedTuple):
     """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`.
 
-    `cast`: floats of another dtype are taken too, and rounded. `chosen`: the caller named the groups.
-    `keep` are patterns over `key/hyper-parameter` of optimizers, of what stays as it is live.
+    `cast`: floats of another dtype are rounded, too. `chosen`: the caller named the groups. `keep` are patterns over
+    `key/hyper-parameter` of optimizers whose live values stay.
     """
 
     groups: frozenset[str]
@@ -93,7 +92,7 @@ class Selection(NamedTuple):
 
 
 def covers(pattern: str, group: str, name: str) -> bool:
-    """Whether a pattern matches this name, or the entry of the group `extra` that it is a part of."""
+    """Whether a pattern matches this name, or the entry of the group `extra` that contains it."""
     if fnmatchcase(f"{group}/{name}", pattern):
         return True
     parts = name.split("/")
@@ -107,8 +106,6 @@ def is_ignored(group: str, ignore: Sequence[str]) -> bool:
 
 
 class KnownLeaf(NamedTuple):
-    """A leaf from an earlier save, and the tensor and memory for which it is valid."""
-
     value: Storable
     form: tuple[object, ...]
     leaf: Leaf
@@ -124,7 +121,7 @@ class Content:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     known: dict[Key, KnownLeaf] = field(default_factory=dict)
-    taken: Collection[Key] = ()  # names of leaves that were collected elsewhere
+    taken: Collection[Key] = ()  # names of leaves collected elsewhere
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Add a tensor; `local` replaces its memory, piece for piece. A second tensor of the same name is refused."""
@@ -138,7 +135,6 @@ class Content:
             self.mesh.setdefault(dimension, size)
 
     def _describe(self, group: str, name: str, value: Storable, local: torch.Tensor | None) -> tuple[Leaf, dict[str, int]]:
-        """The leaf of an earlier save, if this is the same tensor in the same memory; otherwise a new one."""
         memory = () if local is None else (local,)
         if local is None or isinstance(value, FragmentList):  # the parts say where they are in the local tensor
             memory = (*memory, *fragments.local_tensors(value))
@@ -159,7 +155,7 @@ class Content:
 
 
 class LackingCopy(NamedTuple):
-    """A full-precision copy without which an optimizer cannot go on from what is restored of it: new memory for it."""
+    """New memory for a full-precision copy, without which an optimizer cannot continue from what is restored."""
 
     name: str
     weight: Storable
@@ -168,11 +164,11 @@ class LackingCopy(NamedTuple):
 
 @dataclass
 class PartPlan:
-    """What a part of the state wants from a checkpoint, and what it does once the wanted leaves are filled.
+    """What a part of the state needs from a checkpoint, and what it does once the wanted leaves are filled.
 
-    `wanted` are live tensors, or new ones that `actions` install. `documents` are the JSON keys that it needs. `claimed` are
-    other names of the checkpoint that it uses or leaves out on purpose. `lacking` is installed too, if it is filled.
-    `conflicts` are stored values that cannot all be taken; `keepable` what `keep=` would settle them by.
+    `wanted` are live tensors, or new ones that `actions` install. `documents` are the JSON keys that it needs,
+    `claimed` other names that it uses or omits on purpose. `lacking` is installed too, if it is filled. `conflicts` are
+    stored values that exclude one another; `keepable` are the `keep=` patterns that would settle them.
     """
 
     wanted: list[Leaf] = field(default_factory=list)
@@ -187,13 +183,12 @@ class PartPlan:
     keepable: list[str] = field(default_factory=list)
 
     def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
-        """Ask for a tensor's bytes."""
         leaf, _ = describe(group, name, value, local)
         self.wanted.append(leaf)
 
 
 def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
-    """The leaf of a live tensor and its mesh; refuses, by name, a tensor that no file can hold."""
+    """The leaf of a live tensor and its mesh; refuses a tensor that no file can hold."""
     path = f"{group}/{name}"
     placed: PlacedPieces = pieces(value, path) if local is None else pieces_like(value, local, path)
     dtype = value.dtype if local is None else local.dtype

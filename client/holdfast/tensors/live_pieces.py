@@ -1,4 +1,4 @@
-"""Determines which part of a global tensor a live tensor holds: plain tensors, DTensors, and shards declared by hand.
+"""Determines which part of a global tensor a live tensor holds: plain tensors, DTensors, and declared shards.
 
 A framework's sharding becomes boxes, and views of the memory that holds them. Nothing communicates.
 """
@@ -30,8 +30,8 @@ from holdfast_formats.region import Box, Shape, whole
 class LivePiece(NamedTuple):
     """A box of the global tensor and the live memory that holds it: writing into `tensor` writes the user's tensor.
 
-    `tensor` is a detached view with the live dtype and the box's shape. torch counts float4 elements in pairs, so there it
-    has half the box's last dimension.
+    `tensor` is a detached view of the box's shape. float4 elements come in pairs, so there it has half the last
+    dimension.
     """
 
     box: Box
@@ -39,9 +39,8 @@ class LivePiece(NamedTuple):
 
 
 class PlacedPieces(NamedTuple):
-    """The part of a global tensor that a rank holds. `placement` is for people; `mesh` maps dimension names to sizes.
-
-    `alone` means that, by its placements, no other rank holds any of it.
+    """The part of a global tensor that a rank holds. `placement` is text; `mesh` maps dimension names to sizes.
+    `alone`: by its placements, no other rank holds any of it.
     """
 
     shape: Shape
@@ -65,7 +64,7 @@ def pieces(value: Storable, name: str) -> PlacedPieces:
 def pieces_like(value: Storable, local: torch.Tensor, name: str) -> PlacedPieces:
     """The boxes of `value`, held by `local` instead of its own memory: per-shard state of a sharded parameter.
 
-    For a list of Fragments, `local` has the form of the parameter that the optimizer holds for all of them.
+    For a list of Fragments, `local` has the shape of the optimizer's parameter.
     """
     if isinstance(value, FragmentList):
         check_storable(local, name)
@@ -104,14 +103,12 @@ def _widened(box: Box, factor: int) -> Box:
 
 
 def _flat_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Views of the boxes that follow one another in contiguous memory."""
     line = local.view(-1)
     ends = list(accumulate(box.volume for box in boxes))
     return [line[end - box.volume : end].view(box.shape) for box, end in zip(boxes, ends, strict=True)]
 
 
 def _grid_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Views of the boxes that partition a local tensor as a grid: along each dimension, blocks in ascending order."""
     if len(boxes) == 1:
         return [local]
     corners: list[dict[int, int]] = []  # per dimension: global offset -> local offset

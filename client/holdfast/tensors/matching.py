@@ -29,7 +29,7 @@ class TiedPair(NamedTuple):
 
     @staticmethod
     def of(live: Leaf, other: Key, dtype: str) -> TiedPair:
-        """`live` is what is filled from the first, and `dtype` how both are stored."""
+        """`live` is the tensor filled from the first, and `dtype` the stored dtype of both."""
         made = torch_dtype(dtype, live.name)
         pieces = [tuple(p._replace(tensor=torch.empty_like(p.tensor, dtype=made)) for p in live.pieces) for _ in range(2)]
         first = live._replace(dtype=dtype, pieces=pieces[0])
@@ -49,9 +49,9 @@ class TiedPair(NamedTuple):
 class MatchedLeaves(NamedTuple):
     """Where the bytes of a checkpoint go.
 
-    Fill the pieces of every leaf with the stored tensor of the leaf's name, whole or part, then call `apply`. `missing` and
-    `unexpected` are names `group/name`. `notes` say what was decided meanwhile; `apply` adds those in `late`. `casts` are
-    filled in memory of the stored dtype first. `lacking` are copies that nothing fills yet, `renewed` what actions set.
+    Fill the pieces of every leaf with the stored tensor of its name, then call `apply`. `missing` and `unexpected` are
+    names `group/name`. `notes` list decisions; `apply` adds those in `late`. `casts` are filled in memory of the stored
+    dtype first. `lacking` are copies that nothing fills yet, `renewed` what actions set.
     """
 
     leaves: tuple[Leaf, ...]
@@ -68,20 +68,20 @@ class MatchedLeaves(NamedTuple):
 
     @property
     def live(self) -> Iterator[Leaf]:
-        """The leaves in the memory where their bytes end up."""
         return (cast.live for cast in self.filled)
 
     @property
     def filled(self) -> Iterator[Cast]:
-        """Every leaf in the memory where its bytes end up, and in that into which they are read."""
+        """Every leaf with its final memory, and with the memory into which it is read."""
         apart = {id(cast.stored) for cast in self.casts}
         yield from (Cast(leaf, leaf) for leaf in self.leaves if id(leaf) not in apart)
         yield from self.casts
 
     def check_ties(self, fill: Callable[[Sequence[Leaf]], object]) -> None:
-        """Compare stored tensors that share memory here, before anything live changes: `fill` fills leaves apart from it.
+        """Compare stored tensors that share memory here, before anything live changes: `fill` reads them into other
+        memory.
 
-        Raises `StateMismatch`, by name, where they differ. If the restore is not strict, two that are one tensor are noted.
+        Raises `StateMismatch` where they differ. If the restore is not strict, it notes two that are one tensor.
         """
         pairs: list[TiedPair | Overlap] = [*self.ties, *overlaps(self.filled)]
         if not pairs:
@@ -101,9 +101,7 @@ class MatchedLeaves(NamedTuple):
             self.notes.append(LeftOutNote(f"{text}: restored from the second name"))
 
     def apply(self) -> None:
-        """Install everything but tensor memory: new optimizer state, schedulers, loaders, plain values,
-        random streams last.
-        """
+        """Install everything but tensor memory: optimizer state, schedulers, loaders, plain values, random streams last."""
         for action in self.actions:
             action()
         self.notes.extend(self.late)
@@ -143,9 +141,7 @@ class _Comparison:
             self._take_aliases(group, aliases)
 
     def _take_leaf(self, leaf: Leaf, aliases: Iterable[str]) -> None:
-        """Find the stored tensor: under the leaf's name, a name of which that is a stored alias, or a name tied to it in
-        this state.
-        """
+        """Find the stored tensor: under the leaf's name, a name stored as its alias, or a name tied to it in this state."""
         names = (self.stored.canonical(leaf.group, name) for name in (leaf.name, *aliases))
         found = next((name for name in names if name is not None), None)
         self.claimed.add(leaf.key)
@@ -173,7 +169,6 @@ class _Comparison:
             self._taken[leaf.group, found] = live
 
     def _tie(self, live: Leaf, other: Key) -> None:
-        """Note that a second stored tensor would go into memory that is filled from another."""
         specs = [self.stored.spec(*key) for key in (live.key, other)]
         if specs[0] != specs[1] or specs[0] is None:
             self.mismatched.append(
@@ -195,7 +190,7 @@ class _Comparison:
                     self._tie(live, (group, other))
 
     def unexpected(self) -> list[str]:
-        """Stored names of the compared groups that no live entry wants; tensors of other ranks' processes do not count."""
+        """Stored names of the compared groups that no live entry wants, except tensors of other ranks' processes."""
         offered = [
             (group, name)
             for names in (self.stored.specs, self.stored.aliases, self.stored.values)
@@ -210,7 +205,7 @@ class _Comparison:
 
 
 def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Selection, strict: bool) -> MatchedLeaves:
-    """Compare the plans of all parts with the checkpoint; `StateMismatch` names everything that does not fit."""
+    """Compare the plans of all parts with the checkpoint; `StateMismatch` names every mismatch."""
     comparison = _Comparison(stored, selection)
     for plan in plans:
         comparison.take(plan)
@@ -250,8 +245,8 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
 
 
 def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
-    """What an import has listed under each name of tied weights, as masters and optimizer state, of which this state has
-    one: what stands under that name is restored.
+    """Names that an import lists for each of several tied weights, such as masters and optimizer state, where this
+    state has one.
     """
     ties = {alias: name for plan in plans for alias, name in plan.aliases.get(_WEIGHTS, {}).items()}
     found = []
@@ -264,7 +259,6 @@ def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Seque
 
 
 def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
-    """Notes of what `strict=False` has allowed."""
     texts = (
         *(f"{text}: those of the first are used" for text in comparison.conflicts),
         _listed("names of the state are not in the checkpoint: they stay as they were", comparison.missing),
@@ -274,7 +268,6 @@ def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
 
 
 def _taken(selection: Selection) -> tuple[str, ...]:
-    """The groups that are restored, as `groups=` takes them."""
     return tuple(sorted(selection.groups))
 
 

@@ -22,7 +22,6 @@ Run = tuple[int, int]  # global indices [start, stop) along one dimension
 
 
 def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dict[str, int]]:
-    """The boxes of a DTensor that this rank holds, its placements as text, and the sizes of its mesh by name."""
     mesh, shape = value.device_mesh, tuple(value.shape)
     names = mesh.mesh_dim_names or tuple(f"mesh_{d}" for d in range(mesh.ndim))
     sizes = {dimension: int(n) for dimension, n in zip(names, mesh.shape, strict=True)}
@@ -42,7 +41,7 @@ def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dic
 
 
 def is_alone(value: Any) -> bool:
-    """Whether the mesh of a DTensor has every rank, and shards it along every dimension that has more than one."""
+    """Whether a DTensor's mesh has every rank, and shards it along every dimension of more than one rank."""
     sizes = tuple(int(n) for n in value.device_mesh.shape)
     cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
     return cut and prod(sizes) == torch.distributed.get_world_size()
@@ -74,7 +73,6 @@ def _length(runs: Sequence[Run]) -> int:
 
 
 def _cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Positions [begin, end) of the indices that `runs` lists; adjacent runs become one."""
     kept: list[Run] = []
     position = 0
     for start, stop in runs:
@@ -100,9 +98,8 @@ def _strided_chunk(runs: Sequence[Run], split: Split) -> list[Run]:
 
 @lru_cache(maxsize=LAYOUTS_REMEMBERED)
 def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tuple[Box, ...]:
-    """The boxes that these cuts leave of a tensor, whatever its name; a model has few shapes and many tensors.
-
-    Raises `ValueError` if the local tensor does not fit.
+    """The boxes that these cuts leave of a tensor; cached, because a model has few shapes. `ValueError` if the local
+    tensor does not fit.
     """
     cuts = [[s for s in splits if s and s.dimension == d] for d in range(len(shape))]
     if 0 in local and 0 in (_length(split_runs(n, cut)) for n, cut in zip(shape, cuts, strict=True)):

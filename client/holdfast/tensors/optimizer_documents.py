@@ -1,6 +1,7 @@
-"""Renames the parameters in an optimizer's document, and merges the documents of several ranks into one.
+"""Renames the parameters in an optimizer's document, and merges the documents of several ranks.
 
-It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state`, `masters` and `wrapped`.
+It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state`, `masters` and
+`wrapped`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ BEGAN = "began"  # the learning rates that groups began with where the user's ow
 
 
 def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
-    """The document with every parameter under its new names, of which it may have several, or none.
+    """The document with every parameter under its new names: several, or none. Names missing in `names` stay.
 
-    A name that is not in `names` stays. If two parameters become one, the values of the first are used. `StateMismatch` for
-    state in wrapper tensors: their blocks of codes are not cut or joined as their parameters are.
+    If parameters become one, the first's values are used. `StateMismatch` for state in wrapper tensors, whose blocks of
+    codes cannot be cut or joined.
     """
     document = _parsed(text)
     if document is None:
@@ -48,7 +49,7 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
 
 
 def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
-    """A new name that several parameters get which differ in what the document says of them; None if there is none."""
+    """A new name shared by parameters with different values in the document; None if there is none."""
     document = _parsed(text)
     if document is None or len({new for news in names.values() for new in news}) == sum(map(len, names.values())):
         return None
@@ -65,7 +66,7 @@ def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """One document with the parameters of all of them; if several have a parameter, the values of the first are used."""
+    """One document with the parameters of all; the first's values are used if several have a parameter."""
     documents = [_parsed(text) for text in texts]
     known = [document for document in documents if document is not None]
     if len(known) < len(documents) or len(texts) == 1:
@@ -121,7 +122,6 @@ def _all_renamed(listed: Iterable[str], names: Mapping[str, Sequence[str]]) -> l
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """The document, if all its parts are plain objects."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -132,12 +132,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _items(held: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Keys and values in the order in which they were saved."""
     return [(key, held[key]) for key in held.get("$keys", sorted(key for key in held if key != "$keys"))]
 
 
 def _ordered(held: Mapping[str, Any]) -> dict[str, Any]:
-    """An object that states its order if that is not the sorted one, as `json_values` writes it."""
+    """An object with its order, if that is not the sorted one, as `json_values` writes it."""
     keys = list(held)
     return dict(held) if keys == sorted(keys) else {**held, "$keys": keys}
 

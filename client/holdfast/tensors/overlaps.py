@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
         return f"{self.other.path} overlaps {self.first.path} here"
 
     def is_equal(self) -> bool:
-        """Whether what is stored for both agrees about the elements that they share."""
+        """Whether the stored values of both agree about their common elements."""
         one, other = self.live
         if one.dtype != other.dtype:
             return False

@@ -85,7 +85,7 @@ def local_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by name, anything but plain strided memory without overlap, of a dtype that safetensors knows."""
+    """Refuse all but plain strided memory without overlap, of a dtype that safetensors knows."""
     reason = _obstacle(tensor)
     if reason:
         raise InvalidRequest(
@@ -119,7 +119,7 @@ def shares_places(shape: Sequence[int], strides: Sequence[int]) -> bool:
         return False
     if prod(n for _, n in steps) > 1 + sum(stride * (n - 1) for stride, n in steps):
         return True
-    places = np.zeros(1, np.int64)  # interleaved strides: only the places themselves tell
+    places = np.zeros(1, np.int64)  # interleaved strides: compare all addresses
     for stride, n in steps:
         places = np.add.outer(places, np.arange(n, dtype=np.int64) * stride).reshape(-1)
     return np.unique(places).size < places.size
@@ -129,14 +129,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch for the wrapped tens
 
 
 class MemorySpan(NamedTuple):
-    """The addresses from the first to behind the last byte of a tensor that has memory."""
+    """Addresses from the first byte of a tensor to behind its last one."""
 
     start: int
     stop: int
 
 
 def memory_span(tensor: torch.Tensor) -> MemorySpan:
-    """Where a plain tensor lies; of a view with gaps, the gaps too."""
+    """The memory of a plain tensor, including the gaps of a view."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return MemorySpan(start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)

@@ -28,8 +28,8 @@ class Tree(NamedTuple):
 def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
     """Split a nested value into text and tensors, or refuse it with the path.
 
-    Tensors are named `prefix/key/…`. If `own`, a prefix of this rank, is given, all tensors are named below that instead,
-    except DTensors, Fragments and lists of Fragments, of which every rank has only a part.
+    Tensors are named `prefix/key/…`, or below `own`, a prefix of this rank, if given; DTensors and Fragments, of which
+    every rank has a part, keep `prefix`.
     """
     tensors: dict[str, Storable] = {}
 
@@ -49,7 +49,7 @@ def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
 def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
     name = "/".join((prefix, *(step.strip("[]").replace("/", "|") for step in trail)))
     candidate, number = name, 2
-    while candidate in taken:  # {1: …, "1": …}: the document tells them apart
+    while candidate in taken:  # {1: …, "1": …}: the document keeps them apart
         candidate, number = f"{name}~{number}", number + 1
     return candidate
 
@@ -84,7 +84,7 @@ class Regrown(NamedTuple):
 def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None], live: Mapping[str, Storable]) -> Regrown:
     """Prepare the value that `grow` split; `live` tensors are filled in place, the others are new.
 
-    `unknown` lists the names to which the document refers and that the checkpoint does not have.
+    `unknown` lists referenced names that the checkpoint does not have.
     """
     kinds = json_values.referred(text)
     found = {name: spec(name) for name in kinds}

@@ -18,9 +18,9 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def start_in(part: torch.Tensor, outer: torch.Tensor) -> int | None:
-    """The first element of a view, counted in memory from the first of `outer`; None if it is not inside of it.
+    """Offset of a view in elements from the first of `outer`, which has no gaps; None if it is outside.
 
-    `outer` has no gaps in memory. An empty view is inside of everything, at its beginning.
+    An empty view is inside of everything, at its beginning.
     """
     if not part.numel():
         return 0
@@ -77,7 +77,6 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_sum(distance: int, terms: Sequence[_Term]) -> bool:
-    """Whether a distance is a sum of the terms, longest first, each taken a number of times that it allows."""
     if not terms:
         return distance == 0
     first, *rest = terms

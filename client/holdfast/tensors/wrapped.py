@@ -1,7 +1,7 @@
-"""Wrapper tensors, such as torchao's 8-bit optimizer state: one tensor to look at, several plain ones inside.
+"""Wrapper tensors, such as torchao's 8-bit optimizer state: one outer tensor, several plain ones inside.
 
-They are taken apart and put together by what their class offers for that (`__tensor_flatten__`, `__tensor_unflatten__`).
-Class and context are described as data. Nothing is imported to put one together: its class has to be loaded already.
+`__tensor_flatten__` and `__tensor_unflatten__` of their class take them apart and rebuild them. Class and context are
+described as data. Rebuilding imports nothing: the class has to be loaded already.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Description = dict[str, Any]  # "class", "context", "shape", "stride", "inner": 
 
 
 def is_wrapped(value: object) -> bool:
-    """Whether this tensor's values are in other tensors that it holds. Neither DTensors are meant, whose parts have places,
-    nor nested tensors, whose sizes are no numbers.
+    """Whether this tensor's values are in tensors that it holds; not DTensors (parts with places) nor nested tensors
+    (no sizes).
     """
     if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.is_nested:
         return False
@@ -62,7 +62,7 @@ def class_name(kind: type) -> str:
 
 
 def check_alike(live: object, said: Description, path: str) -> None:
-    """`StateMismatch` unless the live tensor is of the class and context of what was stored."""
+    """`StateMismatch` unless the live tensor has the stored class and context."""
     stored = f"{_words(said)} was stored"
     if not is_wrapped(live):
         raise StateMismatch(f"{path}: {stored}, but the live one is a {type(live).__name__}", hint=_SAME)
@@ -76,7 +76,7 @@ _SAME = "use the optimizer that was saved, with the same options; or leave its s
 
 
 def find_class(said: Description, path: str) -> type[torch.Tensor]:
-    """The class of what was stored, among the classes that are loaded; `StateMismatch` if it is not, or is no such class."""
+    """The stored class, among the loaded ones; `StateMismatch` if it is not loaded, or not such a class."""
     module, _, name = str(said.get("class")).partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -91,7 +91,7 @@ def find_class(said: Description, path: str) -> type[torch.Tensor]:
 
 
 def build(kind: type[torch.Tensor], said: Description, tensors: Mapping[str, torch.Tensor], path: str) -> torch.Tensor:
-    """Put a tensor together of the plain ones inside; `StateMismatch` if its class makes another one of them."""
+    """Rebuild a tensor from the plain ones inside; `StateMismatch` if its class makes another one of them."""
     shape, stride = torch.Size(said["shape"]), tuple(said["stride"])
     try:
         made = kind.__tensor_unflatten__(dict(tensors), _decoded(said["context"], path), shape, stride)  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def build(kind: type[torch.Tensor], said: Description, tensors: Mapping[str, tor
 
 
 def check_description(said: object, path: str) -> Description:
-    """What a checkpoint says of a wrapper, if it can be one; else `CorruptManifest`."""
+    """A checkpoint's description of a wrapper; `CorruptManifest` if it is invalid."""
     sound = (
         isinstance(said, dict)
         and said.keys() >= {"class", "context", "shape", "stride", "inner"}
