@@ -1,10 +1,7 @@
 """A complete restore: choose a step, open it, load it, and report the result to the daemon.
 
-If a checkpoint turns out damaged, all ranks of a launch take the previous one.
-
-The daemon chooses the same step for all ranks, and each rank reports its result before it continues. So no rank
-continues from a step that another rank could not read. Without a daemon, only a single rank can fall back by
-itself.
+The daemon chooses one step for all ranks, and each rank reports its result before it continues. If a rank finds damage,
+all ranks of the launch take the previous step. Without a daemon, only a single rank can fall back.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ class RestoreRequest(NamedTuple):
 def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
     """Load the requested step, or the newest sound step below a damaged one; None if there is no checkpoint.
 
-    A step that was requested by number is loaded or raises. Raises what `load` raises, and `Damaged` if no sound
-    step is left or the ranks can no longer agree.
+    A step that was requested by number is loaded or raises. Raises what `load` raises, and `Damaged` if no sound step
+    is left or the ranks cannot agree.
     """
     damages: list[tuple[int, CheckpointError]] = []  # that this restore has met, the newest step first
     below: int | None = None
@@ -57,7 +54,7 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
             raise
         if choice.step is None:
             if damages:
-                raise damages[0][1]  # nobody starts from nothing because of it without being asked to
+                raise damages[0][1]  # never start from nothing because of damage
             return None
         made, own, judged = _load(rank, choice, asked)
         if judged.error is None and made is not None:
@@ -97,9 +94,7 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
 def _load(
     rank: RestoringRank, choice: Choice, asked: RestoreRequest
 ) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
-    """Load, and load again if the daemon says that the step is sound now. Returns the report, the damage and the
-    verdict.
-    """
+    """Load, again if the daemon reports that the step is sound now. Returns the report, the damage and the verdict."""
     assert choice.step is not None
     session, named, replaced = rank.session, asked.step is not None, 0
     while True:
@@ -114,7 +109,7 @@ def _load(
         except Damaged as damage:
             error = damage
         except Exception as failure:
-            if isinstance(failure, InUse) and replaced < REPLACED_MAX:  # what stands there now is the same step
+            if isinstance(failure, InUse) and replaced < REPLACED_MAX:  # the directory holds the same step, replaced
                 replaced += 1
                 continue
             own = (
@@ -128,7 +123,7 @@ def _load(
 
 
 def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[str]:
-    """Notes for a restore without a daemon; otherwise the daemon's notes name the damaged steps."""
+    """Notes for a restore without a daemon; a daemon's own notes name the damaged steps."""
     if choice.turn is not None:
         return []
     return [f"step {step} is damaged ({error.detail}): restored step {choice.step} instead" for step, error in damages]
@@ -136,6 +131,6 @@ def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[
 
 def _told(session: Session, made: RestoreReport, notes: list[str]) -> RestoreReport:
     for note in notes:
-        if not isinstance(note, LeftOutNote):  # those are told with the restore's others
+        if not isinstance(note, LeftOutNote):  # the restore reports these with its other notes
             session.say(note)
     return made._replace(notes=(*made.notes, *notes))

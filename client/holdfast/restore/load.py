@@ -48,9 +48,8 @@ class RestoreReport(NamedTuple):
 
 
 class WantedPart(NamedTuple):
-    """Which part of a checkpoint to restore, whether names may be missing, whether to verify everything first, and what to
-    do about full-precision masters and other float dtypes. `told` are those of `ignore` of which notes say if they match
-    nothing.
+    """Which part of a checkpoint to restore, whether names may be missing, whether to verify everything first, and what
+    to do about full-precision masters and other float dtypes. Notes report patterns of `told` that match nothing.
     """
 
     groups: Collection[str] | None
@@ -64,8 +63,6 @@ class WantedPart(NamedTuple):
 
 
 class RestoringRank(NamedTuple):
-    """The rank that restores: its launch, run, connection to the daemon, and live state."""
-
     run: str
     launch: Launch
     session: Session
@@ -76,8 +73,8 @@ class RestoringRank(NamedTuple):
 def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> RestoreReport:
     """Fill the live state of a rank, from the in-memory checkpoint if there is one.
 
-    Raises `StateMismatch` before it changes anything, and `CorruptExtent` with file, tensor and range. Live
-    tensors that were partly overwritten by then are recorded in `state.wholeness`, and the error says so.
+    Raises `StateMismatch` before it changes anything, and `CorruptExtent` with file, tensor and range. Live tensors
+    partly overwritten by then are recorded in `state.wholeness`, and the error names them.
     """
     _, launch, session, state, average = rank
     reader.cores, reader.peers = _own_cores(), launch.peers
@@ -134,7 +131,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
 
 
 def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> None:
-    """What a mapping program takes for granted of the groups' tensors, before anything is overwritten."""
+    """Check a mapping program's assumptions about the groups' tensors, before anything is overwritten."""
     program = None if state.declared is None else state.declared.compiled
     if program is not None:
         for group in groups & manifest.tensors.keys():
@@ -154,8 +151,8 @@ def _changed(manifest: Manifest) -> list[str]:
 
 
 def _told(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
-    """Notes of what patterns of the user leave out, and of those that match nothing: most such patterns are spelled wrongly.
-    Whole groups of the live state are left out on purpose, where the checkpoint has none of them too.
+    """Notes on what the user's patterns leave out, and on patterns that match nothing, which are mostly misspelled. A
+    pattern for a whole live group is deliberate if the checkpoint lacks that group.
     """
     if not patterns:
         return []
@@ -176,18 +173,17 @@ def _told(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str])
 
 
 def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:
-    """Bytes by where they came from, in the order in which these places are asked."""
+    """Bytes by source, in the order in which the sources are tried."""
     return {cold if origin == "files" else origin: size for origin, size in filled.bytes_by.items()}
 
 
 def _own(leaf: Leaf, manifest: Manifest, own: RankState) -> Leaf:
-    """Rename the leaf to the name under which this rank's tensor is stored."""
     group, name = own.own(manifest, leaf.group, leaf.name)
     return leaf if name == leaf.name else leaf._replace(group=group, name=name)
 
 
 def _own_cores() -> int:
-    """The cores for this rank: all that it may use, unless other ranks restore on the same cores."""
+    """The cores for this rank: all it may use, unless other ranks restore on them too."""
     allowed = len(os.sched_getaffinity(0))
     return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 

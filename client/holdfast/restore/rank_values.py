@@ -19,10 +19,10 @@ _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what be
 
 
 class RankState(NamedTuple):
-    """The JSON values that this rank restores, whose random states it continues, and notes for people.
+    """The JSON values that this rank restores, the rank whose random states it continues, and notes.
 
-    `position` and `place` are the saved ranks whose per-rank tensors it takes: of the group `extra`, and of all
-    other groups.
+    `position` and `place` are the saved ranks whose per-rank tensors it takes: of the group `extra`, and of all other
+    groups.
     """
 
     values: state_json.Values
@@ -32,9 +32,7 @@ class RankState(NamedTuple):
     place: int = 0
 
     def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
-        """The group and name under which this rank's tensor is stored, if ranks had different tensors of that
-        name.
-        """
+        """The group and name under which this rank's tensor is stored, if ranks had different tensors of one name."""
         apart = replica_claims.apart(self.position if group == replica_claims.HOME else self.place, group, name)
         return (replica_claims.HOME, apart) if apart in manifest.tensors.get(replica_claims.HOME, {}) else (group, name)
 
@@ -42,7 +40,7 @@ class RankState(NamedTuple):
 def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> RankState:
     """The part of `state.json` for `rank`; `now` is the mesh of its layout, if it has one.
 
-    Optimizer documents are merged from all ranks, because each rank knew only the parameters of its own stage.
+    Optimizer documents of all ranks are merged, because each rank knew only the parameters of its own stage.
     """
     saved = successors.read(manifest.mesh) if now is not None else None
     if now is None or saved is None or saved.world != manifest.world:

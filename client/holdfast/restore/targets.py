@@ -14,7 +14,7 @@ from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 
 
 class RestoreTarget(NamedTuple):
-    """A wanted tensor part, and the device copy that must follow if the CPU cannot write the live tensor."""
+    """A wanted tensor part, and the device copy that follows if the CPU cannot write the live tensor."""
 
     want: Want
     piece: LivePiece
@@ -22,9 +22,7 @@ class RestoreTarget(NamedTuple):
 
 
 def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
-    """Where the bytes of every leaf go: directly into live CPU memory, or into a bounce buffer for a device
-    tensor.
-    """
+    """The target of every leaf's bytes: live CPU memory, or a bounce buffer for a device tensor."""
     found = []
     for leaf in leaves:
         for piece in leaf.pieces:
@@ -36,7 +34,6 @@ def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
 
 
 def finish(targets: Sequence[RestoreTarget]) -> None:
-    """Copy bounce buffers to their device."""
     with torch.no_grad():
         for target in targets:
             if target.bounce is not None:

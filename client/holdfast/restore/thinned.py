@@ -1,4 +1,4 @@
-"""Refuses to restore from a thinned checkpoint what was taken out of it, and says which step still has it."""
+"""Refuses to restore groups that a thinned checkpoint no longer has, and names the step that still has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError, CheckpointThinned, Damaged
 
 
 def refuse(made: Manifest, choice: Choice, groups: Collection[str]) -> None:
-    """`CheckpointThinned` if one of these groups was taken out of the checkpoint, with the nearest step that has all."""
+    """`CheckpointThinned` if the checkpoint lost one of these groups, with the nearest step that has all."""
     gone = [group for group in groups if made.thinned is not None and group in made.thinned.groups]
     if not gone or made.thinned is None:
         return
