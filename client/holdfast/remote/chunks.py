@@ -29,9 +29,7 @@ PROGRESS_EVERY_S = 30.0
 
 
 class LinkPace:
-    """Measured speeds of link and compression, in bytes a second, and what follows from them. Starts
-    uncompressed and small.
-    """
+    """Measured speeds of link and compression, in bytes a second. Starts uncompressed, with small chunks."""
 
     def __init__(self, chunk_bytes_max: int) -> None:
         self._chunk_bytes_max = chunk_bytes_max
@@ -41,7 +39,7 @@ class LinkPace:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much to send at a time, before compression."""
+        """Bytes to send at a time, before compression."""
         wanted = int(self.link_bps * CHUNK_SECONDS / (self.ratio if self.packs else 1.0))
         return min(max(wanted, CHUNK_BYTES_MIN), self._chunk_bytes_max)
 
@@ -53,14 +51,12 @@ class LinkPace:
         return min(self.codec_bps, self.link_bps / max(self.ratio, 1e-6)) > ZSTD_GAIN_MIN * self.link_bps
 
     def sent(self, wire_bytes: int, seconds: float) -> None:
-        """Note that a chunk has arrived. Tiny ones measure the round trip rather than the link, and count only if there are
-        no others.
-        """
+        """Record that a chunk has arrived. Tiny ones measure the round trip, and count only if there are no others."""
         if wire_bytes >= CHUNK_BYTES_MIN // 4 or not self.link_bps:
             self.link_bps = _smoothed(self.link_bps, wire_bytes / max(seconds, 1e-6))
 
     def packed(self, plain_bytes: int, packed_bytes: int, seconds: float) -> None:
-        """Note that something was compressed, to be sent or as a sample."""
+        """Record a compression, of a chunk or a sample."""
         self.ratio = packed_bytes / plain_bytes if not self.codec_bps else _smoothed(self.ratio, packed_bytes / plain_bytes)
         self.codec_bps = _smoothed(self.codec_bps, plain_bytes / max(seconds, 1e-6))
 
@@ -77,7 +73,7 @@ class Sent(NamedTuple):
 
 
 class ChunkSender:
-    """Sends parts of uploads of one rank, one after another. Call and `close` it from one thread."""
+    """Sends parts of one rank's uploads, one after another. Use and `close` it from one thread."""
 
     def __init__(self, api: Api, rank_id: str, chunk_bytes_max: int) -> None:
         self._api, self._rank_id = api, rank_id

@@ -1,6 +1,7 @@
-"""The link of a rank that shares no memory with its daemon: it stages into own slots, and uploads sealed ones over HTTP.
+"""The link of a rank that shares no memory with its daemon: it stages into its own slots, and uploads sealed ones over
+HTTP.
 
-`RemoteLink` answers the requests that `Link` sends over the socket, so a checkpointer does not know the difference.
+`RemoteLink` answers the same requests as `Link` over the socket, so the checkpointer needs no special case.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Reply = TypeVar("_Reply", bound=wire.Reply)
 
 
 class RemoteLink:
-    """One rank's conversation with a daemon over HTTP. Requests may come from any thread; outcomes come on other threads."""
+    """One rank's connection to a daemon over HTTP. Requests may come from any thread; outcomes come on other threads."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class RemoteLink:
         return next(self._ids)
 
     def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REQUEST_TIMEOUT_S) -> _Reply:
-        """Do what the message asks for and return the reply; the waits that the message states apply, not `timeout_s`."""
+        """Execute the message and return the reply; the message's own time limits apply, not `timeout_s`."""
         if self._courier is not None and self._courier.lost is not None:
             raise self._courier.lost
         if type(message) not in self._answers:
@@ -106,7 +107,7 @@ class RemoteLink:
         raise DaemonGone("a rank without shared memory cannot exchange file descriptors")
 
     def tell(self, message: wire.Request) -> None:
-        """Send, with the seal, how long training stood still, if the upload has not been sealed yet; or that it waits."""
+        """Send how long training stalled, with the seal if the upload is not sealed yet; or that the rank waits."""
         if self._courier is not None and isinstance(message, wire.Waits):
             self._courier.waits(restate(message, messages.Waiting))
         save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
@@ -118,7 +119,7 @@ class RemoteLink:
         return self._receiving
 
     def take_fd(self) -> int:
-        """The descriptor of the segment that was reserved last; the caller closes it."""
+        """The descriptor of the last reserved segment; the caller closes it."""
         with self._lock:
             if not self._fds:
                 raise DaemonGone("no segment was reserved")
@@ -131,7 +132,7 @@ class RemoteLink:
         raise DaemonGone("a rank without shared memory has no average")
 
     def close(self, ended: bool = False) -> None:
-        """Disconnect: the daemon saves what has been uploaded, and gives up the rest."""
+        """Disconnect: the daemon saves complete uploads, and drops the rest."""
         self._closed = True
         if self._courier is not None:
             self._courier.close()

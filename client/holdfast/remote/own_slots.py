@@ -1,4 +1,4 @@
-"""Slots in this rank's own memory, for a rank that shares none with its daemon."""
+"""Slots in a rank's own memory, if it shares none with its daemon."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ JOIN_POLL_S = 0.02
 
 
 def within(asked: Geometry, bounds: Sequence[Bound]) -> tuple[Geometry, str]:
-    """As many of the slots as this process's own memory limits leave room for, and the notice if they are fewer;
-    `LimitExceeded`, with the numbers, if not even one fits.
+    """As many slots as this process's memory limits allow, and a notice if they are fewer; `LimitExceeded` if not one
+    fits.
     """
     rooms = [SegmentRoom(of.usable, f"{of.name}, {of.bytes_max} bytes") for of in bounds]
     room = min(rooms, default=SegmentRoom(asked.segment_bytes, ""))
@@ -43,7 +43,7 @@ def within(asked: Geometry, bounds: Sequence[Bound]) -> tuple[Geometry, str]:
 
 
 class OwnSegment:
-    """Memory laid out as the daemon lays out an arena, so that staging does not know the difference."""
+    """Memory laid out as the daemon's arena, so that staging needs no special case."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -87,20 +87,20 @@ class OwnSegment:
             self._changed.notify_all()
 
     def give_back(self) -> None:
-        """A larger segment follows: free the memory now, if no save is in it any more."""
+        """A larger segment follows: free this one as soon as no save uses it."""
         with self._changed:
             if len(self._free) == self.geometry.slots:
                 self._map.madvise(mmap.MADV_REMOVE)
 
     def lose(self, error: CheckpointError) -> None:
-        """No slot will become free any more: tell the reason to everyone who waits for one."""
+        """No slot will become free any more: pass the reason to all waiting threads."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
 
 
 class OwnSave:
-    """A save in an own slot, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
+    """A save in an own slot, until its outcome is known (`told`) and its slot is filled (not `staging`)."""
 
     def __init__(self, run: str, number: int, wanted: SlotRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
@@ -119,14 +119,16 @@ class OwnSave:
         return self.wanted.step
 
     def seal(self, table_digest: str) -> None:
-        """Declare the slot complete: from here on its header states its contents."""
+        """Mark the slot complete: its header now states its contents."""
         header = arena.read_header(self.segment.memory, self.segment.geometry, self.slot)
         self.whole = bodies.SealRequest(
             data_bytes=header.data_bytes, table_bytes=header.table_bytes, table_digest=table_digest
         )
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until a daemon has all of it, or its end is known; False if none of it arrived for `timeout` seconds."""
+        """Wait until a daemon has all of it or its outcome is known; False if no byte of it arrived for `timeout`
+        seconds.
+        """
         arrived, moved = self.arrived, time.monotonic()
         while not (self.delivered or self.told):
             if self.arrived != arrived:
@@ -140,7 +142,6 @@ class OwnSave:
         return f"{self.run}@{self.step}"
 
     def contents(self) -> tuple[memoryview, memoryview]:
-        """The data and the table of a sealed slot."""
         assert self.whole is not None, "only what is sealed has contents"
         memory, geometry = self.segment.memory, self.segment.geometry
         data, table = geometry.data_offset(self.slot), geometry.table_offset(self.slot)
@@ -148,7 +149,7 @@ class OwnSave:
 
 
 class OwnSaves:
-    """The saves, by step, whose end is not known or whose slot is still being filled; in the order in which they began."""
+    """Saves by step whose outcome is unknown or whose slot is still being filled, in the order in which they began."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -161,21 +162,19 @@ class OwnSaves:
                 raise StateMismatch(f"step {save.step} is already being saved", hint="wait for its ticket first")
 
     def find(self, step: int) -> OwnSave | None:
-        return self._saves.get(step)  # in one step of Python: the training asks, which signals interrupt
+        return self._saves.get(step)  # in one bytecode: called by the training thread, which signals interrupt
 
     @property
     def all_open(self) -> bool:
-        """Whether the present daemon has begun all of them."""
         with self._lock:
             return all(save.open or save.told for save in self._saves.values())
 
     def oldest(self) -> OwnSave | None:
-        """The oldest save that has not ended yet."""
         with self._lock:
             return next((save for save in self._saves.values() if not save.told), None)
 
     def forget(self, save: OwnSave) -> bool:
-        """Remove a save; return whether it was known until now."""
+        """Remove a save; False if it was unknown."""
         with self._lock:
             known = self._saves.get(save.step) is save
             if known:
@@ -184,14 +183,11 @@ class OwnSaves:
         return known
 
     def free(self, save: OwnSave) -> None:
-        """Free its slot."""
         if self.forget(save):
             save.segment.release(save.slot)
 
     def staged(self, save: OwnSave) -> bool:
-        """Note that its slot is filled; return whether its end is known by now. If not, keep the process alive for the
-        upload.
-        """
+        """Mark its slot as filled; return whether its outcome is known. If not, keep the process alive for the upload."""
         with self._lock:
             save.staging = False
             if not save.told:
@@ -199,7 +195,7 @@ class OwnSaves:
             return save.told
 
     def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
-        """Note its end, and free its slot unless it is still being filled; False if the end was known."""
+        """Record its outcome, and free its slot unless it is still being filled; False if the outcome was known."""
         with self._lock:
             if save.told:
                 return False
@@ -211,7 +207,7 @@ class OwnSaves:
         return True
 
     def begin_upload(self, save: OwnSave) -> bool:
-        """Begin its upload: from here on the save cannot be taken back. False if it has ended already."""
+        """Mark its upload as begun, so that the save cannot be dropped. False if it has ended already."""
         with self._lock:
             save.begun = save.begun or not save.told
             return not save.told
@@ -228,7 +224,7 @@ class OwnSaves:
         return save
 
     def delivered(self, save: OwnSave, still: Callable[[], bool]) -> bool:
-        """Note that a daemon has all of it, if it is `still` the daemon that we are connected to."""
+        """Record that a daemon has all of it, if that is `still` the current daemon."""
         with self._lock:
             save.delivered = still()
             if save.delivered:
@@ -236,7 +232,7 @@ class OwnSaves:
             return save.delivered
 
     def bring_again(self) -> list[OwnSave]:
-        """Saves that a daemon had completely and that its successor does not know."""
+        """Saves that the last daemon had completely and its successor does not know."""
         with self._lock:
             for save in self._saves.values():
                 save.open = False
@@ -247,7 +243,6 @@ class OwnSaves:
             return again
 
     def lose(self) -> None:
-        """The ends of these saves will not be reported any more."""
         with self._lock:
             for save in self._saves.values():
                 save.told = True

@@ -1,6 +1,7 @@
-"""Uploads sealed slots to a daemon over HTTP and receives their outcomes, whatever breaks on the way.
+"""Uploads sealed slots to a daemon over HTTP and receives their outcomes, through connection losses and daemon
+restarts.
 
-A slot is freed when its save has ended, not when it was uploaded. So a restarted daemon gets the bytes once more, and no
+A slot is freed when its save has ended, not when it was uploaded. So a restarted daemon gets the bytes again, and no
 step is lost.
 """
 
@@ -38,7 +39,7 @@ from holdfast_formats.staging.messages import restate
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 0.5  # save() waits to hear whether a step may be saved; after that it is found out in the background
+OPEN_TIMEOUT_S = 0.5  # save() waits for whether a step may be saved; after that the answer is handled in the background
 ROOM_TIMEOUT_S = 2.0  # and for a slot of its own to become free
 STOPPING_TIMEOUT_S = 5.0
 POLL_S = 10.0
@@ -56,7 +57,7 @@ Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None
 
 
 class _Patience:
-    """Waits longer and longer between tries."""
+    """Increasing waits between retries."""
 
     def __init__(self) -> None:
         self._delay_s = BACKOFF_MIN_S
@@ -67,10 +68,9 @@ class _Patience:
 
 
 class Uploader:
-    """One rank's uploads to a daemon. It has two threads: one uploads save after save, one listens for their ends."""
+    """One rank's uploads to a daemon. One thread uploads the saves in order, one polls for their outcomes."""
 
     def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, tellers: Tellers) -> None:
-        """Say hello; raises the daemon's refusal."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
         self._on_outcome, self._on_lost, self._on_stop = tellers
@@ -84,7 +84,7 @@ class Uploader:
         self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
         self._heard = time.monotonic()
-        self._silent = False  # it has not answered, nor said anything since
+        self._silent = False  # it has not answered so far
         self._unmet: str | None = None  # why the last request did not reach it
         self._closing = threading.Event()
         self._threads = [
@@ -93,8 +93,8 @@ class Uploader:
         ]
 
     def reserve(self, room: messages.Room, segment: OwnSegment) -> None:
-        """Have the daemon reserve as much memory as this rank has itself."""
-        before, self._room = self._room, room  # noted before the request: a restarted daemon is asked for it, too
+        """Make the daemon reserve as much memory as this rank has itself."""
+        before, self._room = self._room, room  # noted before the request: a restarted daemon needs it, too
         try:
             self._persist(lambda: self._api.reserve(self._rank_id, room), time.monotonic())
         except CheckpointError:
@@ -103,7 +103,7 @@ class Uploader:
         self._segment = segment
 
     def begin(self, save: OwnSave, wanted: messages.SlotRequest) -> None:
-        """Ask whether the step may be saved; raises a refusal. A link that is slow to answer stops no save."""
+        """Begin the save at the daemon; raises a refusal. A slow link stops no save."""
         self.saves.add(save)
         try:
             save.open = self.ask(save.number, wanted)
@@ -112,9 +112,7 @@ class Uploader:
             raise
 
     def ask(self, number: int, wanted: messages.SlotRequest) -> bool:
-        """Begin an upload at the daemon, where the policy decides if no slot is free. Return whether it could be: not where
-        the daemon is silent.
-        """
+        """Begin an upload at the daemon, where the policy decides if no slot is free. False if the daemon is silent."""
         if self._silent:
             return False
         try:
@@ -129,7 +127,7 @@ class Uploader:
         return True
 
     def take_back(self, step: int, policy: messages.Policy) -> bool:
-        """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False if there is none."""
+        """Drop, for `step`, the oldest save whose upload has not begun, on all ranks; False if there is none."""
         awaited = self.awaited()
         save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy, awaited).problem())
         if save is None:
@@ -158,7 +156,7 @@ class Uploader:
         )
 
     def deliver(self, save: OwnSave) -> bool:
-        """Upload the sealed slot in the background. False if the save has ended already; then its slot is free."""
+        """Upload the sealed slot in the background. If the save has ended already, free its slot and return False."""
         if self.saves.staged(save):
             self.saves.free(save)
             return False
@@ -166,28 +164,28 @@ class Uploader:
         return True
 
     def abandon(self, save: OwnSave, error: CheckpointError) -> None:
-        """Free a slot that was not filled after all, and let the other ranks know."""
+        """Free a slot that was not filled after all, and inform the other ranks."""
         self.saves.free(save)
         self._give_up_soon(save, error)
 
     def choose(self, asked: wire.Choose) -> messages.Answer:
-        """Ask which step to restore; waits for saves that the daemon is writing, a moment at a time."""
+        """Request the step to restore; polls while the daemon writes saves."""
         question = restate(asked, bodies.Question, wait_s=min(asked.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + asked.wait_s
         return self._persist(lambda: self._api.choose(self._rank_id, asked.turn, question), limit)
 
     def ended(self, said: wire.Ended) -> messages.RestoreVerdict:
-        """Report how a restore ended; waits for the other ranks, a moment at a time."""
+        """Report how a restore ended; polls until the other ranks have reported."""
         end = restate(said, bodies.RestoreEnd, wait_s=min(said.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + said.wait_s
         return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
 
     def stopping(self, said: messages.PassedStep) -> messages.LastStep:
-        """Say how far this rank is, because its launch is to stop; where the daemon does not answer, it is said again."""
+        """Report how far this rank is, because its launch is to stop; repeated if the daemon does not answer."""
         return self._api.stopping(self._rank_id, said, STOPPING_TIMEOUT_S)
 
     def waits(self, said: messages.Waiting) -> None:
-        """Tell the daemon that this rank begins no other save, once it has begun all of them there. It may be lost."""
+        """Report that this rank begins no other save, once it has begun all of them there. The report may be lost."""
         if self._silent or not self.saves.all_open:
             return
         try:
@@ -196,7 +194,7 @@ class Uploader:
             log.debug("could not tell %s what this rank waits for: %s", self._api.url, unheard.detail)
 
     def close(self) -> None:
-        """Disconnect from the daemon; what it has not received by now is given up."""
+        """Disconnect; saves that the daemon has not completely received are given up."""
         self._end_loops()
         self.saves.lose()
         if self.lost is None and not self._silent:
@@ -212,7 +210,7 @@ class Uploader:
         self._sealed.put(None)
 
     def _tell(self, save: OwnSave, problem: dict[str, Any] | None) -> None:
-        """Report once what became of a save, and free its slot unless it is still being filled."""
+        """Report a save's outcome once, and free its slot unless it is still being filled."""
         if self.saves.end(save, problem):
             self._on_outcome(self._outcome(save))
 
@@ -221,7 +219,7 @@ class Uploader:
         return wire.Outcome(step=save.step, attempt=self.welcome.attempt, state=state, problem=save.problem)
 
     def _guard(self, loop: Callable[[], None]) -> None:
-        """Run a thread; if it ends early, end everything that is under way, by name."""
+        """Run a thread; if it ends early, end every pending save with an error."""
         try:
             loop()
         except CheckpointError as error:
@@ -245,7 +243,7 @@ class Uploader:
         self._on_lost(error)
 
     def _persist(self, act: Callable[[], _Result], limit: float) -> _Result:
-        """Try until it succeeds or is refused, but not beyond `limit` if the daemon says that it takes longer."""
+        """Retry until success or refusal, but not beyond `limit` if the daemon reports that it takes longer."""
         patience = _Patience()
         while True:
             seen = self._generation
@@ -257,7 +255,7 @@ class Uploader:
                 self._recover(error, seen, patience)
 
     def _recover(self, error: CheckpointError, seen: int, patience: _Patience) -> None:
-        """Do what makes another try worthwhile, or raise the error again."""
+        """Prepare another try, or raise the error again."""
         if isinstance(error, NoSuchResource):
             try:
                 self._rejoin(seen)
@@ -279,9 +277,7 @@ class Uploader:
         self._heard, self._silent, self._unmet = time.monotonic(), False, None
 
     def _rejoin(self, seen: int) -> None:
-        """The daemon does not know this rank: it is another one. Say hello again, and upload everything whose end is not
-        known.
-        """
+        """Register again with a new daemon that does not know this rank, and upload every save whose outcome is unknown."""
         with self._rejoining:
             if self._generation != seen:
                 return
@@ -333,7 +329,7 @@ class Uploader:
             sender.close()
 
     def _give_up_soon(self, save: OwnSave, error: CheckpointError) -> None:
-        """Tell the other ranks; where the daemon is silent, once it has answered."""
+        """Inform the other ranks; once the daemon answers, if it is silent."""
         if self._silent:
             problem = messages.AbandonRequest(problem=error.problem())
             background_requests.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
@@ -347,7 +343,7 @@ class Uploader:
             log.info("could not tell %s that step %d is given up: %s", self._api.url, save.step, unheard.detail)
 
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
-        """Tell the other ranks of the world at once that this step is not saved."""
+        """Inform the other ranks of the world at once that this step is not saved."""
         try:
             self._api.abandon_upload(self._rank_id, number, messages.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
@@ -369,7 +365,7 @@ class Uploader:
                 with self._rejoining:  # the other thread may be half-way
                     patience.wait(self._closing)
             except AlreadyCommitted:
-                # The daemon before this one may have committed it, and died before it told us.
+                # The previous daemon may have committed it, and died before it reported.
                 found = self._api.checkpoint(self.run, save.step)
                 if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
                     raise
@@ -389,5 +385,5 @@ def _problem_of(ended: bodies.Upload) -> dict[str, Any] | None:
 
 
 def _may_go_on(error: CheckpointError) -> bool:
-    """Whether a refusal says where an upload stands, rather than that it is not allowed."""
+    """Whether a refusal states an upload's progress, rather than that it is not allowed."""
     return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
