@@ -23,7 +23,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
 
-AGENT = "holdfast/1"  # by which the service's audit log tells our client from others
+AGENT = "holdfast/1"  # the service's audit log distinguishes our client by it
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
@@ -66,14 +66,13 @@ class Pieces:
 
 
 class Api(JobsApi):
-    """A connection to one service; safe for threads. A context manager.
+    """A connection to one service; thread-safe; a context manager.
 
-    `token` is sent to the service. Without it, HOLDFAST_TOKEN is used, or the token that this user's own daemon left for its
-    user, or the one in ~/.config/holdfast/token.
+    `token` is sent to the service. The default is HOLDFAST_TOKEN, or the token that this user's own daemon left, or
+    ~/.config/holdfast/token.
     """
 
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
-        """Raises `InvalidRequest` for an invalid token, or a token file that others can read."""
         self.url = url.rstrip("/")
         shown = config.stated_token() if token is None else config.check_token(token, "token=")
         own = owner_token.OwnersToken(self.url) if shown is None else None
@@ -104,7 +103,7 @@ class Api(JobsApi):
         return self._get("/healthz", bodies.Health)
 
     def sign_of_life(self, timeout_s: float) -> None:
-        """Return if the service answers. `DeadlineExceeded` if it does not within so many seconds, `DaemonGone` if there is
+        """Ping the service. `DeadlineExceeded` if it does not answer within so many seconds, `DaemonGone` if there is
         none.
         """
         try:
@@ -137,9 +136,7 @@ class Api(JobsApi):
     def statistics(
         self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
     ) -> Iterator[TensorStatistics]:
-        """Statistics of the tensors' values, of tensors with `part` in their name; `NoSuchResource` before the checkpoint
-        was verified.
-        """
+        """Value statistics of tensors with `part` in their name; `NoSuchResource` before the checkpoint was verified."""
         query = {"group": group, "sort": sort, "q": part or None}
         return self._pages(f"{_step_path(run, step)}/statistics", TensorStatistics, query)
 
@@ -162,12 +159,12 @@ class Api(JobsApi):
         return self._pages(path, item, query)
 
     def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Any request, as httpx takes it; an unsuccessful one raises the error that it stands for."""
+        """Any request, as httpx takes it; an unsuccessful response is raised as its error."""
         with self._translated():
             return self._checked(self._http.request(method, path, **parts))
 
     def parsed(self, content: bytes, model: type[Model]) -> Model:
-        """What the service sent, as the given model; `StorageFailed` if it is not that."""
+        """Response content as the given model; `StorageFailed` if it is invalid."""
         return bounded.parsed(content, model, self.url)
 
     def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
@@ -212,7 +209,7 @@ class Api(JobsApi):
         return self._pages("/v1/rounds", bodies.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
 
     def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
-        """Compare two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact`, `limit`
+        """Compare two checkpoints, tensor by tensor; `how` has `run_b`, `group`, `state`, `q`, `exact`, `limit`
         (docs/api.md).
         """
         query = {"a": a, "b": b, **how}
@@ -223,35 +220,35 @@ class Api(JobsApi):
         return list(self._pages("/v1/nodes", bodies.Node))
 
     def forget_node(self, name: str) -> None:
-        """List a node that is gone no more; `InUse` if it is live."""
+        """Remove a lost node from the list; `InUse` if it is live."""
         with self._translated():
             self._checked(self._http.delete(f"/v1/nodes/{quote(name, safe='')}"))
 
     def rotate_node_secret(self) -> None:
-        """Make up a new secret by which the nodes of the catalog know each other; the one before is accepted for one more
+        """Make a new secret by which the catalog's nodes authenticate each other; the old one is valid until the next
         rotation.
         """
         with self._translated():
             self._checked(self._http.post("/v1/nodes/secret"))
 
     def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
-        """Register as a rank that shares no memory with the daemon; repeating it is harmless."""
+        """Register as a rank that shares no memory with the daemon; idempotent."""
         return self._send("PUT", _rank_path(rank_id), hello, bodies.RankWelcome)
 
     def leave(self, rank_id: str, timeout_s: float) -> None:
-        """Disconnect the rank; what it has not sealed ends."""
+        """Disconnect the rank; its unsealed uploads end."""
         with self._translated():
             self._checked(self._http.delete(_rank_path(rank_id), timeout=timeout_s))
 
     def reserve(self, rank_id: str, room: messages.Room) -> None:
-        """Have memory reserved for the rank's slots; `LimitExceeded` when the daemon's arena does not have that much."""
+        """Reserve memory for the rank's slots; `LimitExceeded` if the daemon's arena is too small."""
         with self._translated():
             self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
 
     def open_upload(
         self, rank_id: str, number: int, wanted: messages.SlotRequest, timeout_s: float | None = None
     ) -> bodies.Upload:
-        """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
+        """Begin the rank's `number`-th upload; raises the reason if the step may not be saved."""
         return self._send("PUT", _upload_path(rank_id, number), wanted, bodies.Upload, timeout_s)
 
     def upload(self, rank_id: str, number: int) -> bodies.Upload:
@@ -272,13 +269,13 @@ class Api(JobsApi):
             return self.parsed(self._checked(answer).content, bodies.Upload)
 
     def seal_upload(self, rank_id: str, number: int, whole: bodies.SealRequest) -> bodies.Upload:
-        """Hand a complete slot over; from then on the daemon saves it, even if the rank dies."""
+        """Complete an upload; from then on the daemon saves it, even if the rank dies."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, bodies.Upload)
 
     def abandon_upload(
         self, rank_id: str, number: int, why: messages.AbandonRequest, timeout_s: float | None = None
     ) -> bodies.Upload:
-        """Abandon an upload, and the save of its step with it."""
+        """Abandon an upload and its step's save."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
     def stopping(self, rank_id: str, said: messages.PassedStep, timeout_s: float) -> messages.LastStep:
@@ -290,7 +287,7 @@ class Api(JobsApi):
             self._checked(self._http.put(path, json=said.model_dump(mode="json"), timeout=timeout_s))
 
     def outcomes(self, rank_id: str, after: int, wait_s: float) -> bodies.Outcomes:
-        """Uploads that have ended, after waiting for one. The request also tells that the rank is alive."""
+        """Ended uploads, after waiting for one. The request also counts as a sign of life."""
         with self._translated():
             answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
             return self.parsed(self._checked(answer).content, bodies.Outcomes)
@@ -364,7 +361,7 @@ class Api(JobsApi):
 
 
 def was_reached(error: CheckpointError) -> bool:
-    """Whether a service was there that did not answer in time, rather than none."""
+    """Whether a service exists that did not answer in time."""
     return isinstance(error.__cause__, httpx.ReadTimeout | httpx.WriteTimeout)
 
 

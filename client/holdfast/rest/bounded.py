@@ -1,4 +1,4 @@
-"""Bounds what is read of an answer, which any machine may have sent: its bytes, and what they become in memory."""
+"""Limits the size of responses, which may come from any machine: their bytes, and their memory once parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_BYTES_MAX = 16 * 2**20  # a page of a list has far less
 PROBLEM_BYTES_MAX = 2**20
 LINE_BYTES_MAX = 2**20  # of a stream of events
 MISTAKES_MAX = 100  # of more, none is described: that alone would take gigabytes
-BYTES_MAX = "answer_bytes_max"  # a request's extension that says another bound; None, where the reader bounds it itself
+BYTES_MAX = "answer_bytes_max"  # request extension with another limit; None: the reader limits it itself
 HINT = "check that it is a Holdfast service of the same version"
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -24,7 +24,7 @@ _values = decoder(Any)
 
 
 class Bounded(httpx.BaseTransport):
-    """Refuses, by name, an answer that is longer than its request allows, and one that is compressed."""
+    """Refuses a response that is longer than its request allows, and a compressed one."""
 
     def __init__(self, transport: httpx.BaseTransport) -> None:
         self._transport = transport
@@ -47,8 +47,6 @@ class Bounded(httpx.BaseTransport):
 
 
 class _BoundedStream(httpx.SyncByteStream):
-    """The parts of an answer, up to a number of bytes."""
-
     def __init__(self, stream: httpx.SyncByteStream, url: str, bytes_max: int) -> None:
         self._stream, self._url, self._bytes_max = stream, url, bytes_max
 
@@ -65,7 +63,7 @@ class _BoundedStream(httpx.SyncByteStream):
 
 
 def lines(answer: httpx.Response) -> Iterator[str]:
-    """The lines of a stream without end; `StorageFailed` for one that is too long."""
+    """The lines of an endless stream; `StorageFailed` for one that is too long."""
     line = bytearray()
     for part in answer.iter_raw():
         for at, piece in enumerate(part.split(b"\n")):
@@ -78,9 +76,8 @@ def lines(answer: httpx.Response) -> Iterator[str]:
 
 
 def parsed(content: bytes, model: type[Model], url: str) -> Model:
-    """JSON as the given model; `StorageFailed` if it is not that.
-
-    msgspec parses it: pydantic's own parser keeps three kilobytes for each `[]` of an answer.
+    """JSON as the given model; `StorageFailed` if it is invalid. msgspec parses it: pydantic's parser keeps three
+    kilobytes for each `[]`.
     """
     try:
         return model.model_validate(_values(content))

@@ -1,4 +1,4 @@
-"""Has the command line's work done by the service, as a job, or by a program of the service on this machine."""
+"""Delegates work of the command line to the service, as a job, or to an offline program of the service."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OnBytes = Callable[[int, int], None]
 
 
 def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
-    """Have the service do it as a job, wait, and return the result. Raises the problem with which the job ended.
+    """Run it as a job of the service, wait, and return the result. Raises the problem with which the job ended.
 
-    If the caller stops waiting, the job goes on. `on_bytes` is told the progress.
+    The job continues if the caller stops waiting. `on_bytes` receives the progress.
     """
     job = api.parsed(api.request("POST", "/v1/jobs", json=wanted.model_dump()).content, Job)
     while job.state not in ENDED:
@@ -37,10 +37,10 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
 
 
 def offline(*arguments: str, on_bytes: OnBytes | None = None) -> dict[str, Any]:
-    """Do it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages.
+    """Run it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages.
 
-    `on_bytes` is told the progress, of work that has any. If the caller is interrupted, so is the work, which cleans up
-    before this returns.
+    `on_bytes` receives the progress, if there is any. If the caller is interrupted, so is the work, which cleans up
+    first.
     """
     command = [sys.executable, "-m", _PROGRAM, *arguments, *(() if on_bytes is None else ("--progress",))]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -64,7 +64,7 @@ def offline(*arguments: str, on_bytes: OnBytes | None = None) -> dict[str, Any]:
 
 
 def _heard(process: subprocess.Popen[str], on_bytes: OnBytes | None) -> dict[str, Any] | None:
-    """The document that a program prints as its last line; None without one. Lines before it are `[done, total]` bytes."""
+    """The JSON document on a program's last line; None without one. Lines before it are `[done, total]` bytes."""
     said = None
     assert process.stdout is not None
     with process.stdout as lines:

@@ -43,7 +43,7 @@ NO_FILTER = Filter()
 
 
 def since(text: str | None, now: datetime | None = None) -> str | None:
-    """Parse a time as people write it, `2030-01-31` or `90min`, `12h`, `3d` ago, into RFC 3339; `InvalidRequest`."""
+    """Parse a time, `2030-01-31` or `90min`, `12h`, `3d` ago, into RFC 3339; `InvalidRequest`."""
     if text is None:
         return None
     ago = _AGO.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Jobs and events over the REST API, a part of `Api`. A stream of events reconnects by itself."""
+"""Jobs and events over the REST API, a part of `Api`. Event streams reconnect by themselves."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ class JobsApi:
         return self.job(job_id)
 
     def wait_job(self: ApiConnection, job_id: int, timeout_s: float | None = None) -> Job:
-        """Wait until the job has ended, and return it, whether it succeeded or not; `DeadlineExceeded` when that takes
-        longer.
-        """
+        """Wait until the job has ended, and return it, whether it succeeded or not; `DeadlineExceeded` after `timeout_s`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = POLL_S if until is None else until - time.monotonic()
@@ -95,8 +93,9 @@ class JobsApi:
     ) -> Iterator[Event]:
         """Events after the id `after`, else from now on, as they happen, without end.
 
-        A broken connection is made again, and no event is lost or repeated. `on_gap` is called if events are requested that
-        are not kept any more. Raises the service's refusals, and `Unavailable` if it cannot be reached for `patience_s`.
+        A broken connection is made again, without losing or repeating events. `on_gap` is called if the service no
+        longer has requested events. Raises the service's refusals, and `Unavailable` if it cannot be reached for
+        `patience_s`.
         """
         asked = {"run": run, "kind": kind, "after": None if after is None else str(after)}
         params = {name: value for name, value in asked.items() if value is not None}

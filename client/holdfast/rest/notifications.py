@@ -9,11 +9,11 @@ from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
 
 
 def targets(api: Api) -> list[NotificationTarget]:
-    """All targets; `NoSuchResource` if the daemon notifies nobody."""
+    """All targets; `NoSuchResource` if the daemon has none."""
     return list(api.pages("/v1/notifications", NotificationTarget))
 
 
 def send_test(api: Api, name: str) -> TestDelivery:
-    """What came of a test message; `NoSuchResource`, `InUse`."""
+    """Send a test message and return the result; `NoSuchResource`, `InUse`."""
     answer = api.request("POST", f"/v1/notifications/{quote(name, safe='')}/test")
     return api.parsed(answer.content, TestDelivery)

@@ -42,9 +42,7 @@ def owners(url: str) -> FoundToken | None:
 
 
 class OwnersToken(httpx.Auth):
-    """Sends the token of this user's daemon, and looks for it again when it is refused, because each start
-    has another one.
-    """
+    """Sends the token of this user's daemon, and reads it again when it is refused, because each start has a new one."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -75,7 +73,7 @@ class OwnersToken(httpx.Auth):
 
 
 def _read(path: Path) -> OwnerKey | None:
-    """Read a key from a file that only this user can read; None for anything else. Root may read everybody's."""
+    """Read a key from a file that only this user can read; None for anything else. Root may read every user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Waits where the service says that a token's limit is reached: a long restore over HTTP is slower, and does not fail."""
+"""Waits when a token's rate limit is reached, so that a long restore over HTTP becomes slower instead of failing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATABLE = ("GET", "HEAD")
 
 
 class Patient(httpx.BaseTransport):
-    """Sends a reading request again when its 429 says after how long; what says nothing of that is answered as it is."""
+    """Repeats a reading request after the Retry-After of a 429 response; without one, the response is returned."""
 
     def __init__(self, transport: httpx.BaseTransport) -> None:
         self._transport = transport
@@ -35,7 +35,7 @@ class Patient(httpx.BaseTransport):
 
 
 def _wait_s(response: httpx.Response) -> float | None:
-    """How long to wait, if the answer is that; at least a moment, so that nothing is asked in a loop."""
+    """Seconds to wait for such a response, at least a moment; None for others."""
     said = response.headers.get("Retry-After", "")
     if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not (said.isascii() and said.isdigit() and len(said) < 6):
         return None

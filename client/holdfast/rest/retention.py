@@ -15,25 +15,23 @@ FORCES: tuple[str, ...] = get_args(Force)
 
 
 class InForce(NamedTuple):
-    """The policy of a run, and the ETag with which it can be changed."""
-
     policy: RetentionPolicy
     tag: str
 
 
 def policy(api: Api, run: str) -> InForce:
-    """The policy in force; the trainer's `keep_last` as long as none was set."""
+    """The policy in force; the trainer's `keep_last` if none was set."""
     answer = api.request("GET", f"{_run(run)}/policy")
     return InForce(api.parsed(answer.content, RetentionPolicy), answer.headers.get("etag", ""))
 
 
 def set_policy(api: Api, run: str, wanted: RetentionPolicy, tag: str) -> Preview:
-    """Set the policy, and return what it keeps and removes; `PreconditionFailed` when `tag` is not the present one's."""
+    """Set the policy, and return what it keeps and removes; `PreconditionFailed` if `tag` is outdated."""
     return api.parsed(_put(api, run, wanted, headers={"If-Match": tag}).content, Preview)
 
 
 def preview(api: Api, run: str, wanted: RetentionPolicy | None = None) -> Preview:
-    """Return what the policy in force, or this one, keeps and removes and why; nothing is changed."""
+    """What the policy in force, or this one, keeps and removes and why; changes nothing."""
     if wanted is None:
         return api.parsed(api.request("GET", f"{_run(run)}/retention").content, Preview)
     return api.parsed(_put(api, run, wanted, params={"dry_run": "true"}).content, Preview)

@@ -1,4 +1,4 @@
-"""Runs as a whole over the REST API: what is remembered of them, changes, removal and the trash. One function per route."""
+"""Runs as a whole over the REST API: metadata, changes, removal and the trash. One function per route."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from holdfast_formats.rest.runs import RenamedRun, RunAbout, RunChange, Trash, T
 
 
 def about(api: Api, run: str) -> RunAbout:
-    """What is remembered of a run; `NoSuchRun`."""
+    """A run's metadata; `NoSuchRun`."""
     return api.get(f"{_run(run)}/about", RunAbout)
 
 
 def change(api: Api, run: str, wanted: RunChange) -> RunAbout:
-    """Set owner or notes, archive it or take it back, acknowledge its death; returns what is remembered of it then."""
+    """Set owner or notes, archive or unarchive it, acknowledge its death; returns its metadata."""
     return api.parsed(api.request("PATCH", _run(run), json=wanted.model_dump(exclude_none=True)).content, RunAbout)
 
 
 def delete(api: Api, run: str, marked: bool = False, dry_run: bool = False) -> TrashedRun:
-    """Move a run to the trash, or with `dry_run` say what that would be; `marked`: pinned checkpoints go along."""
+    """Move a run to the trash, or with `dry_run` return what that would be; `marked`: pinned checkpoints included."""
     return api.parsed(api.request("DELETE", _run(run), params={"marked": marked, "dry_run": dry_run}).content, TrashedRun)
 
 
 def undelete(api: Api, run: str, entry: str | None = None) -> TrashedRun:
-    """Bring a run back as it was deleted last, or as this entry of the trash."""
+    """Restore a run from its last entry in the trash, or from this one."""
     return api.parsed(api.request("POST", f"{_run(run)}/undelete", params=_entry(entry)).content, TrashedRun)
 
 
 def rename(api: Api, run: str, to: str) -> RenamedRun:
-    """Give a run another name; returns it as it was."""
+    """Rename a run."""
     return api.parsed(api.request("POST", f"{_run(run)}/rename", params={"to": to}).content, RenamedRun)
 
 
 def trash(api: Api) -> Trash:
-    """What can be brought back."""
     return api.get("/v1/trash", Trash)
 
 
 def empty_trash(api: Api, run: str, entry: str | None = None) -> Trash:
-    """Remove what was deleted of a run, or this entry, for good; returns what that was."""
+    """Remove a run's entries, or this entry, from the trash for good; returns them."""
     return api.parsed(api.request("DELETE", f"{_run(run)}/trash", params=_entry(entry)).content, Trash)
 
 

@@ -1,4 +1,6 @@
-"""Says that a service does not answer, while it is waited for. It imports little: every command does that first."""
+"""Reports a service that does not answer while a command waits for it. Imports little, because every command imports it
+first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _told: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=Non
 
 @contextmanager
 def silence_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, `tell` is told, by another thread, of each service that has been silent for some seconds."""
+    """Within the block, another thread calls `tell` for each service that has been silent for some seconds."""
     before = _told.set(tell)
     try:
         yield
@@ -24,7 +26,7 @@ def silence_told(tell: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def awaited(address: str, later: bool) -> Iterator[None]:
-    """An answer of the service at this address is waited for within the block; one that is to come `later`, silently."""
+    """Within the block, the caller waits for the service at this address; `later`: silence is expected."""
     tell = _told.get()
     if tell is None or later:
         yield

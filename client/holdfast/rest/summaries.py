@@ -20,8 +20,9 @@ def summary(api: Api, run: str) -> RunSummary:
 def summaries(
     api: Api, prefix: str = "", order: str = "name", most: int | None = None, *, failed: bool = True
 ) -> Iterator[RunSummary]:
-    """The summaries of all runs whose name begins with `prefix`, page by page; at most `most`. `order` is one of
-    `RUN_SORTS`, with a minus for the largest first, `metric:NAME` or `attention`. `failed`: with runs that failed to start.
+    """Summaries of all runs whose name begins with `prefix`, at most `most`, read page by page. `order` is one of
+    `RUN_SORTS`, with a minus for the largest first, `metric:NAME` or `attention`. `failed`: include runs that failed to
+    start.
     """
     query = {"prefix": prefix or None, "sort": order, "limit": str(PAGE_ITEMS if most is None else min(most, PAGE_ITEMS))}
     query["failed"] = None if failed else "false"

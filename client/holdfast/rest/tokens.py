@@ -18,7 +18,7 @@ _PATH = "/v1/tokens"
 
 
 class TokenStore(Protocol):
-    """A place where tokens are created. Refusals are raised by name; REST admits only admins of all runs."""
+    """A place where tokens are created. Raises refusals; REST admits only admins of all runs."""
 
     def create(self, wanted: TokenRequest) -> NewToken: ...
     def rotate(self, name: str, wanted: RotationRequest) -> NewToken: ...
@@ -27,8 +27,6 @@ class TokenStore(Protocol):
 
 
 class ServiceTokens(NamedTuple):
-    """The tokens of a running service."""
-
     api: Api
 
     def create(self, wanted: TokenRequest) -> NewToken:
@@ -39,7 +37,7 @@ class ServiceTokens(NamedTuple):
         return list(self.api.pages(_PATH, Token))
 
     def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
-        """A new secret; the old one is accepted for the grace."""
+        """Make a new secret; the old one is accepted for the grace."""
         path = f"{_PATH}/{quote(name, safe='')}/rotate"
         return self.api.parsed(self.api.request("POST", path, json=wanted.model_dump()).content, NewToken)
 
@@ -48,9 +46,7 @@ class ServiceTokens(NamedTuple):
 
 
 class RootTokens(NamedTuple):
-    """The tokens of a root, served or not, changed with the service's tool: a user that may write there
-    can make the first one.
-    """
+    """The tokens of a root, served or not, changed by the service's tool, so a user with write access can make the first."""
 
     root: Path
     catalog: str | None = None
