@@ -1,4 +1,4 @@
-"""What is remembered of a run, as lines of text."""
+"""A run's metadata as lines of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes")
 
 
 def lines(found: RunAbout) -> Iterator[Text]:
-    """The run, and its newest launches."""
     yield Text(found.run, "bold")
     since = f", {console.human_age(found.life_since)}" if found.life_since else ""
     facts = {"state": f"{found.life}{since}", "owner": found.owner or "nobody is named", "notes": found.notes or "none"}
@@ -60,7 +59,7 @@ def _launch(launch: RunLaunch) -> Iterator[Text]:
 
 
 def git_text(git: Any) -> str:
-    """A commit as people write it: `1ec1c9bc main, with changes`."""
+    """A commit as `1ec1c9bc main, with changes`."""
     if not isinstance(git, Mapping) or not isinstance(git.get("commit"), str):
         return git if isinstance(git, str) else ""
     branch = f" {git['branch']}" if git.get("branch") else ""

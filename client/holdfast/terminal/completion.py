@@ -18,8 +18,6 @@ WAIT_S = 2.0  # for one answer: a service that hangs, or a file system, must not
 
 
 def runs(context: Context, incomplete: str) -> list[str]:
-    """Names of runs."""
-
     def ask() -> Iterator[str]:
         with closing(open_library(*_where(context))) as library:
             yield from library.run_names(incomplete)
@@ -28,8 +26,6 @@ def runs(context: Context, incomplete: str) -> list[str]:
 
 
 def deleted(context: Context, incomplete: str) -> list[str]:
-    """Names of runs that were deleted and can be brought back."""
-
     def ask() -> Iterator[str]:
         from holdfast.config import default_url
         from holdfast.rest import runs as rest
@@ -50,7 +46,7 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
     def ask() -> Iterator[str]:
         with closing(open_library(*_where(context))) as library:
             steps = iter(library.steps(name))
-            newest = list(islice(steps, 1))  # where that cannot be asked, nothing is offered
+            newest = list(islice(steps, 1))  # without a service nothing is offered
             yield from (f"{name}@{one}" for one in (*library.names, *newest))
             yield from (f"{name}@{step}" for step in steps)
 
@@ -58,7 +54,7 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
 
 
 def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
-    """Of what is found in time, what begins so. A thread that is still asking ends with the process."""
+    """Completions found in time. A thread that is still asking ends with the process."""
     found: list[str] = []
 
     def asking() -> None:

@@ -38,7 +38,7 @@ def err() -> Console:
 
 
 def show(result: Table | str) -> None:
-    """A table, or a sentence instead of one. Into a pipe it is written without rich, which takes a while to import."""
+    """Print a table, or a sentence. Into a pipe it is written without rich, whose import takes a while."""
     if sys.stdout.isatty():
         out().print(result)
     else:
@@ -46,14 +46,13 @@ def show(result: Table | str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
     print(visible_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 @contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
-    """Turn an error into its message on stderr (or its problem on stdout) and its exit status; say on stderr when a service
-    does not answer for a while.
+    """Turn an error into a message on stderr (or a problem on stdout) and an exit status; report a silent service on
+    stderr.
     """
     try:
         with silence_told(lambda text: err().print(text, markup=False)):
@@ -72,15 +71,17 @@ def reporting(as_json: bool) -> Iterator[None]:
 
 
 def table(*columns: str, right: Sequence[str] = (), drop: Sequence[str] = (), wrap: Sequence[str] = ()) -> Table:
-    """A plain table: `right` are columns of numbers, `drop` those that a narrow terminal leaves out, in this order, and
-    `wrap` those of prose.
+    """A plain table: `right` are columns of numbers, `wrap` of prose, `drop` those that a narrow terminal omits, in
+    order.
     """
     return Table(columns, right, drop, wrap)
 
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
-    """A progress bar in bytes on stderr, removed when done; its only task is number 0. Nobody sees it in a pipe."""
+    """A progress bar in bytes on stderr, removed when done; its only task is number 0. Hidden unless stderr is a
+    terminal.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -92,7 +93,7 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
 
 @contextmanager
 def told(what: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that is told how many bytes are done, and of how many."""
+    """A progress bar, updated by a callback with the bytes done and in total."""
     with progress(what, 0, shown) as bar:
         yield lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
 

@@ -1,4 +1,4 @@
-"""Holder processes, which keep the memory of staged saves while no daemon lives, as `holdfast doctor` shows them."""
+"""Holder processes, which keep the memory of staged saves while no daemon runs, for `holdfast doctor`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: process, user, group
 
 
 def found(directory: Path) -> Iterator[Finding]:
-    """The holders whose sockets are in the daemon's runtime directory, and what holders there have let go of."""
+    """Holders whose sockets are in the daemon's runtime directory, and what holders there have released."""
     for path in sorted(directory.glob("*.holder")):
         try:
             yield _shown(_about(path))
@@ -54,7 +54,6 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _shown(told: dict[str, Any]) -> Finding:
-    """One holder: root, bytes, age, and whether its daemon runs."""
     saves = [str(save) for save in told["saves"]]
     named = ", ".join(saves[:SAVES_NAMED_MAX]) + (" and more" if len(saves) > SAVES_NAMED_MAX else "")
     what = (

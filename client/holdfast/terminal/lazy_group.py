@@ -1,4 +1,4 @@
-"""A group of commands, each of which is imported when it is run or asked for its options: the list of them needs none."""
+"""A group of commands, each imported only when it is run or its help is shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Entry(NamedTuple):
-    """Where a command, or a group of them (a `Typer`), is; the line that lists it; and what `Typer.command` is to know."""
+    """Where a command or group (a `Typer`) is; its line in the list; and arguments of `Typer.command`."""
 
     module: str
     attribute: str
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """Subclasses say what there is, by name. Each line is how the command's own help begins, which a test holds it to."""
+    """Subclasses list the commands. Each line equals the beginning of the command's own help, which a test checks."""
 
     entries: ClassVar[Mapping[str, Entry]] = {}
     epilog_of_each: ClassVar[str | None] = None
@@ -32,13 +32,11 @@ class LazyGroup(TyperGroup):
         _dressed(self)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As a group does; the command that is named is imported."""
         if args and args[0] in self.entries:
             self.commands[args[0]] = self.load(args[0])
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:
-        """The command itself, with its options."""
         entry = self.entries[name]
         found = getattr(import_module(entry.module), entry.attribute)
         app = typer.Typer(add_completion=False)
@@ -51,7 +49,6 @@ class LazyGroup(TyperGroup):
 
 
 def _dressed(command: Any) -> Any:
-    """Its help has boxes and colours on a terminal, and neither in a pipe."""
     if not sys.stdout.isatty():
         for one in (command, *getattr(command, "commands", {}).values()):
             one.rich_markup_mode = None

@@ -1,6 +1,6 @@
 """Measurements of `holdfast bench`: the limits of this machine and what they mean for checkpoints.
 
-Random bytes are used, because disks and file systems may treat zeros better than real weights.
+The bytes are random, because disks and file systems may treat zeros better than real weights.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class Expectation(NamedTuple):
 def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda _: None) -> Limits:
     """Measure in `directory` with this many bytes, in whole blocks of 8 MiB; each figure is the median of three runs.
 
-    Raises `InvalidRequest` for less than one block, and `NoSpace` or `StorageFailed` if the directory cannot take
-    them.
+    Raises `InvalidRequest` for less than one block, and `NoSpace` or `StorageFailed` for the directory.
     """
     if size < BLOCK_BYTES:
         raise InvalidRequest(f"{size} bytes are too few for a measurement", hint=f"use at least {BLOCK_BYTES}")
@@ -77,8 +76,8 @@ def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda 
 
 
 def expect(limits: Limits, size: int) -> Expectation:
-    """Estimate save and restore times of this many bytes on one node. A save digests while it writes, so the
-    slower limit counts.
+    """Estimate save and restore times of this many bytes on one node. A save digests while it writes: the slower limit
+    counts.
     """
     durable = min(limits.write, limits.digest) * DURABLE_OF_WRITE
     restore = min(limits.read, limits.digest) * RESTORE_OF_READ
@@ -102,7 +101,6 @@ def _median(act: Callable[[], object]) -> float:
 
 @contextmanager
 def _file(directory: Path) -> Iterator[Path]:
-    """A temporary file there; OS errors become our own."""
     path = None
     try:
         descriptor, name = tempfile.mkstemp(prefix=".holdfast-bench-", dir=directory)
@@ -128,9 +126,7 @@ def _has_direct(path: Path) -> bool:
 
 
 def _write(path: Path, source: mmap.mmap, direct: bool) -> None:
-    """Write as a save does: blocks into a preallocated file, with O_DIRECT if possible, two at a time, then
-    fdatasync.
-    """
+    """Write as a save does: blocks into a preallocated file, with O_DIRECT if possible, two at a time, then fdatasync."""
     view = memoryview(source)
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | (os.O_DIRECT if direct else 0))
     try:

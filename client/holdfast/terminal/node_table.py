@@ -15,7 +15,6 @@ _DROPPED = ("ADDRESS", "UP SINCE", "MEMORY", "DUTIES")  # in this order
 
 
 def render(found: list[Node]) -> list[Table | Text]:
-    """The table, and below it what to do about nodes that are lost."""
     table = console.table(*_COLUMNS, right=("MEMORY",), drop=_DROPPED, wrap=("RANKS", "DUTIES", "BEHIND"))
     for node in found:
         state = Text(node.state, _COLOURS[node.state])

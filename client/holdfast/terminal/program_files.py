@@ -1,4 +1,4 @@
-"""A mapping program that a command is given: a file of this machine, or the name of one that is shipped."""
+"""A command's mapping program: a file of this machine, or the name of a shipped one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROGRAM_BYTES_MAX = 60_000  # what a job's request and a command line can carry
 
 
 def program_text(given: str) -> str:
-    """The text of a program's file; what is no file is the name of a program that is shipped.
+    """The text of a program's file; what is no file is the name of a shipped program.
 
     Raises `InvalidRequest` for a file that does not exist or is no text, `LimitExceeded` for one that is too long.
     """

@@ -1,4 +1,4 @@
-"""rich's console as our commands use it: it shows no markup, and what others wrote cannot steer the terminal."""
+"""rich's console for our commands: no markup, and text from elsewhere cannot steer the terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from holdfast_formats.visible import visible_lines
 
 
 class SafeConsole(Console):
-    """Prints tables of ours as lines with tabs when nobody watches, and escapes what is not to be seen."""
+    """Prints tables as lines with tabs if stdout is no terminal, and escapes control characters."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does; strings are never markup."""
         if len(objects) == 1 and isinstance(objects[0], Table) and not self.is_terminal:
             self.file.write(objects[0].plain())
             return

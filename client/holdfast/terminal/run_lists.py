@@ -1,4 +1,4 @@
-"""Lists of runs in an order, with the column that they are sorted by."""
+"""Sorted lists of runs, with the column that they are sorted by."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ METRIC = "metric:"
 
 
 class ExtraColumn(NamedTuple):
-    """What a list of runs has no column of, by run."""
+    """A column, by run, that lists of runs do not have."""
 
     title: str
     values: Mapping[str, str]
 
 
 def runs(library: Library, sort: str) -> list[bodies.Run]:
-    """All runs of a library, sorted; `InvalidRequest` for an order that a directory alone cannot tell."""
+    """All runs of a library, sorted; `InvalidRequest` for an order that a directory alone cannot provide."""
     if sort == "name":
         return library.runs()
     if isinstance(library, ServiceLibrary):
@@ -38,7 +38,7 @@ def runs(library: Library, sort: str) -> list[bodies.Run]:
 
 
 def extra(library: Library, sort: str) -> ExtraColumn | None:
-    """The column that a service sorts by, where every list has not got it already."""
+    """The column that a service sorts by, if lists do not have it already."""
     name = sort.removeprefix("-")
     metric = name.removeprefix(METRIC) if name.startswith(METRIC) else None
     if not isinstance(library, ServiceLibrary) or (metric is None and name not in _SHOWN):

@@ -1,7 +1,7 @@
-"""Tables of commands: for people as wide as their terminal, for programs one line a row with tabs between whole values.
+"""Tables of commands: as wide as the terminal, or in a pipe one line a row with tabs between whole values.
 
-What does not fit is dealt with in this order: prose is wrapped between words; columns are left out, in the order that the
-command states, and a line says which; long names lose their middle. No word is broken, and numbers are never cut.
+Too wide ones shrink in this order: prose is wrapped between words; columns are left out, in the order that the command
+states, and a line names them; long names lose their middle. Words are not broken, numbers never cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Table:
     def __init__(
         self, columns: Sequence[str], right: Sequence[str] = (), drop: Sequence[str] = (), wrap: Sequence[str] = ()
     ) -> None:
-        """`right`: columns of numbers. `drop`: what is left out first, second … `wrap`: columns of prose."""
+        """`right`: columns of numbers. `drop`: columns in the order of omission. `wrap`: columns of prose."""
         self.columns, self._right, self._drop, self._wrap = tuple(columns), set(right), tuple(drop), set(wrap)
         unknown = {*right, *drop, *wrap} - {*columns}
         if unknown:
@@ -35,22 +35,20 @@ class Table:
         self.rows: list[tuple[str | Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
-        """One cell a column."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
 
     def plain(self) -> str:
-        """For a pipe: a header, then a line for each row; tabs separate the cells, which are never cut."""
+        """For a pipe: a header, then a line for each row; tabs separate the uncut cells."""
         lines = [self.columns, *([visible(str(cell)) for cell in row] for row in self.rows)]
         return "".join("\t".join(line) + "\n" for line in lines)
 
     def __rich_console__(self, _console: Any, options: Any) -> Iterator[Text]:
-        """For a terminal: as wide as it is at most."""
         yield from _Fitted(self, options.max_width).lines()
 
     def columns_at(self, width: int) -> tuple[list[int], list[str]]:
-        """Which columns are shown at this width, by number, and the names of those that are left out."""
+        """Numbers of the columns shown at this width, and names of the omitted ones."""
         fitted = _Fitted(self, width)
         return fitted.shown, fitted.dropped
 
@@ -137,7 +135,7 @@ class _Fitted:
         return sum(widths[number] for number in self.shown) + GAP * max(len(self.shown) - 1, 0)
 
     def _spread(self, least: list[int], width: int) -> list[int]:
-        """Give what is left to the narrowest that need more; take from the widest names what is lacking."""
+        """Give the rest to the narrowest that need more; take what is lacking from the widest names."""
         widths = list(least)
         spare = width - self._total(widths)
         while spare > 0 and (needy := [number for number in self.shown if widths[number] < self.natural[number]]):
@@ -187,7 +185,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def _cell(cell: str | Text) -> _Styled:
-    """What is shown, on one line, and its style; several styles in one cell become that of its beginning."""
+    """Text and style of a cell on one line; several styles become that of its beginning."""
     if isinstance(cell, str):
         return _Styled(visible(cell))
     return _Styled(visible(cell.plain), cell.style)
