@@ -64,7 +64,7 @@ _SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tens
 
 
 class DeclaredLayout:
-    """The layout of one rank's plain tensors. It keeps its results for tensors that stay the same."""
+    """The layout of one rank's plain tensors. Caches its results for tensors that stay the same."""
 
     def __init__(
         self,
@@ -89,13 +89,11 @@ class DeclaredLayout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The mesh as a manifest states it."""
         return successors.stated(self.layout.mesh)
 
     def outward(self, content: Content, live: Live) -> Content:
-        """Replace local tensors in the content by the stored ones.
-
-        Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
+        """Replace local tensors in the content by the stored ones. Raises `StateMismatch` or `InvalidRequest` for
+        misfits.
         """
         with gc_pause.paused():
             return self._outward(content, live)
@@ -137,9 +135,7 @@ class DeclaredLayout:
         return known[1]
 
     def check_now(self, groups: Collection[str]) -> tuple[str, ...]:
-        """Notes on what a save of these groups leaves out; `StateMismatch`, by name, for numbers that are stored as one and
-        differ now.
-        """
+        """Notes on what a save of these groups leaves out; `StateMismatch` for numbers stored as one that differ now."""
         if OPTIM in groups:
             self._counts.check()
         return () if self._saved is None else tuple(text for text, of in self._saved.notes.items() if of in groups)
@@ -202,7 +198,7 @@ class DeclaredLayout:
         return Group(local, self._worked_out(group, rules, named, live), ties)
 
     def _refuse_unnamed(self, group: str, parameters: Iterable[str], local: Specs, rules: Rules) -> None:
-        """Raise `InvalidRequest` for matrices without a rule, if ranks hold parts: it is not known whether they are cut."""
+        """Raise `InvalidRequest` for matrices without a rule, if ranks hold parts: they may or may not be cut."""
         mesh = self.layout.mesh
         if mesh.tp == mesh.etp == mesh.ep == 1:
             return
@@ -260,7 +256,6 @@ class DeclaredLayout:
             yield from self._shown(leaf, (None,) if found is None else found)
 
     def _shown(self, leaf: Leaf, places: Iterable[Place | None]) -> Iterator[Place | None]:
-        """The places; without a program, a tensor that is stored as it is has none."""
         yield from places if self._saved is not None else (unless_same(leaf, place) for place in places)
 
     def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
@@ -300,7 +295,7 @@ class DeclaredLayout:
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:
-    """The layout of a launch's rank. The config is the given one, else that among the assets, else unknown.
+    """The layout of a launch's rank. `config` is the given one, else the assets', else unknown.
 
     Raises `InvalidRequest` for an invalid layout, or one of another number of ranks.
     """
@@ -322,7 +317,7 @@ _LAST = (2**63, 0)
 
 
 def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]]:
-    """Sort stored tensors in the order of the live parameters, because sharding distributes them in that order."""
+    """Sort stored tensors by the live parameters, because sharding distributes them in that order."""
     order: dict[str, tuple[int, int]] = {}
     for position, name in enumerate(parameters):
         fusion = rules.fusion(name)

@@ -25,9 +25,8 @@ def land(
     notes: Sequence[str],
     wholes: Mapping[Key, Sequence[BoxMove]],
 ) -> MatchedLeaves:
-    """The restoration with boxes of stored tensors instead of local tensors, and of what a program makes whole.
-
-    Padding is zeroed once all is filled.
+    """The restoration with boxes of stored tensors instead of local tensors, and of what a program makes whole. Zeroes
+    padding at the end.
     """
     leaves: list[Leaf] = []
     zeroed = []
@@ -40,7 +39,7 @@ def land(
         if local is None:
             leaves.append(leaf)
             continue
-        for part in local.parts if leaf.shape else local.parts[:1]:  # one number may stand for those of several tensors
+        for part in local.parts if leaf.shape else local.parts[:1]:  # one number may be stored for several tensors
             piece = LivePiece(part.box, view(leaf, part))
             leaves.append(Leaf(leaf.group, part.tensor, leaf.dtype, part.box.stop, (piece,), leaf.placement))
         if local.padding:
@@ -51,7 +50,7 @@ def land(
 
 
 def view(leaf: Leaf, part: Part) -> torch.Tensor:
-    """The part's place in the live memory of its local tensor; `InvalidRequest` by name if that is not contiguous."""
+    """The part's place in its local tensor's memory; `InvalidRequest` if that is not contiguous."""
     tensor = _memory(leaf)
     if part.start == 0 and part.box.shape == leaf.shape and part.strides == strides(leaf.shape):
         return tensor
@@ -69,9 +68,9 @@ def view(leaf: Leaf, part: Part) -> torch.Tensor:
 
 
 def whole_views(leaf: Leaf, moves: Sequence[BoxMove]) -> Iterator[tuple[str, LivePiece]]:
-    """The boxes of stored tensors that a tensor which states its own place has, in its memory; `moves` make the whole one.
+    """Boxes of stored tensors in the memory of a tensor that states its own place; `moves` make the whole one.
 
-    Raises `InvalidRequest` by name for elements of less than a byte that would be rearranged.
+    Raises `InvalidRequest` for elements of less than a byte that would be rearranged.
     """
     for box, tensor in leaf.pieces:
         for move in moves:

@@ -1,4 +1,4 @@
-"""Which stored tensors a rank's live tensors are parts of, and what of them is where."""
+"""Maps a rank's live tensors to the stored tensors that they are parts of."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
 class Group(NamedTuple):
     """The local tensors of one group, the parts of each, and the names that the model ties to others.
 
-    `ties` are names of this rank's tensors, `stored_ties` names of stored ones. `wholes` say of tensors that state their
-    place themselves what a program makes them of, as whole tensors.
+    `ties` are names of this rank's tensors, `stored_ties` of stored ones. `wholes` describe how a program makes tensors
+    that state their own place, as whole tensors.
     """
 
     local: Specs
@@ -38,7 +38,7 @@ class Group(NamedTuple):
     foreign: Mapping[str, tuple[str, Shape]] = {}  # the tensors that state their own place
 
     def knows(self, name: str) -> bool:
-        """Whether it is known of which stored tensors a live one has parts."""
+        """Whether the stored tensors of a live one are known."""
         return (name in self.places and name in self.local) or name in self.wholes
 
     def stored_names(self, name: str) -> list[str]:
@@ -127,7 +127,7 @@ def unless_same(leaf: Leaf, place: Place | None) -> Place | None:
 
 
 def stored_aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:
-    """Ties between stored names that follow from ties here, tensor by tensor."""
+    """Ties between stored names that follow from ties of local ones."""
     if group is None:
         return dict(tied)
     found: dict[str, str] = {}
@@ -138,6 +138,6 @@ def stored_aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, st
 
 
 def held_ties(group: Group) -> dict[str, str]:
-    """Names that the model ties to others: this rank holds the other's tensor under them."""
+    """Names that the model ties to others, whose tensor this rank holds under them."""
     pairs = ((name, group.ties.get(name)) for name in group.places)
     return {name: target for name, target in pairs if target is not None and group.stored_names(name) == [target]}

@@ -1,4 +1,4 @@
-"""Chooses a mapping program from what a caller gives: a program, a file, its text, or the name of a shipped one."""
+"""Reads a mapping program from a program, a file, its text, or the name of a shipped one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ProgramSource = Program | Path | str | None  # a str is a program's text, the pa
 
 
 def program_of(source: ProgramSource) -> Program | None:
-    """The program; `InvalidRequest` for one that cannot be read or be right, `LimitExceeded` for a file that is too long."""
+    """The program; `InvalidRequest` for an unreadable or invalid one, `LimitExceeded` for a file that is too long."""
     if source is None or isinstance(source, Program):
         return source
     if isinstance(source, Path):

@@ -1,6 +1,6 @@
-"""What a rank's live state is to a declared layout, and a checkpoint as this rank alone would have saved it.
+"""A rank's live state under a declared layout, and a checkpoint as this rank alone would have saved it.
 
-Where a mapping program stands between, the checkpoint's tensors are those that it makes of the stored ones.
+With a mapping program, the checkpoint's tensors are those that it makes of the stored ones.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NAMED = (MODEL, MASTER, EMA)  # optimizer state follows these
 
 
 class Live(NamedTuple):
-    """Facts about the live state: its parameters in order, the names of DTensors and Fragments, and those of empty plain
+    """Facts about the live state: its parameters in order, the names of DTensors and Fragments, and of empty plain
     tensors.
 
-    An empty tensor may be all that a rank has of a tensor that the ranks share.
+    An empty tensor may be all that a rank has of a shared tensor.
     """
 
     parameters: tuple[str, ...]
@@ -39,7 +39,7 @@ class Live(NamedTuple):
     empty: frozenset[Key]
 
     def is_foreign(self, group: str, name: str) -> bool:
-        """Whether this is not a local tensor of the layout; optimizer state is what its parameter is."""
+        """Whether this is not a local tensor of the layout; optimizer state follows its parameter."""
         if group != OPTIM:
             return (group, name) in self.foreign
         owner = name.rpartition("/")[0]
@@ -73,7 +73,7 @@ class LayoutPart(NamedTuple):
 def with_tied(stored: OfferedLeaves, rules: Rules, program: Program) -> tuple[OfferedLeaves, dict[str, str]]:
     """The checkpoint with the tied names that a program takes as tensors of their own; and these names.
 
-    Whatever is kept of the tensor that they are tied to is there under them too.
+    State of the tensor that they are tied to appears under them too.
     """
     ties: dict[str, str] = {}
     for group in NAMED:
@@ -93,7 +93,7 @@ def with_tied(stored: OfferedLeaves, rules: Rules, program: Program) -> tuple[Of
 
 
 class _Tied:
-    """What a program makes of tied names: only what is live, and made of the tensor that is stored."""
+    """What a program makes of tied names: only live ones, made of the stored tensor."""
 
     def __init__(self, makes: RemadeTensors, group: str, ties: Mapping[str, str], live: Live) -> None:
         self._makes, self._group, self._live = makes, group, frozenset(live.parameters)
@@ -125,7 +125,6 @@ class _Tied:
         return any(self.name(part.tensor) != part.tensor for part in local.parts)
 
     def name(self, tensor: str) -> str:
-        """The name of the tensor that is stored."""
         owner = owner_of(self._group, tensor)
         return self._stored.get(owner, owner) + tensor[len(owner) :]
 
@@ -133,9 +132,9 @@ class _Tied:
 def through_program(
     compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live, ties: Mapping[str, str]
 ) -> View:
-    """The view of what a program makes of the checkpoint, whose tied names stand among its tensors (`with_tied`).
+    """The view of what a program makes of the checkpoint, including tied names (`with_tied`).
 
-    Raises `InvalidRequest` by name for live DTensors and Fragments that the program pads.
+    Raises `InvalidRequest` for live DTensors and Fragments that the program pads.
     """
     positions = {name: position for position, name in enumerate(live.parameters)}
     specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
@@ -164,7 +163,6 @@ def through_program(
 
 
 def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[MappedTensor]:
-    """What the program makes whole for live tensors that state their own place."""
     for key, mapped in compiled.tensors.items():
         if key.group == group and live.is_foreign(group, key.name):
             if sum(move.target.volume for move in mapped.moves) < prod(mapped.spec.shape):
@@ -177,12 +175,11 @@ def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[Mapp
 
 
 def owner_of(group: str, name: str) -> str:
-    """The parameter to which a tensor belongs."""
     return name.rpartition("/")[0] if group == OPTIM else name
 
 
 def inward_texts(stored: OfferedLeaves, made: Mapping[Key, Iterable[str]]) -> dict[str, str]:
-    """The optimizers' documents with the names of local tensors; `made` says of which stored ones each is made."""
+    """The optimizers' documents with the names of local tensors; `made` maps each to its stored ones."""
     names: dict[str, list[str]] = {}
     for group in (MASTER, MODEL):
         for (of, name), sources in made.items():

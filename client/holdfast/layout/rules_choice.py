@@ -1,4 +1,4 @@
-"""Chooses rules and layout from what a caller gives: text, mappings, a team's TOML file, a config.json."""
+"""Chooses rules and layout from the caller's text, mapping, TOML file or config.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose(
     extra: Mapping[str, Any] | None,
     shapes: Mapping[str, Shape] | None = None,
 ) -> Rules:
-    """The rules for a model: the table that the layout names or its config implies, or the team's own."""
+    """The rules for a model: the table named by the layout or implied by its config, or the team's own."""
     return rules.choose(config, names, table=layout.rules, extra=extra, shapes=shapes)
 
 

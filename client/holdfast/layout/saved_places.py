@@ -1,4 +1,4 @@
-"""Which parts of which stored tensors a rank's live tensors are, if the state is saved through a mapping program."""
+"""Maps a rank's live tensors to parts of stored tensors, if the state is saved through a mapping program."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class NamedSpecs(NamedTuple):
-    """The live tensors of a group: plain ones, others that state their place, and second names of each kind."""
-
     local: Specs
     foreign: Specs
     aliases: Specs
@@ -33,7 +31,6 @@ class NamedSpecs(NamedTuple):
 
 
 def named_specs(group: str, content: Content) -> NamedSpecs:
-    """What the content has in a group."""
     local: Specs = {}
     foreign: Specs = {}
     for leaf in content.leaves.values():
@@ -44,7 +41,7 @@ def named_specs(group: str, content: Content) -> NamedSpecs:
 
 
 class SavedPlaces:
-    """The places of a rank's tensors. What a program makes of parameters is worked out once."""
+    """The places of a rank's tensors. The program's result for parameters is cached."""
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class SavedPlaces:
         self.notes: dict[str, str] = {}  # each with the group that it is about
 
     def learn(self, stored: OfferedLeaves) -> bool:
-        """Save under the names of this checkpoint from now on: the state is restored from it. False if nothing changes."""
+        """Use this restored checkpoint's names for saves from now on. False if nothing changes."""
         found: dict[str, Shape] = {}
         for group in NAMED:
             for name, (_, shape) in stored.specs.get(group, {}).items():
@@ -70,7 +67,7 @@ class SavedPlaces:
     def named(self, group: str, found: NamedSpecs, live: Live, whole: bool) -> Group:
         """The places of the live tensors of a group; `whole`: a rank has more than a share of each plain one.
 
-        Raises `InvalidRequest` or `StateMismatch` by name for what the program or the layout does not fit.
+        Raises `InvalidRequest` or `StateMismatch` for what the program or the layout does not fit.
         """
         places, ties = self._plain(group, found, live, whole)
         wholes, more = self._wholes(group, {**found.foreign, **found.foreign_aliases})
@@ -94,7 +91,6 @@ class SavedPlaces:
         return {name: [_tied(place, ties) for place in places] for name, places in placed.items()}, ties
 
     def _wholes(self, group: str, given: Specs) -> tuple[dict[str, WholeTensor], dict[str, str]]:
-        """What tensors that state their own place are made of, wherever a rank's part of them is."""
         if not given:
             return {}, {}
         shapes = {name: shape for name, (_, shape) in given.items()}
@@ -105,7 +101,6 @@ class SavedPlaces:
         return {name: one.tied(ties) for name, one in found.items()}, ties
 
     def kept(self, local: Specs, live: Live) -> Places:
-        """The places of optimizer state that ranks share, in shapes of its own."""
         rules = self._rules()
         dtypes = {name: dtype for name, (dtype, _) in local.items()}
         for key, dtype in {name.rpartition("/")[2]: dtype for name, dtype in dtypes.items()}.items():
@@ -152,7 +147,7 @@ class SavedPlaces:
             self.notes[text] = group
 
     def _refuse_unruled(self, group: str, names: Iterable[str], rules: Rules) -> None:
-        """`InvalidRequest` for stored matrices without a rule, if ranks hold parts: it is not known whether they are cut."""
+        """`InvalidRequest` for stored matrices without a rule, if ranks hold parts: they may or may not be cut."""
         mesh = self._layout.mesh
         if mesh.tp == mesh.etp == mesh.ep == 1:
             return
@@ -171,7 +166,6 @@ class SavedPlaces:
 
 
 def _tied(place: PlainPlace, ties: Mapping[str, str]) -> PlainPlace:
-    """The place in the tensor that is stored, if this one is tied to it."""
     spec, part = place
     name = ties.get(spec.name, spec.name)
     return place if name == spec.name else (TensorSpec(spec.group, name, spec.dtype, spec.shape), part._replace(tensor=name))
@@ -184,17 +178,16 @@ class SharedCounts:
         self._found: dict[Key, dict[Key, Leaf]] = {}
 
     def add(self, stored: Key, first: Leaf, other: Leaf) -> None:
-        """Note that both are stored under one name."""
         self._found.setdefault(stored, {})[first.key] = first
         self._found[stored][other.key] = other
 
     def keep(self, leaves: Collection[Key]) -> None:
-        """Forget what is stored no more; what was collected without optimizer state says nothing of that."""
+        """Forget numbers that are no longer stored; content without optimizer state changes nothing."""
         if any(group == OPTIM for group, _ in leaves):
             self._found = {key: found for key, found in self._found.items() if key in leaves}
 
     def check(self) -> None:
-        """`StateMismatch`, by name, where they differ now."""
+        """`StateMismatch` where they differ now."""
         for (_, stored), leaves in self._found.items():
             first, *others = leaves.values()
             value = first.pieces[0].tensor
@@ -210,7 +203,7 @@ class SharedCounts:
 
 
 def refuse_two(one: LivePiece, other: LivePiece, paths: tuple[str, str], stored: str) -> None:
-    """`InvalidRequest`, by name, for two live tensors that would be stored in one place, unless they are one memory."""
+    """`InvalidRequest` for two live tensors with the same stored place, unless they share memory."""
     a, b = one.tensor, other.tensor
     if a.data_ptr() != b.data_ptr() or a.stride() != b.stride():
         raise InvalidRequest(

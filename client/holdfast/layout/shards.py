@@ -1,4 +1,4 @@
-"""Allocates a rank's local tensors in memory, and says what of a checkpoint fills them."""
+"""Allocates a rank's local tensors in memory, and determines what of a checkpoint fills them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Octets = NDArray[np.uint8]
 
 
 def check_framework(framework: str) -> None:
-    """Refuse a framework for which arrays cannot be made, before anything is read."""
+    """Refuse a framework without arrays for this, before anything is read."""
     if framework not in get_args(Framework):
         raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
     if framework == "torch" and find_spec("torch") is None:
@@ -31,7 +31,7 @@ def check_framework(framework: str) -> None:
 
 
 def nbytes(local: LocalTensor) -> int:
-    """Bytes of a local tensor, padding included; `StateMismatch` by name if it does not end at a byte."""
+    """Bytes of a local tensor, padding included; `StateMismatch` if it does not end at a byte."""
     return dtypes.nbytes(local.dtype, local.volume, local.name)
 
 
@@ -41,7 +41,7 @@ def allocate(local: LocalTensor) -> Octets:
 
 
 def wants(group: str, local: LocalTensor, octets: Octets) -> Iterator[Want]:
-    """The boxes that fill the memory of a local tensor; its parts are of stored tensors of the group."""
+    """The boxes that fill a local tensor's memory."""
     width = dtypes.bits(local.dtype)
     memory = octets.view(transfer.element_dtype(width // 8)) if width % 8 == 0 else octets
     for part in local.parts:
@@ -66,9 +66,9 @@ def in_octets(part: Part, width: int, name: str) -> Part:
 
 
 def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
-    """The memory as an array or tensor of the local tensor's dtype and shape; nothing is copied.
+    """The memory as an array or tensor of the local tensor's dtype and shape, without a copy.
 
-    Raises `InvalidRequest` by name for a dtype that the framework lacks.
+    Raises `InvalidRequest` for a dtype that the framework lacks.
     """
     if framework == "numpy":
         return octets.view(dtypes.to_numpy(local.dtype)).reshape(local.shape)
