@@ -1,4 +1,4 @@
-"""Holdfast inside the frameworks that people train with: one module for each, which imports its framework when it is used.
+"""Holdfast inside training frameworks: one module each, which imports its framework when it is used.
 
-Nothing else in `holdfast` imports this room, and no framework is a dependency of Holdfast.
+Nothing else in `holdfast` imports this package, and no framework is a dependency of Holdfast.
 """

@@ -65,7 +65,7 @@ def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> Accelerato
 
 
 class AcceleratorCheckpoints:
-    """What stands in for an accelerator's own checkpoints; `accelerator.holdfast`."""
+    """Replaces an accelerator's own checkpoints; `accelerator.holdfast`."""
 
     def __init__(self, accelerator: Any, run: str, options: Options) -> None:
         self._accelerator = accelerator
@@ -87,7 +87,7 @@ class AcceleratorCheckpoints:
 
     @property
     def optimizer_steps(self) -> int:
-        """How many steps the optimizer has taken, before a restore as well; of several, the one that took the most."""
+        """Steps of the optimizer, including those before a restore; of several optimizers, the largest number."""
         return self._before + max(self._steps.values(), default=0)
 
     def save_state(
@@ -100,9 +100,9 @@ class AcceleratorCheckpoints:
         wait: Wait | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path | None:
-        """Save everything; the directory of the link, if there is one. Raises what `Checkpointer.save` raises.
+        """Save everything; returns the directory of the link, if there is one. Raises what `Checkpointer.save` raises.
 
-        Raises `InvalidRequest` in the middle of an accumulation of gradients: they are no part of a checkpoint.
+        Raises `InvalidRequest` during an accumulation of gradients, which no checkpoint contains.
         """
         _refuse_arguments("save_state", save_model_func_kwargs)
         self._refuse_hooks(self._accelerator._save_model_state_pre_hook, "register_save_state_pre_hook")
@@ -137,10 +137,10 @@ class AcceleratorCheckpoints:
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> int | None:
-        """Restore the newest checkpoint, or this one, and return its step; 0 where there is none yet.
+        """Restore the newest checkpoint, or this one, and return its step; 0 if there is none yet.
 
-        A directory that accelerate wrote itself is loaded by accelerate, and None is returned. Raises what
-        `Checkpointer.restore` raises, and `InvalidRequest` for a checkpoint of another run or root.
+        accelerate loads directories that it wrote itself; the result is None then. Raises what `Checkpointer.restore`
+        raises, and `InvalidRequest` for a checkpoint of another run or root.
         """
         wanted = self._wanted(input_dir)
         if isinstance(wanted, Path):
@@ -164,7 +164,7 @@ class AcceleratorCheckpoints:
         return restored
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader without its first batches, as accelerate makes it, which goes on with the random numbers of the save."""
+        """A loader without its first batches, as accelerate makes it, with the random numbers of the save."""
         position = next((one for one in self._loaders if one.prepared is dataloader), None)
         if position is not None and num_batches and getattr(dataloader, "use_stateful_dataloader", False):
             raise InvalidRequest(
@@ -177,14 +177,12 @@ class AcceleratorCheckpoints:
         return made
 
     def end_training(self) -> None:
-        """See every save through, then end as accelerate does."""
+        """Complete every save, then end as accelerate does."""
         self.close()
         self._own["end_training"]()
 
     def free_memory(self, *objects: Any) -> Any:
-        """See every save through and let everything go, then release memory as accelerate does. The accelerator is not
-        attached any more: another training attaches it again.
-        """
+        """Complete every save, detach, and release memory as accelerate does. Attach again for another training."""
         try:
             self.close()
         finally:
@@ -197,11 +195,11 @@ class AcceleratorCheckpoints:
         return released
 
     def close(self) -> None:
-        """See every save through. Raises the error of one that failed and that nobody was told of."""
+        """Complete every save. Raises the error of a failed one that was not reported yet."""
         self.checkpointer.close()
 
     def _has_old_checkpoints(self) -> bool:
-        """Whether accelerate itself has written checkpoints under automatic names, as before it was attached."""
+        """Whether accelerate itself wrote checkpoints under automatic names before it was attached."""
         project = self._accelerator.project_configuration
         place = Path(self._accelerator.project_dir or "", "checkpoints")
         return bool(project.automatic_checkpoint_naming and place.is_dir()) and any(
@@ -209,7 +207,7 @@ class AcceleratorCheckpoints:
         )
 
     def _wanted(self, input_dir: str | os.PathLike[str] | SupportsIndex | None) -> int | Path | None:
-        """The step to restore, None for the newest; a path if it is not one of ours."""
+        """The step to restore, None for the newest; a path if the checkpoint is accelerate's own."""
         if input_dir is None:
             return None
         if not isinstance(input_dir, str | os.PathLike):
@@ -226,7 +224,7 @@ class AcceleratorCheckpoints:
         return path
 
     def _refresh(self) -> None:
-        """Put everything that is prepared or registered by now into the state."""
+        """Put everything prepared or registered so far into the state."""
         accelerator = self._accelerator
         kind = getattr(accelerator.distributed_type, "name", str(accelerator.distributed_type))
         if kind not in _DISTRIBUTED:
@@ -274,7 +272,7 @@ class AcceleratorCheckpoints:
             )
 
     def _make_room(self, directory: Path, limit: int | None) -> None:
-        """Remove the oldest links of automatic names that are too many. What accelerate wrote itself stays."""
+        """Remove the oldest links of automatic names beyond the limit; accelerate's own checkpoints stay."""
         if limit is None or not self._accelerator.is_main_process or not directory.is_dir():
             return
         linked = [path for path in directory.iterdir() if path.is_symlink()]
@@ -285,7 +283,7 @@ class AcceleratorCheckpoints:
 
 
 def _chosen(accelerator: Any, options: Options) -> Options:
-    """The options, with what the project says where they are silent."""
+    """The options, with defaults from the project."""
     chosen = options.copy()
     chosen.setdefault("policy", "wait")
     project = accelerator.project_configuration
@@ -298,7 +296,6 @@ def _chosen(accelerator: Any, options: Options) -> Options:
 
 
 def _number(parts: dict[str, Any], name: str, entries: Any) -> None:
-    """model, model_1, model_2, …, as accelerate names its files."""
     for index, entry in enumerate(entries):
         parts[name if index == 0 else f"{name}_{index}"] = entry
 

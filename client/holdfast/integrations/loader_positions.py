@@ -1,10 +1,10 @@
-"""Where the data loaders that accelerate has prepared stand, so that training goes on with the same rows and random numbers.
+"""The positions of accelerate's data loaders, so that training continues with the same rows and random numbers.
 
-accelerate keeps no position of a plain loader: a script skips the batches that it has seen. For that the loader must begin
-its epoch from the random streams from which it began before, and training must go on from those of the save, at the very
-fetch at which it was made. accelerate 1.15 offers no hook for this; these methods of a loader are what it calls itself:
+accelerate keeps no position of a plain loader: a script skips the batches that it has seen. For that the loader must
+begin its epoch from the random streams from which it began before, and training must continue from those of the save,
+at the fetch at which it was made. accelerate 1.15 offers no hook for this; it calls these methods of a loader itself:
 
-    begin()                     an epoch begins; all streams are synchronised already
+begin()                     an epoch begins; all streams are synchronised already
     base_dataloader.__iter__()  the iterator is made, which draws a seed
     _update_state_dict()        before each fetch: a loader fetches one batch ahead of the one that it yields
     end()                       the epoch is over
@@ -26,8 +26,6 @@ _USED = ("begin", "end", "base_dataloader", "_update_state_dict", "iteration", "
 
 
 class Moment(NamedTuple):
-    """All random streams that a loader may draw from, at one moment."""
-
     streams: rng.RandomStreams
     generators: tuple[torch.Tensor, ...]  # of the loader and its sampler
 
@@ -42,7 +40,7 @@ def moment_of(state: Any) -> Moment | None:
 
 
 class _Saved(NamedTuple):
-    """What a restore found: the epoch, whether all of it was yielded, and the streams of three moments."""
+    """A restored position: the epoch, whether all of it was yielded, and the streams of three moments."""
 
     iteration: int
     inside: bool
@@ -56,7 +54,7 @@ class LoaderPosition:
     """The position of one prepared loader; an entry of the state with `state_dict` and `load_state_dict`."""
 
     def __init__(self, loader: Any) -> None:
-        """Raises `InvalidRequest` for a loader that is not one of accelerate's."""
+        """Raises `InvalidRequest` for a loader that accelerate did not prepare."""
         missing = [name for name in _USED if not hasattr(loader, name)]
         if missing:
             raise InvalidRequest(
@@ -72,13 +70,13 @@ class LoaderPosition:
         self._restored: _Saved | None = None
         self._fetches_left = 0
         if getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False):
-            # accelerate asks a StatefulDataLoader for its state when it prepares it. The iterator made for that would be the
-            # first epoch's, and its rows those of a moment before the streams were noted: it is made again.
+            # accelerate reads a StatefulDataLoader's state in prepare(), which makes an iterator. The first epoch would
+            # use it, with rows from before the streams were recorded: so a new one is made.
             loader.base_dataloader.load_state_dict({})
         self._follow(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position now. Streams are tensors: each rank has its own."""
+        """The current position. Streams are tensors: each rank has its own."""
         loader = self._current
         epoch, fetch = self._epoch, self._fetch
         return {
@@ -92,7 +90,7 @@ class LoaderPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a position; it counts from the next epoch that begins."""
+        """Take a position, for the next epoch that begins."""
         now = moment_of(state["now"])
         assert now is not None
         saved = _Saved(
@@ -111,10 +109,10 @@ class LoaderPosition:
             set_generators(self._generators(), saved.now.generators)
         if state["loader"] is not None and _keeps_position(self.prepared):
             self.prepared.load_state_dict(state["loader"])
-            self.prepared.dl_state_dict = state["loader"]  # what a save before the next epoch says
+            self.prepared.dl_state_dict = state["loader"]  # the state for a save before the next epoch
 
     def skipping(self, loader: Any, batches: int) -> None:
-        """Follow a loader that accelerate has made of the prepared one, which leaves out so many batches."""
+        """Follow a loader that accelerate made of the prepared one to skip so many batches."""
         saved, self._current = self._restored, loader
         self._follow(loader)
         if saved is None or not saved.inside:
@@ -181,15 +179,14 @@ class LoaderPosition:
             self._set(saved.now)
 
     def _goes_on(self) -> bool:
-        """Whether the save that was restored was made within an epoch, of which something is left."""
+        """Whether the restored save was made within an unfinished epoch."""
         return self._restored is not None and self._restored.inside and not self._restored.finished
 
     def _takes_up(self, loader: Any) -> bool:
-        """Whether the loader itself goes on in the middle of the epoch."""
         return self._goes_on() and loader is self.prepared and _keeps_position(loader)
 
     def _fetches_until_saved(self, loader: Any) -> int:
-        """At which fetch of an epoch that is gone on with the streams of the save are right; 0 for one that begins."""
+        """The fetch of a resumed epoch from which on the save's streams are right; 0 for a new epoch."""
         if not self._goes_on():
             return 0
         skipped = int(getattr(loader, "skip_batches", 0) or 0)  # fetched and left out: those of an iterable dataset
@@ -201,7 +198,7 @@ class LoaderPosition:
         return together * (skipped + 1) + 1
 
     def _first_iterator_draws_nothing(self, base: Any) -> None:
-        """The iterator that takes up a position draws a seed that training had drawn long before."""
+        """Undo the seed that the iterator draws: training had drawn it long before."""
         make = base._get_iterator
 
         def first() -> Any:
@@ -214,7 +211,7 @@ class LoaderPosition:
         base._get_iterator = first
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that the loader and its samplers draw from, besides the process's own."""
+        """Generators of the loader and its samplers, besides the process's own."""
         found: list[torch.Generator] = []
         places: list[Any] = [self.prepared.base_dataloader, self.prepared]
         sampler = getattr(self.prepared, "batch_sampler", None)
@@ -239,7 +236,7 @@ class LoaderPosition:
 
 
 class _Until(BatchSampler):
-    """Batches of another sampler; before the one of this number is given out, something is done, once."""
+    """Batches of another sampler; runs a callback once, before the batch of this number."""
 
     def __init__(self, batches: Any, number: int, act: Callable[[], object]) -> None:
         self._batches, self._number, self._act = batches, number, act
@@ -260,9 +257,9 @@ class _Until(BatchSampler):
 
 
 def skip_now(iterator: Any) -> None:
-    """Have a StatefulDataLoader's iterator pass over what was yielded now, with the streams that the epoch began with.
+    """Make a StatefulDataLoader's iterator skip yielded batches now, with the streams at the epoch's begin.
 
-    Where the sampler has no state of its own, it goes through it from the beginning, at the first fetch (torchdata 0.11).
+    A sampler without state is read from the beginning, at the first fetch (torchdata 0.11).
     """
     indices = getattr(iterator, "_sampler_iter", None)
     if isinstance(indices, itertools.islice) and not getattr(iterator, "_num_workers", 0):
@@ -275,7 +272,6 @@ def _keeps_position(loader: Any) -> bool:
 
 
 def _dispatches(loader: Any) -> bool:
-    """Whether the main process fetches for all."""
     return hasattr(loader, "slice_fn")
 
 

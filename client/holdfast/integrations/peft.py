@@ -28,7 +28,7 @@ def adapter(model: nn.Module, name: str | None = None) -> Named:
     from peft import get_peft_model_state_dict
 
     own = inner.state_dict(keep_vars=True)
-    with warnings.catch_warnings():  # PEFT tells of the embeddings that it saves; so do the names in the checkpoint
+    with warnings.catch_warnings():  # PEFT warns about saved embeddings, which the checkpoint's names show
         warnings.simplefilter("ignore")
         saved = get_peft_model_state_dict(inner, state_dict=own, adapter_name=name)
     known: dict[int, list[str]] = {}
@@ -58,7 +58,6 @@ def adapter_config(model: nn.Module, name: str | None = None) -> Any:
 
 
 def _one(model: nn.Module, name: str | None) -> tuple[Any, str]:
-    """The PEFT model, and the name of the adapter that is meant."""
     from peft import PeftModel
 
     inner: Any = unwrap(model)
@@ -83,7 +82,7 @@ def _one(model: nn.Module, name: str | None) -> tuple[Any, str]:
 
 
 def _refuse_inexact(config: Any) -> None:
-    """Refuse what trains more than PEFT saves, or changes the base model by chance when it is made."""
+    """Refuse configs that train more than PEFT saves, or change the base model randomly when it is made."""
     kind = getattr(config.peft_type, "value", str(config.peft_type))
     if kind == "ADALORA":
         raise InvalidRequest(

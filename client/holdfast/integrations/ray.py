@@ -1,8 +1,8 @@
-"""Ray Train: a save that Ray knows of as a checkpoint as soon as it is committed, and never otherwise.
+"""Ray Train: Ray learns of a checkpoint as soon as it is committed, and never of an uncommitted one.
 
-    from holdfast.integrations import ray as holdfast_ray
+from holdfast.integrations import ray as holdfast_ray
 
-    def train_func(config):                                     # for a TorchTrainer
+def train_func(config):                                     # for a TorchTrainer
         ...
         with Checkpointer("llama3-8b", state, at="/fast/checkpoints", policy="wait") as checkpointer:
             for step in range(checkpointer.restore() + 1, steps + 1):
@@ -10,7 +10,7 @@
                 if step % 500 == 0:
                     holdfast_ray.report(checkpointer, step, {"loss": loss})       # in place of ray.train.report()
 
-Ray gets a small directory of its own, with links to the checkpoint: it may remove it, and only the links go.
+Ray gets a small directory of its own, with links to the checkpoint: if Ray removes it, only the links go.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast_formats.lineage import Existing
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-POINTER = "holdfast.json"  # which run and step a directory of Ray's stands for
+POINTER = "holdfast.json"  # run and step of a directory of Ray's
 _POINTER_BYTES_MAX = 64 * 1024
 _MARK = "_holdfast_swept"  # on Ray's context of this worker: what dead workers left behind was removed
 
@@ -96,7 +96,7 @@ def report(
 def step(checkpoint: Any, run: str) -> int | None:
     """The step of a checkpoint of Ray's, such as `ray.train.get_checkpoint()`, for `restore(step)`; None for None.
 
-    Raises `InvalidRequest` for a checkpoint that `report` has not made, and for one of another run.
+    Raises `InvalidRequest` for a checkpoint not made by `report`, and for one of another run.
     """
     if checkpoint is None:
         return None
@@ -118,7 +118,6 @@ def step(checkpoint: Any, run: str) -> int | None:
 
 
 def _context() -> Any:
-    """Ray's context of this worker."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     try:
@@ -131,7 +130,7 @@ def _context() -> Any:
 
 
 def _refuse(checkpointer: Checkpointer, context: Any) -> None:
-    """Refuse a Checkpointer whose saves Ray could not rely on."""
+    """Refuse a Checkpointer whose saves could be dropped or incomplete."""
     if checkpointer.policy != "wait":
         raise InvalidRequest(
             f"this Checkpointer may drop a save that Ray was told of: its policy is {checkpointer.policy!r}",
@@ -152,7 +151,7 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
 
 
 def _temporary() -> str:
-    """The directory that Ray makes for each session, which it begins again when it is started again."""
+    """Ray's temporary session directory, which a restart makes anew."""
     from ray.train.constants import _get_ray_train_session_dir
 
     return str(Path(_get_ray_train_session_dir()).parent)
@@ -166,7 +165,7 @@ def _link(checkpointer: Checkpointer, ticket: SaveTicket, directory: Path) -> No
 
 
 def _await_commit(ticket: SaveTicket, checkpoint: Any) -> None:
-    """Return when the checkpoint is committed and its directory is complete. Runs in Ray's thread for uploads."""
+    """Return when the checkpoint is committed and its directory is complete. Runs in Ray's upload thread."""
     try:
         ticket.result()
     except CheckpointError:
@@ -181,16 +180,17 @@ def _await_commit(ticket: SaveTicket, checkpoint: Any) -> None:
 
 
 def _link_files(directory: Path, link: str) -> None:
-    """Links to the checkpoint's files, so that `from_pretrained` loads Ray's directory, too."""
+    """Link the checkpoint's files, so that `from_pretrained` loads Ray's directory, too."""
     if (directory / link).is_dir():
         for name in os.listdir(directory / link):
             (directory / name).symlink_to(PurePosixPath(link, name))
 
 
 def _sweep(context: Any, run: str) -> None:
-    """Remove what a worker that was killed left behind before Ray knew of it: its link would keep a checkpoint for ever.
+    """Remove directories that a killed worker made before Ray knew of them: their links would keep checkpoints for
+    ever.
 
-    Done once a worker, before its first report: then Ray's list is complete.
+    Done once a worker, before its first report, when Ray's list is complete.
     """
     import ray.train
 
@@ -214,13 +214,13 @@ def _sweep(context: Any, run: str) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory of links and its pointer, and nothing that a link leads to."""
+    """Remove a directory of links and its pointer, but no target of a link."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.is_symlink() or path.name == POINTER:
             path.unlink(missing_ok=True)
     try:
         directory.rmdir()
-    except OSError:  # somebody has put something there
+    except OSError:  # it has other files, too
         return
 
 

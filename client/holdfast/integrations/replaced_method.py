@@ -9,9 +9,9 @@ from typing import Any
 
 
 class ReplacedMethod:
-    """Stands in an object of a framework for its method `own`, and calls `instead`.
+    """Replaces the method `own` of one object by `instead`.
 
-    A copy of the object, also by pickle, has its own method again: `instead` saves and restores the object that was copied.
+    A copy of the object, also by pickle, has its own method again: `instead` saves and restores the original.
     """
 
     def __init__(self, own: Callable[..., Any], instead: Callable[..., Any]) -> None:

@@ -62,7 +62,7 @@ class HoldfastCheckpointConfig(BaseCheckpointManager.Config):
 
 
 class NoSuchStep(NoSuchCheckpoint, FileNotFoundError):
-    """`--checkpoint.load_step` names a step that is not there; torchtitan's own manager raises `FileNotFoundError`."""
+    """`--checkpoint.load_step` names a missing step, for which torchtitan's own manager raises `FileNotFoundError`."""
 
 
 class HoldfastCheckpointManager(BaseCheckpointManager):
@@ -86,7 +86,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        """Nothing is contacted yet. Raises `InvalidRequest` for what cannot be stored, and for options that contradict."""
+        """Connects nothing yet. Raises `InvalidRequest` for state that cannot be stored, and for contradictory options."""
         self.enable = config.enable
         self.save_future: Future[None] | None = None
         if not self.enable:
@@ -116,7 +116,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         self._rolled_back = False
 
     def _load(self, step: int = -1) -> bool:
-        """Restore this step, or the newest that has everything; else what torchtitan would load. Whether it found any."""
+        """Restore this step, or the newest complete one, or what torchtitan would load. False if there is none."""
         named = None if step == -1 else step
         if self._moving_over(named):
             return self._torchtitans_own(step)
@@ -138,9 +138,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return self._torchtitans_own(step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save where torchtitan's options say so. Everything is committed in the background, the last step before this
-        returns.
-        """
+        """Save if torchtitan's options require it. Commits run in the background; only the last step's is awaited."""
         if not self._is_due(curr_step, last_step):
             return False
         link = self._free_link(curr_step)
@@ -166,7 +164,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         future.result()
 
     def _close(self) -> None:
-        """See every save through; not while an exception ends the training, when other ranks may be gone."""
+        """Complete every save, except during an exception, when other ranks may be gone."""
         if hasattr(self, "checkpointer"):
             self.checkpointer.close(wait=sys.exc_info()[0] is None)
 
@@ -177,7 +175,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return last or step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
 
     def _restored(self, step: int | None) -> bool:
-        """Restore into everything. A seed checkpoint, which is step 0, has the model alone."""
+        """Restore everything. A seed checkpoint, step 0, has only the model."""
         if step != _SEED_STEP:
             try:
                 self.checkpointer.restore(step, ignore=self._ignored())
@@ -190,12 +188,11 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return True
 
     def _ignored(self) -> list[str]:
-        """Patterns of names that are left alone: what is excluded, and other ranks' positions in the data."""
+        """Patterns of names to leave alone: excluded ones, and other ranks' positions in the data."""
         others = [f"extra/{key}" for key in (self._position.others if self._position is not None else ())]
         return others + [pattern for name in self._config.exclude_from_loading for pattern in _patterns(name)]
 
     def _seeded(self) -> bool:
-        """Restore the seed checkpoint, if the run has one."""
         try:
             self.checkpointer.restore(_SEED_STEP, groups=(MODEL,))
         except NoSuchCheckpoint:
@@ -217,7 +214,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
             source.restore(step, groups=(MODEL,) if alone else None, ignore=self._ignored())
 
     def _moving_over(self, step: int | None) -> bool:
-        """Whether a step is asked for that torchtitan saved itself."""
+        """Whether the requested step is one that torchtitan saved itself."""
         return step is not None and filesystem.isfile(filesystem.join(self.folder, f"step-{step}/.metadata"))
 
     def _torchtitans_own(self, step: int) -> bool:
@@ -238,7 +235,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return loaded
 
     def _save_model(self, step: int, existing: Existing) -> SaveTicket:
-        """Save the model alone, in the dtype and under the names of an export, and wait for the commit."""
+        """Save only the model, in the dtype and names of an export, and wait for the commit."""
         tensors: dict[str, Any] = self._model.state_dict()
         if self._config.last_save_in_hf:
             tensors = self._sd_adapter.to_hf(ModelWrapper(self._parts).state_dict())
@@ -254,7 +251,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
             self._state.update(held)
 
     def _assets(self) -> dict[str, Path] | None:
-        """Config and tokenizer, which are beside the weights in the assets' folder, so that the export can be loaded."""
+        """Config and tokenizer from the assets' folder, so that the export can be loaded."""
         place = getattr(self._sd_adapter, "hf_assets_path", None)
         if not self._config.last_save_in_hf or not place or not Path(place).is_dir():
             return None
@@ -262,7 +259,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return {path.name: path for path in files if naming.is_asset_name(path.name)}
 
     def _free_link(self, step: int) -> Path | None:
-        """Where the link of a step will stand. Raises `InvalidRequest` if something else is there."""
+        """The path of a step's link. Raises `InvalidRequest` if something else is there."""
         if not self._linkable:
             return None
         link = Path(self.folder, f"step-{step}")
@@ -274,11 +271,12 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         return link
 
     def _is_ours(self, path: Path) -> bool:
-        """Whether a path is a link to a checkpoint of the run."""
         return path.is_symlink() and naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None
 
     def _unlink_old(self, folder: Path) -> None:
-        """Remove all links but the newest, so that the checkpoints may go; directories that torchtitan wrote stay."""
+        """Remove all links but the newest, so that retention may remove the checkpoints; torchtitan's own directories
+        stay.
+        """
         if not self._config.keep_latest_k:
             return
         ours = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name) and self._is_ours(path)]
@@ -287,7 +285,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
 
 
 def _patterns(name: str) -> list[str]:
-    """What a name of torchtitan's states is called in a checkpoint, as patterns of names to leave out."""
+    """Patterns for a name of torchtitan's states in a checkpoint."""
     if name == OPTIMIZER:
         return ["optim/*", "master/*", f"extra/{_OPTIM}", f"extra/{_OPTIM}/*"]
     if name == DATALOADER:
@@ -316,7 +314,6 @@ def _converted(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 def _future(ticket: SaveTicket) -> Future[None]:
-    """A future that ends as the save does."""
     future: Future[None] = Future()
 
     def ended(error: CheckpointError | None) -> None:

@@ -1,4 +1,4 @@
-"""The parts of torchtitan's state as entries of a Checkpointer's: its model parts, and where its data loader stands."""
+"""torchtitan's state as entries of a Checkpointer's: its model parts, and its data loader's position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelParts(nn.Module):
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        """Raises `InvalidRequest` for parts with other state, and for a name that two have."""
+        """Raises `InvalidRequest` for parts with other state, and for duplicate names."""
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._extras: dict[str, nn.Module] = {}  # modules with an extra state, by its name
@@ -33,18 +33,18 @@ class ModelParts(nn.Module):
             self._add(part)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The live tensors, by name, and what modules return as their extra state."""
+        """Live tensors by name, and the modules' extra state."""
         return {**self._tensors, **{name: module.get_extra_state() for name, module in self._extras.items()}}
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """All modules, by the names that they have in their parts: so are the names of what they hold."""
+        """All modules, under their names in their parts, which prefix the names of their tensors."""
         yield "", self
         for part in self.parts:
             yield from part.named_modules(*args, **kwargs)
 
     def entry(self) -> Any:
-        """What stands for the parts in a state. A save compares a mapping with the last one, and walks through a module
-        again; but only a module tells buffers, which may differ between ranks, from parameters.
+        """The parts as one entry of the state. A save compares a mapping with the last one, but traverses a module
+        again; only modules distinguish buffers, which may differ between ranks, from parameters.
         """
         parameters = {id(parameter) for parameter in self.parameters()}
         plain = not self._extras and all(id(one) in parameters for one in self._tensors.values())
@@ -57,7 +57,7 @@ class ModelParts(nn.Module):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 name = clean(f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE)
                 self._refuse_twins(name, self._extras.setdefault(name, module) is module)
-            # no public way in torch 2.13 tells which buffers are persistent, without the hooks of state_dict()
+            # torch 2.13 has no public way to find persistent buffers without the hooks of state_dict()
             transient |= {f"{path}.{name}" if path else name for name in module._non_persistent_buffers_set}
         found: list[tuple[str, torch.Tensor]] = [*part.named_parameters(remove_duplicate=False)]
         found += [pair for pair in part.named_buffers(remove_duplicate=False) if pair[0] not in transient]
@@ -74,7 +74,7 @@ class ModelParts(nn.Module):
 
 
 class DataPosition:
-    """Where torchtitan's data loader stands; an entry of the state.
+    """The position of torchtitan's data loader; an entry of the state.
 
     `key` names the data-parallel rank, so that each rank finds the position of its data whatever its own number is.
     """
@@ -92,7 +92,7 @@ class DataPosition:
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position. Raises `InvalidRequest` where it is pickled."""
+        """The loader's position. Raises `InvalidRequest` if it is pickled."""
         state: dict[str, Any] = self._plain().state_dict(self._loader) if self._plain() else self._loader.state_dict()
         pickled = [name for name, value in state.items() if isinstance(value, bytes) and value.startswith(_PICKLED)]
         if pickled:
@@ -103,14 +103,14 @@ class DataPosition:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a position up. The first iterator that is made stands there."""
+        """Take a position, for the next iterator."""
         if self._plain():
             self._plain().load_state_dict(self._loader, dict(state))
         else:
             self._loader.load_state_dict(state)
 
     def _plain(self) -> Any:
-        """torchdata's own class, if torchtitan's only pickles what that has to say."""
+        """torchdata's own class, if torchtitan's only pickles its state."""
         from torchdata.stateful_dataloader import StatefulDataLoader
         from torchtitan.components.dataloader import ParallelAwareDataloader
 
@@ -122,12 +122,12 @@ class DataPosition:
 
 
 def position_key(rank: int, world: int) -> str:
-    """The entry of the state in which a data-parallel rank keeps its position."""
+    """The state's key for a data-parallel rank's position."""
     return f"{DATALOADER}.{rank}-of-{world}"
 
 
 def explained(error: StateMismatch) -> StateMismatch:
-    """The error of a restore, with what to do where another number of data-parallel ranks saved."""
+    """The error of a restore, with a hint if another number of data-parallel ranks saved."""
     if f"/{DATALOADER}." not in error.detail or error.hint.startswith("another number"):
         return error
     return StateMismatch(

@@ -40,11 +40,11 @@ _settings: dict[str, Any] = {}
 
 
 def install(run: str, **options: Unpack[Options]) -> None:
-    """Make verl's workers in this process save to and load from runs of Holdfast: `run`-actor, `run`-critic.
+    """Make verl's workers in this process save to and load from Holdfast runs: `run`-actor, `run`-critic.
 
-    `options` are those of `Checkpointer`; `keep_last` is verl's `max_actor_ckpt_to_keep` or `max_critic_ckpt_to_keep`, if
-    it is not given. Call it in every process that has a worker: in a module that VERL_USE_EXTERNAL_MODULES names. Raises
-    `InvalidRequest` for a name that no run can have, and where another run is installed already.
+    `options` are those of `Checkpointer`; `keep_last` defaults to verl's `max_actor_ckpt_to_keep` or
+    `max_critic_ckpt_to_keep`. Call it in every process that has a worker: in a module that VERL_USE_EXTERNAL_MODULES
+    names. Raises `InvalidRequest` for an invalid run name, and if another run is installed already.
     """
     naming.check_run(run)
     if _settings and _settings != {"run": run, "options": options}:
@@ -54,15 +54,15 @@ def install(run: str, **options: Unpack[Options]) -> None:
 
 
 def uninstall() -> None:
-    """Give verl its own manager back, for workers that are made from now on."""
+    """Give verl its own manager back, for workers made from now on."""
     _settings.clear()
     _replace(VerlCheckpoints, _OWN)
 
 
 class VerlCheckpoints(BaseCheckpointManager):
-    """Stands in for verl's FSDPCheckpointManager: nothing is gathered, and the directory loads on any number of ranks.
+    """Replaces verl's FSDPCheckpointManager: nothing is gathered, and the directory loads on any number of ranks.
 
-    A save returns when it is committed, because verl's trainer then writes down that this step is the one to resume from.
+    A save returns after the commit, because verl's trainer then records this step as the one to resume from.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         checkpoint_config: Any = None,
         **given: Any,
     ) -> None:
-        """Nothing is contacted yet. Raises `InvalidRequest` for options of verl's that this manager does not have."""
+        """Connects nothing yet. Raises `InvalidRequest` for unsupported options of verl's."""
         processing_class = processing_class or given.pop("tokenizer", None)  # its old name
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         if not _settings:
@@ -88,10 +88,10 @@ class VerlCheckpoints(BaseCheckpointManager):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Save, and return when the checkpoint is committed; `local_path` becomes a link to it.
+        """Save, and return after the commit; `local_path` becomes a link to the checkpoint.
 
-        Raises what `Checkpointer.save` raises and what the commit fails by, and `InvalidRequest`, before anything is saved,
-        for a path of HDFS, and where something else stands at `local_path`.
+        Raises what `Checkpointer.save` and the commit raise, and, before anything is saved, `InvalidRequest` for an
+        HDFS path or an occupied `local_path`.
         """
         if local_path is None:
             return
@@ -117,10 +117,10 @@ class VerlCheckpoints(BaseCheckpointManager):
             _unlink_old(checkpointer.run, Path(local_path), global_step, max_ckpt_to_keep)
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
-        """Restore the checkpoint that `local_path` leads to; a directory that verl wrote itself is loaded by verl.
+        """Restore the checkpoint that `local_path` leads to; verl loads a directory that it wrote itself.
 
         Raises what `Checkpointer.restore` raises, `NoSuchCheckpoint` if nothing is there, and `InvalidRequest` for
-        anything but a checkpoint of this role's run. `del_local_after_load` concerns copies, which nobody makes here.
+        anything but a checkpoint of this role's run. `del_local_after_load` is ignored: there are no local copies.
         """
         if local_path is None:
             return
@@ -133,20 +133,19 @@ class VerlCheckpoints(BaseCheckpointManager):
             self._checkpointer = None
         _initialize(self.model)
         run = _run_of(self._run, local_path)
-        # of its own, because only a save tells how many checkpoints to keep
+        # separate from the saving one: only a save knows how many checkpoints to keep
         with Checkpointer(run, self._state(), **_chosen(self._options, None)) as checkpointer:
             step = _step(checkpointer, local_path)
             checkpointer.restore(step, groups=self._groups(checkpointer, self.checkpoint_load_contents))
         self._restored = step
 
     def close(self) -> None:
-        """Part from the daemon; every save is committed already."""
+        """Disconnect from the daemon; every save is committed already."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
 
     def _saving(self, local_path: str, keep: int | None) -> Checkpointer:
-        """The Checkpointer that saves; it is made at the first save."""
         run = _run_of(self._run, local_path)
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(run, self._state(), **_chosen(self._options, keep))
@@ -168,7 +167,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         return state
 
     def _groups(self, checkpointer: Checkpointer, contents: Any) -> tuple[str, ...] | None:
-        """The groups that verl's contents name; None for all."""
+        """The groups of verl's contents; None for all."""
         wanted = {"model" if name == "hf_model" else str(name) for name in contents}
         if wanted >= set(_GROUPS):
             return None
@@ -177,7 +176,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         return tuple(group for name, group in _GROUPS.items() if name in wanted)
 
     def _existing(self, step: int) -> Any:
-        """A step of the line that was left by going back is replaced; the same step twice is saved again."""
+        """An abandoned step is replaced; the same step twice is saved again."""
         return "replace" if step == self.previous_global_step or step == self._restored else "refuse"
 
     def _assets(self) -> Mapping[str, Any]:
@@ -192,7 +191,7 @@ class VerlCheckpoints(BaseCheckpointManager):
 
 
 def _initialize(model: Any) -> None:
-    """FSDP1 makes its local shards known at the first forward, and a restore comes before that."""
+    """FSDP1 initializes its local shards at the first forward, but a restore comes before that."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._runtime_utils import _lazy_init  # as verl does, too: there is no public way
 
@@ -201,7 +200,7 @@ def _initialize(model: Any) -> None:
 
 
 def _chosen(options: Mapping[str, Any], keep: int | None) -> dict[str, Any]:
-    """The options, with what verl says where they are silent."""
+    """The options, with verl's defaults."""
     chosen = {"policy": "wait", **options}
     if keep:
         chosen.setdefault("keep_last", keep)
@@ -209,7 +208,7 @@ def _chosen(options: Mapping[str, Any], keep: int | None) -> dict[str, Any]:
 
 
 def _replace(old: type, new: type) -> None:
-    """Put a class in the place of another one, in all modules of verl's that have it by now."""
+    """Replace a class in all of verl's imported modules."""
     for name, module in list(sys.modules.items()):
         if name.startswith("verl.") and module is not None and getattr(module, _NAME, None) is old:
             setattr(module, _NAME, new)
@@ -234,13 +233,13 @@ def _refuse_config(manager: VerlCheckpoints) -> None:
 
 
 def _run_of(run: str, local_path: str) -> str:
-    """The run of a path's role: of global_step_7/actor it is run-actor; of global_step_7 itself it is the run."""
+    """The run of a path's role: run-actor for global_step_7/actor; run for global_step_7 itself."""
     role = Path(local_path).name
     return run if _STEP_FOLDER.fullmatch(role) else naming.check_run(f"{run}-{role}")
 
 
 def _link(local_path: str) -> Path:
-    """Where the link of a checkpoint stands. verl puts files of its own into a step's folder: never into a checkpoint."""
+    """The path of a checkpoint's link. verl writes files into a step's folder, which must not be a checkpoint."""
     path = Path(os.path.abspath(local_path))
     return path / _INSIDE if _STEP_FOLDER.fullmatch(path.name) else path
 
@@ -250,7 +249,7 @@ def _is_ours(run: str, path: Path) -> bool:
 
 
 def _step(checkpointer: Checkpointer, local_path: str) -> int:
-    """The step that a path leads to; where no link can be, because the root is elsewhere, the one that it is named after."""
+    """The step of a path; from its name if there is no link, because the root is on another machine."""
     link = _link(local_path)
     step = checkpointer.step_at(link) if os.path.lexists(link) else None
     if step is not None:
@@ -266,7 +265,9 @@ def _step(checkpointer: Checkpointer, local_path: str) -> int:
 
 
 def _unlink_old(run: str, local_path: Path, step: int, keep: int) -> None:
-    """Remove the links of the oldest steps up to this one, so that their checkpoints may go. What verl wrote stays."""
+    """Remove the links of the oldest steps up to this one, so that retention may remove their checkpoints. verl's own
+    directories stay.
+    """
     link = _link(str(local_path))
     own = link.name  # the same in every step's folder
     found = []

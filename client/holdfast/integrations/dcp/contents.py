@@ -1,4 +1,4 @@
-"""What one rank's part of a DCP save contains: the tensors that the plan gives to it as Fragments, and values as JSON."""
+"""One rank's part of a DCP save: its tensors in the plan as Fragments, and values as JSON."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ Place = tuple[str, tuple[int, ...]]  # a tensor's DCP name and a chunk's offset
 
 
 class ChunkFragments:
-    """Makes Fragments of the chunks, and gives out the last one again as long as the memory is the same.
-
-    So a later save need not look at a tensor again.
-    """
+    """Makes Fragments of the chunks. The same memory gets the same Fragment, which a later save need not examine again."""
 
     def __init__(self) -> None:
         self._before: dict[Place, Fragment] = {}
         self._known: dict[Place, Fragment] = {}
 
     def begin(self) -> None:
-        """Begin another save: what the last one did not have is forgotten."""
+        """Begin a save: forget fragments that the last one did not have."""
         self._before, self._known = self._known, {}
 
     def fragment(self, item: WriteItem, local: object) -> Fragment:
-        """The chunk of an item; `StateMismatch`, with the name, for a tensor that is not what the plan says."""
+        """The chunk of an item; `StateMismatch`, with the name, for a tensor that differs from the plan."""
         about = item.tensor_data
         if about is None or not isinstance(local, torch.Tensor):
             raise StateMismatch(f"{item.index.fqn}: the planner gives a {type(local).__name__} where its plan has a tensor")
@@ -61,7 +58,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def contents(plan: SavePlan, planner: SavePlanner, parts: ChunkFragments, groups: frozenset[str]) -> Given:
-    """Everything that this rank stores; `InvalidRequest` or `StateMismatch`, by name, for what cannot be stored."""
+    """Everything that this rank stores; `InvalidRequest` or `StateMismatch` for what cannot be stored."""
     named = _named(plan, planner)
     parts.begin()
     fragments: dict[Key, list[Fragment]] = {}
@@ -76,7 +73,7 @@ def contents(plan: SavePlan, planner: SavePlanner, parts: ChunkFragments, groups
 
 
 def _named(plan: SavePlan, planner: SavePlanner) -> names.NamedContents:
-    """The names of everything in this rank's state dict. Every rank stores its values, so that each gets its own back."""
+    """Names of everything in this rank's state dict. Every rank stores its values, and gets its own back."""
     naming = names.Naming()
     paths = _paths(plan)
     held = getattr(planner, "state_dict", None)
@@ -92,7 +89,7 @@ def _named(plan: SavePlan, planner: SavePlanner) -> names.NamedContents:
 
 
 def _paths(plan: SavePlan) -> Mapping[str, names.Path]:
-    """The paths that a flattening planner has noted; without one, each name is a key of its own."""
+    """Paths recorded by a flattening planner; without one, each name is a key of its own."""
     noted = plan.planner_data
     if noted is None:
         return {}
@@ -106,7 +103,6 @@ def _paths(plan: SavePlan) -> Mapping[str, names.Path]:
 
 
 def _looked_up(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """The objects of the plan's items, for a planner without the attribute `state_dict` of torch's own."""
     lookup = getattr(planner, "lookup_object", None)
     found: dict[str, Any] = {}
     for item in plan.items:

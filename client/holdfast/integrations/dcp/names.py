@@ -34,10 +34,10 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
 
 class NamedContents(NamedTuple):
-    """What a state dict contains, by Holdfast's names.
+    """Contents of a state dict under Holdfast's names.
 
-    `tensors` says where the tensor of each DCP name is stored. `values` are JSON texts, and `arrays` the NumPy arrays that
-    they refer to, as tensors.
+    `tensors` maps DCP names to stored ones. `values` are JSON texts, `arrays` the NumPy arrays they refer to, as
+    tensors.
     """
 
     tensors: dict[str, Key]
@@ -46,17 +46,14 @@ class NamedContents(NamedTuple):
 
 
 def groups_of(first_keys: Iterable[str]) -> frozenset[str]:
-    """The groups in which a state dict with these first keys may be stored."""
     found = {key if key in WHOLE else OPTIM for key in first_keys if key in WHOLE or key.startswith(OPTIM)}
     return frozenset({EXTRA, *found})
 
 
 class Naming:
-    """Gives names to the contents of one flattened state dict."""
-
     def __init__(self) -> None:
         self.found = NamedContents({}, {}, {})
-        self._names: dict[int, str] = {}  # id of a stand-in -> the DCP name of its tensor
+        self._names: dict[int, str] = {}  # id of a placeholder -> the DCP name of its tensor
         self._nested: dict[str | int, Any] = {}
 
     def tensor(self, fqn: str, path: Path) -> None:
@@ -69,7 +66,7 @@ class Naming:
         _put(self._nested, path, value)
 
     def finish(self) -> NamedContents:
-        """Raise `InvalidRequest`, with the path, for a value that JSON cannot express and for names that are taken."""
+        """Raise `InvalidRequest`, with the path, for a value that JSON cannot express and for duplicate names."""
         documents = {
             key: made
             for key, value in self._nested.items()
@@ -133,8 +130,6 @@ class Naming:
 
 
 class OptimizerParts(NamedTuple):
-    """An optimizer's document as `holdfast.state.optimizers` describes it, and its tensors by their stored names."""
-
     document: dict[str, Any]
     tensors: dict[str, Any]
 
@@ -175,7 +170,7 @@ def _is_optimizer(nested: Mapping[str, Any]) -> bool:
 
 
 def _unflattened(held: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The nested form of one in which names and keys are joined; groups are the parameters with equal hyper-parameters."""
+    """The nested form of a flattened document; parameters with equal hyper-parameters form a group."""
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
     for joined, value in held.items():
@@ -215,7 +210,7 @@ def flattened_hyper(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_implementation(fqn: str) -> bool:
-    """Whether a name is of a hyper-parameter that says how a step is computed, which a Checkpointer does not store."""
+    """Whether a name is a hyper-parameter of the step's implementation, which a Checkpointer does not store."""
     head, _, key = fqn.rpartition(".")
     return f".{_GROUPS}." in f".{head}." and key in IMPLEMENTATION - {_PARAMS}
 
@@ -225,7 +220,6 @@ def dotted(path: Path) -> str:
 
 
 def flattened(nested: Mapping[str, Any], is_tensor: Callable[[object], bool]) -> dict[str, tuple[Path, Any]]:
-    """Path and value of every leaf by its DCP name."""
     return {dotted(path): (path, value) for path, value in _leaves(nested, is_tensor)}
 
 
@@ -246,7 +240,7 @@ def _is_terminal(items: list[Any], is_tensor: Callable[[object], bool]) -> bool:
 
 
 def _put(nested: dict[str | int, Any], path: Path, value: Any) -> None:
-    """Set a value at its path; lists on the way grow as needed. `InvalidRequest` for paths that contradict each other."""
+    """Set a value at its path; lists grow as needed. `InvalidRequest` for contradictory paths."""
     at: Any = nested
     for position, key in enumerate(path):
         if isinstance(key, int) and isinstance(at, list):

@@ -56,7 +56,7 @@ class HoldfastStorageReader(StorageReader):
     """
 
     def __init__(self, run: str, *, at: str | os.PathLike[str] | None = None, step: SupportsIndex | None = None) -> None:
-        """Nothing is read yet. Raises `InvalidRequest` for a name or place that is not allowed."""
+        """Reads nothing yet. Raises `InvalidRequest` for an invalid name or place."""
         self.run = naming.check_run(run)
         self._place = address.place(at)
         if self._place.socket is not None:
@@ -87,13 +87,13 @@ class HoldfastStorageReader(StorageReader):
         return f"{self.run}@{'newest' if known is None else known}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load. A `checkpoint_id` is its step: a number, or a path whose last part ends in one."""
+        """Begin another load. A `checkpoint_id` is its step: a number, or a path that ends in one."""
         self.close()
         if checkpoint_id is not None:
             self._named = steps.of_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Open the checkpoint. Raises `NoSuchCheckpoint`, or `Damaged` for one that is not whole."""
+        """Open the checkpoint. Raises `NoSuchCheckpoint`, or `Damaged` for an incomplete one."""
         self.close()
         step = self._chosen()
         if step is None:
@@ -106,7 +106,7 @@ class HoldfastStorageReader(StorageReader):
         return made
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Nothing is left to do."""
+        """No set-up is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self.step)
@@ -162,8 +162,8 @@ class HoldfastStorageReader(StorageReader):
         self._reader = self._stored = self._library_read = None
 
     def _tell_unused(self, unused: Mapping[str, Sequence[str]]) -> None:
-        """`StateMismatch` for an optimizer of which hyper-parameters alone would be loaded. Where there are other ranks, it
-        is a warning: this one may have no part of its tensors.
+        """`StateMismatch` if only an optimizer's hyper-parameters would be loaded; with several ranks a warning,
+        because this one may have no part of its tensors.
         """
         for key, names in unused.items():
             text = f"{self.checkpoint_id} has the state of {key}, and the state dict asks for none of it: "
@@ -182,14 +182,14 @@ class HoldfastStorageReader(StorageReader):
         finish(targets)
 
     def _pickled(self, value: Any) -> io.BytesIO:
-        """A value in the form in which planners take it. It is made here from JSON: nothing that was stored is unpickled."""
+        """A value in the form that planners take, made here from JSON: no stored bytes are unpickled."""
         made = io.BytesIO()
         torch.save(tree_map_only(StoredLeaf, self._tensor, value), made)
         made.seek(0)
         return made
 
     def _tensor(self, stored: StoredLeaf) -> Any:
-        """A tensor or array that is inside of a value."""
+        """A tensor or array inside a value."""
         assert self._stored is not None
         entry = self._stored.entry(stored)
         dtype = torch_dtype(entry.dtype, stored.name)
@@ -229,8 +229,6 @@ class HoldfastStorageReader(StorageReader):
 
 
 class _Filled(NamedTuple):
-    """A tensor of the state dict, the memory that is filled for it, and where its bytes come from."""
-
     item: ReadItem
     tensor: torch.Tensor
     memory: torch.Tensor
@@ -244,7 +242,7 @@ class _Filled(NamedTuple):
 
 
 def _filled(item: ReadItem, stored: Any, planner: LoadPlanner, state: StoredState) -> _Filled:
-    """Fill the planner's tensor directly, or memory of its own if the dtype differs, which DCP converts."""
+    """Fill the planner's tensor directly, or separate memory if the dtype differs, which DCP converts."""
     assert isinstance(stored, StoredLeaf)  # a planner makes tensor items of tensors
     tensor = planner.resolve_tensor(item).detach()
     if tensor.shape != item.lengths:

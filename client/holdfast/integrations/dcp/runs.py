@@ -24,9 +24,9 @@ LAST_S = 60.0  # the other ranks have heard of the last save's end already
 
 
 class RankPart(NamedTuple):
-    """A rank's part in a save, as the coordinator gives it out with the plans.
+    """A rank's part in a save, as the coordinator distributes it with the plans.
 
-    `loaded` is the step that training goes on from, and how often one was loaded.
+    `loaded` is the step that training continues from, and the number of loads.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class RankPart(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a save is asked for, besides its contents. Without `existing`, a step of this launch's own is replaced."""
+    """A save's options. Without `existing`, a step of this launch is replaced."""
 
     step: int
     existing: Existing | None
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 class RunOfProcess:
-    """One run, saved through DCP by this process: its Checkpointer, and what decides how the next step is saved."""
+    """One run, saved through DCP by this process: its Checkpointer, and how the next step is saved."""
 
     def __init__(self, run: str, at: str | os.PathLike[str] | None) -> None:
         self._run, self._at = run, at
@@ -64,23 +64,23 @@ class RunOfProcess:
         self.loaded: tuple[int, int] | None = None
 
     def note_loaded(self, step: int, whole: bool) -> None:
-        """A step was loaded. Training goes on from it, unless it is only a part that is loaded later, such as a teacher."""
+        """Record that training continues from a step, unless it is only a part that is loaded later, such as a teacher."""
         if whole or (self.loaded is None and not self._saved):
             self.take_loaded((step, (self.loaded[1] if self.loaded else 0) + 1))
 
     def take_loaded(self, loaded: tuple[int, int]) -> None:
-        """Training goes on from what was loaded last, in this process or in that of the training."""
+        """Take over the newest load, of this process or of the training process."""
         if loaded != self.loaded:
             self.loaded, self._committed, self._goes_on = loaded, None, None
 
     @property
     def origin(self) -> tuple[int, int] | None:
-        """The step that training goes on from, and how often one was loaded, for the coordinator to give out."""
+        """The step that training continues from, and the number of loads, for the coordinator to distribute."""
         return self._goes_on or self.loaded
 
     def launch(self) -> str:
-        """The launch of the next save, for the coordinator to give out: a new one if the last save failed on any rank, which
-        goes on from what the one before has committed.
+        """The launch of the next save, for the coordinator to distribute. If the last save failed on any rank, a new
+        one that continues from the committed steps.
         """
         with self._lock:
             failed = self._last is not None and not self._settled(self._last)
@@ -89,7 +89,7 @@ class RunOfProcess:
             return uuid.uuid4().hex if failed or not self._launch else self._launch
 
     def save(self, part: RankPart, contents: Given, asked: Asked, keep_last: int | None) -> SaveTicket:
-        """Hand this rank's part over to the daemon; return when it is staged. Raises what `Checkpointer.save` raises."""
+        """Stage this rank's part, and return. Raises what `Checkpointer.save` raises."""
         with self._lock:
             checkpointer = self._checkpointer_of(part, keep_last)
             if self._last is not None:
@@ -112,12 +112,11 @@ class RunOfProcess:
             return ticket
 
     def close(self) -> None:
-        """RankPart from the daemon. The next save connects again, as another launch."""
+        """Disconnect from the daemon. The next save connects again, as another launch."""
         with self._lock:
             self._part()
 
     def _settled(self, ticket: SaveTicket) -> bool:
-        """Whether the save has ended well."""
         if not ticket.done or ticket.error is not None:
             return False
         self._committed = ticket.step
@@ -144,12 +143,11 @@ _runs: dict[tuple[str, address.DaemonAddress], RunOfProcess] = {}
 
 
 def of(run: str, at: str | os.PathLike[str] | None) -> RunOfProcess:
-    """This process's run of that name at that place."""
     return _runs.setdefault((run, address.place(at)), RunOfProcess(run, at))
 
 
 def close_all() -> None:
-    """RankPart from all daemons. Saves that are staged are committed all the same."""
+    """Disconnect from all daemons. Staged saves are still committed."""
     while _runs:
         _runs.popitem()[1].close()
 

@@ -1,4 +1,4 @@
-"""Which step is meant: given as a number, as a DCP checkpoint_id, or not at all."""
+"""The step of a load or save: given as a number, as a DCP checkpoint_id, or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_NUMBER = re.compile(r"(?:.*\D)?(\d+)", re.DOTALL)
 
 
 def of_id(checkpoint_id: object) -> int:
-    """The step of a checkpoint_id: a number, or the number with which a path's last part ends, as in "runs/step-500"."""
+    """The step of a checkpoint_id: a number, or the number at the end of a path, as in "runs/step-500"."""
     if isinstance(checkpoint_id, SupportsIndex) and not isinstance(checkpoint_id, bool):
         return naming.check_step(index(checkpoint_id))
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, str | os.PathLike) else None

@@ -1,4 +1,4 @@
-"""A stored checkpoint under the names that DCP gives to a state dict, whatever has saved it."""
+"""A stored checkpoint under DCP's names for a state dict, whatever program saved it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast_formats.disk.manifest import Manifest, TensorEntry
 
 @dataclass(frozen=True)  # a tuple would be taken apart with the values that it is in
 class StoredLeaf:
-    """Where a tensor is stored. `array`: it was a NumPy array, and is a value for DCP."""
+    """Where a tensor is stored. `array`: a NumPy array, which DCP treats as a value."""
 
     group: str
     name: str
@@ -35,7 +35,7 @@ class StoredLeaf:
 
 
 class Kept:
-    """Stands for a value that was not stored, because the live object keeps its own."""
+    """Placeholder of a value that was not stored: the live object keeps its own."""
 
 
 KEPT = Kept()
@@ -46,7 +46,7 @@ def is_stored_tensor(value: object) -> bool:
 
 
 class StoredState:
-    """The contents of a checkpoint by DCP name: tensors, and values as this rank gets them."""
+    """Contents of a checkpoint by DCP name: tensors, and this rank's values."""
 
     def __init__(self, manifest: Manifest, state: bytes, rank: int) -> None:
         """Raises `CorruptManifest` if values cannot be read."""
@@ -57,11 +57,11 @@ class StoredState:
             self.leaves.update(names.flattened(tree, is_stored_tensor))
 
     def metadata(self) -> Metadata:
-        """DCP's view: each tensor is one chunk. Names of other forms of the same state dict are found, but not listed."""
+        """DCP's view: each tensor is one chunk. Names of other forms of the state dict are found, but not listed."""
         return Metadata(_Offered(self), planner_data={fqn: path for fqn, (path, _) in self.leaves.items()})
 
     def find(self, fqn: str) -> Any:
-        """The tensor or value of a name, also as a flattened optimizer or an unflattened state dict calls it; KeyError."""
+        """The tensor or value of a name, also of a flattened optimizer or an unflattened state dict; KeyError."""
         if fqn in self.leaves:
             return self.leaves[fqn][1]
         for tree in self._trees:
@@ -73,7 +73,7 @@ class StoredState:
         raise KeyError(fqn)
 
     def unused(self, asked: Collection[str]) -> dict[str, list[str]]:
-        """By key, the tensors of optimizers of which something is asked for, but none of these tensors."""
+        """By key, tensors of optimizers of which something else is requested."""
         found: dict[str, list[str]] = {}
         keys = {key for tree in self._trees for key, held in tree.items() if _is_optimizer(held)}
         for key in sorted(key for key in keys if any(fqn.startswith(f"{key}.") for fqn in asked)):
@@ -100,7 +100,7 @@ class StoredState:
 
 
 class _Offered(dict[str, Any]):
-    """The metadata of each name. A name of another form of the state dict is answered when it is asked for."""
+    """The metadata of each name. Names of other forms of the state dict are computed on demand."""
 
     def __init__(self, stored: StoredState) -> None:
         super().__init__({fqn: stored.described(fqn) for fqn in stored.leaves})
@@ -120,7 +120,7 @@ class _Offered(dict[str, Any]):
 
 
 def _values(state: bytes, rank: int) -> Iterator[Mapping[str, Mapping[str, str]]]:
-    """The values of this rank, then those that only other ranks have."""
+    """This rank's values, then those that only other ranks have."""
     own = state_json.for_rank(state, rank).values
     yield own
     ranked = {group: state_json.by_rank(state, group) for group in own}
@@ -130,7 +130,7 @@ def _values(state: bytes, rank: int) -> Iterator[Mapping[str, Mapping[str, str]]
 
 
 def _tree(manifest: Manifest, values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """The nested state dict, with a StoredLeaf in the place of each tensor."""
+    """The nested state dict, with StoredLeaf objects as tensors."""
     tree: dict[str, Any] = {}
     for group in manifest.tensors.keys() | values.keys():
         held = [*manifest.tensors.get(group, {}), *manifest.aliases.get(group, {})]
@@ -189,7 +189,7 @@ def _is_optimizer(held: object) -> bool:
 
 
 def _under(tree: Mapping[str, Any], fqn: str) -> Iterator[Any]:
-    """The value of a name that is no leaf: of a flattened optimizer, or a whole mapping or list without tensors."""
+    """The value of a name that is no leaf: a flattened optimizer, or a mapping or list without tensors."""
     for key, held in tree.items():
         if _is_optimizer(held) and fqn.startswith(f"{key}."):
             hyper = names.flattened_hyper(held)

@@ -46,7 +46,7 @@ class HoldfastStorageWriter(StorageWriter):
         keep_last: int | None = None,
         existing: Existing | None = None,
     ) -> None:
-        """Nothing is contacted yet. Raises `InvalidRequest` for names and options that are not allowed."""
+        """Connects nothing yet. Raises `InvalidRequest` for invalid names and options."""
         self.run = naming.check_run(run)
         self.step = None if step is None else check_step(step)
         place = address.place(at)
@@ -59,7 +59,7 @@ class HoldfastStorageWriter(StorageWriter):
         self._part: runs.RankPart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs, also what this one has loaded: an asynchronous save in a process goes on from that."""
+        """State for another process, including loaded steps: an asynchronous save in a process continues from them."""
         kept = {name: value for name, value in vars(self).items() if name not in ("_ticket", "_part")}
         return {**kept, "_ticket": None, "_part": None, "_loaded": self._process.loaded}
 
@@ -75,7 +75,7 @@ class HoldfastStorageWriter(StorageWriter):
         return f"{self.run}@{self.step}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save. A `checkpoint_id` is its step: a number, or a path whose last part ends in one."""
+        """Begin another save. A `checkpoint_id` is its step: a number, or a path that ends in one."""
         self._ticket = self._part = None
         if checkpoint_id is not None:
             self.step = steps.of_id(checkpoint_id)
@@ -84,7 +84,7 @@ class HoldfastStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse, before anything is planned, a save without a step, and one in which ranks do not plan together."""
+        """Before planning, refuse a save without a step, and one in which ranks do not plan together."""
         if self.step is None:
             raise InvalidRequest(
                 "the step of this save is not known",
@@ -100,7 +100,7 @@ class HoldfastStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its part. Plans that a planner keeps from an earlier save are empty here: their groups stay."""
+        """Give each rank its part. Plans that a planner caches are empty here: their groups stay."""
         process = self._process
         heads = {str(path[0]) for plan in plans for path in _paths(plan)}
         kept = process.groups if not all(getattr(plan, "usable", True) for plan in plans) else frozenset()  # since torch 2.7
@@ -112,7 +112,7 @@ class HoldfastStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy this rank's part into the daemon's memory. What cannot be stored is refused, by name, before that."""
+        """Copy this rank's part into the daemon's memory, after refusing what cannot be stored."""
         part = plan.storage_data
         if not isinstance(part, runs.RankPart):
             raise InvalidRequest(
@@ -130,7 +130,7 @@ class HoldfastStorageWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait until the step is committed, and raise why it is not. DCP tells the other ranks."""
+        """Wait for the commit, and raise its error. DCP informs the other ranks."""
         assert self._ticket is not None and self._part is not None  # write_data came before, in this process
         said = {str(result.storage_data) for written in results for result in written if result.index.fqn == _DONE}
         if len(said) != 1 or len(results) != self._part.world:
@@ -150,7 +150,7 @@ class HoldfastStorageWriter(StorageWriter):
         return True
 
     def close(self) -> None:
-        """Part from the daemon of this run in this process; the end of the process does it too."""
+        """Disconnect from the daemon; the end of the process does it too."""
         self._process.close()
 
     @property

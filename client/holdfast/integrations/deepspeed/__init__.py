@@ -38,11 +38,12 @@ def attach(
     frozen: bool = True,
     **options: Unpack[Options],
 ) -> Any:
-    """Make `save_checkpoint` and `load_checkpoint` of this engine save to and restore from a run of Holdfast; the engine.
+    """Make `save_checkpoint` and `load_checkpoint` of this engine save to and restore from a Holdfast run; returns the
+    engine.
 
-    `state` are more entries for the checkpoint, such as a data loader. With `frozen=False` parameters that are not trained
-    are left out. `options` are those of `Checkpointer`; the policy is `wait` if none is given. Every rank calls it. Raises
-    `InvalidRequest`, by name, for engines and features that are not covered.
+    `state` has more entries for the checkpoint, such as a data loader. `frozen=False` leaves out parameters that are
+    not trained. `options` are those of `Checkpointer`; the default policy is `wait`. Every rank calls it. Raises
+    `InvalidRequest` for unsupported engines and features.
     """
     from holdfast.integrations.deepspeed.engine import AttachedEngine
 
@@ -66,9 +67,9 @@ def install(
 ) -> None:
     """Attach every engine of this process at its first save or load, for frameworks that make the engine themselves.
 
-    `run` may be a function of the engine and the directory that is saved to or loaded from: engines of one process need
-    runs of their own. `state`, if there is more to save, is a function of the engine. Call it before the first save;
-    `uninstall` undoes it for engines that are not attached yet.
+    `run` may be a function of the engine and the directory, because each engine of a process needs its own run. `state`
+    is a function of the engine that returns more entries. Call it before the first save; `uninstall` undoes it for
+    engines not attached yet.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 

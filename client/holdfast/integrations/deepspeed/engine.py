@@ -1,4 +1,4 @@
-"""Saves and restores an engine of DeepSpeed in the place of its own `save_checkpoint` and `load_checkpoint`."""
+"""Saves and restores a DeepSpeed engine, in place of its own `save_checkpoint` and `load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWN = frozenset({"model", "optim", PROGRESS, SCHEDULER, SCALER})
 
 
 class LoadRequest(NamedTuple):
-    """The arguments of `load_checkpoint` that say which part is restored."""
+    """Arguments of `load_checkpoint` that select a part."""
 
     strict: bool
     optimizer: bool
@@ -66,7 +66,7 @@ class EngineProgress:
                 setattr(holder, name, found["loss_scale"][name])
 
     def _holder(self) -> Any:
-        """The object that has the loss scale, if the optimizer has any."""
+        """The object that has the loss scale, if any."""
         optimizer = self._engine.optimizer
         return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
 
@@ -76,10 +76,10 @@ class EngineProgress:
 
 
 class AttachedEngine:
-    """An engine with its `Checkpointer`, which exists from the first save or restore on."""
+    """An engine and its `Checkpointer`, which the first save or restore makes."""
 
     def __init__(self, engine: Any, run: str, state: Mapping[str, Any], frozen: bool, options: Mapping[str, Any]) -> None:
-        """Raises `InvalidRequest`, by name, for an engine that is not covered."""
+        """Raises `InvalidRequest` for an unsupported engine."""
         check(engine)
         taken = sorted(_OWN & state.keys())
         if taken:
@@ -103,7 +103,7 @@ class AttachedEngine:
         atexit.register(_close, weakref.ref(self.checkpointer))
 
     def _refuse_accumulated(self) -> None:
-        """Refuse where gradients are kept for a step that has not been made: they are no part of a checkpoint."""
+        """Refuse accumulated gradients, which no checkpoint contains."""
         engine = self._engine
         told = engine._is_gradient_accumulation_boundary  # by set_gradient_accumulation_boundary(); None: they are counted
         accumulated = engine.micro_steps % engine.gradient_accumulation_steps()
@@ -117,7 +117,7 @@ class AttachedEngine:
             )
 
     def save(self, save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool) -> None:
-        """Save the engine as it is, and link `save_dir/tag` to it."""
+        """Save the engine, and link `save_dir/tag` to the checkpoint."""
         engine = self._engine
         self._refuse_accumulated()
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -148,7 +148,7 @@ class AttachedEngine:
                 Path(save_dir, LATEST).write_text(tag)
 
     def load(self, step: int | None, how: LoadRequest) -> int:
-        """Restore a step, or the newest one; the step, or 0 if there is none."""
+        """Restore a step, or the newest one; returns it, or 0 if there is none."""
         engine, optimizer = self._engine, self._engine.optimizer
         self._progress.how = how
         if hasattr(optimizer, "checkpoint_event_prologue"):  # ZeRO-3 lets go of parameters that it has gathered
@@ -169,15 +169,15 @@ class AttachedEngine:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the last save was given, or the last restore found."""
+        """The client state of the last save or restore."""
         return self._progress.client_state
 
     def path(self, load_dir: str, tag: Any, step: int) -> str:
-        """The path to return for a step that was restored: its link, or else the directory and the tag it was saved with."""
+        """The path to return for a restored step: its link, else the directory and tag of its save."""
         return str(Path(load_dir, str(tag or self._progress.tag or f"global_step{step}")))
 
     def check_frozen(self, excluded: bool) -> None:
-        """Refuse to leave out in one save what the others have."""
+        """`InvalidRequest` if one save leaves out what the others have."""
         if excluded and self._frozen:
             raise InvalidRequest(
                 "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are left out of all "
@@ -200,7 +200,7 @@ class AttachedEngine:
         )
 
     def _is_foreign(self, step: int | None, how: LoadRequest) -> bool:
-        """Whether no engine saved the step: what other programs call a scheduler is not the engine's."""
+        """Whether another program saved the step, whose scheduler is not the engine's."""
         self._progress.how = how._replace(module_only=True)  # counters stay as they are until everything is restored
         found = self.checkpointer.restore(step, groups=("extra",), ignore=self._all_but_progress(), strict=False)
         self._progress.how = how
@@ -208,7 +208,7 @@ class AttachedEngine:
         return bool(found) and report is not None and f"extra/{PROGRESS}" in report.missing
 
     def _all_but_progress(self) -> tuple[str, ...]:
-        """Patterns of what the group `extra` has of this state besides the engine's counters."""
+        """Patterns of this state's group `extra` except the engine's counters."""
         rest = [key for key in self._state if key not in ("model", "optim", PROGRESS)]
         return ("extra/rng", *(f"extra/{key}{more}" for key in rest for more in ("", "/*")))
 
@@ -246,7 +246,7 @@ class AttachedEngine:
         return lambda name: name in kept
 
     def _shard(self, name: str, value: Any) -> Any:
-        """This rank's part of a parameter that ZeRO-3 has taken apart; the identical Fragment as long as it holds."""
+        """This rank's part of a parameter that ZeRO-3 partitions; the same Fragment while its memory stays the same."""
         if not hasattr(value, "ds_id"):
             return value
         known = self._parts.get(name)
@@ -259,10 +259,10 @@ class AttachedEngine:
 
 
 def wanted_step(attached: AttachedEngine, load_dir: str, tag: Any) -> int | None:
-    """The step that a directory and a tag mean; None for the newest one.
+    """The step of a directory and a tag; None for the newest one.
 
-    Without a tag this is the newest step unless the run has newer ones in other directories than this one. It does not
-    depend on what is just being committed, so that all ranks say the same.
+    Without a tag this is the newest step, unless the run has newer ones in other directories. It does not depend on
+    running commits, so all ranks agree.
     """
     if tag is None:
         latest = Path(load_dir, LATEST)
@@ -279,7 +279,7 @@ def wanted_step(attached: AttachedEngine, load_dir: str, tag: Any) -> int | None
 
 
 def _step_of_run(attached: AttachedEngine, place: str) -> int | None:
-    """The step of this place, None if it is no checkpoint; `InvalidRequest` for one of another root."""
+    """The step at this path, None if it is no checkpoint; `InvalidRequest` for one of another root."""
     step = naming.linked_step(attached.checkpointer.run, place)
     if step is not None and os.path.isdir(place) and attached.checkpointer.step_at(place) is None:
         raise InvalidRequest(
@@ -310,7 +310,7 @@ def _path(directory: str, tag: str) -> Path:
 
 
 def _number(tag: str) -> int:
-    """The step that a tag without a link names: the number at its end."""
+    """The number at the end of a tag without a link."""
     found = re.search(r"(\d+)$", tag)
     if found is None:
         raise InvalidRequest(f"the tag {tag!r} has no link to a checkpoint, and does not end in the number of a step")

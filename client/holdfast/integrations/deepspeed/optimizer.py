@@ -1,4 +1,4 @@
-"""The optimizer of an engine by parameter name, read off the flat tensors that DeepSpeed keeps."""
+"""An engine's optimizer by parameter name, read from DeepSpeed's flat tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 MASTER = "master"
 STEP = "step"
-# Optimizers of DeepSpeed whose `step` is a plain number; torch's have a tensor.
+# DeepSpeed's optimizers whose `step` is a plain number; torch's have a tensor.
 _COUNTS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion", "FusedLamb"})
 
 
 class _Views:
-    """Fragments of a flat tensor, one for each part of a unit, made once for as long as it is the same memory."""
+    """Fragments of a flat tensor, one for each part of a unit, cached while its memory stays the same."""
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self._memory = tensor.data_ptr()
@@ -36,8 +36,6 @@ def _fragment(part: MasterPart, line: torch.Tensor) -> Fragment:
 
 
 class _UnitState:
-    """What the inner optimizer keeps for one unit, by parameter."""
-
     def __init__(self, unit: Unit, base: torch.optim.Optimizer) -> None:
         self.unit, self.base = unit, base
         self._views: dict[str, _Views] = {}
@@ -53,7 +51,7 @@ class _UnitState:
         return held
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """What it keeps of each parameter; `InvalidRequest` for what belongs to no single element of a parameter."""
+        """Its state by parameter; `InvalidRequest` for state without one element per parameter element."""
         found: dict[str, dict[str, Any]] = {part.name: {} for part in self.unit.parts}
         if self.unit.keeps_masters:
             self._add(found, MASTER, self._viewed(MASTER, self.unit.flat))
@@ -73,13 +71,13 @@ class _UnitState:
         return {name: values for name, values in found.items() if values}
 
     def made(self, key: str, name: str, dtype: torch.dtype) -> Fragment:
-        """This rank's part of a new flat tensor of zeros, which is installed later."""
+        """This rank's part of a new zeroed flat tensor, installed later."""
         if key not in self._new:
             self._new[key] = torch.zeros_like(self.unit.flat.detach(), dtype=dtype)
         return self._viewed(key, self._new[key])[name]
 
     def install(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put in what was restored: new flat tensors, and numbers that all parts must have alike."""
+        """Install restored values: new flat tensors, and numbers that must be equal in all parts."""
         names = list(self._parts)
         given = {key for name in names for key in values.get(name, {})}
         kept = self.base.state[self.unit.flat] if self._new or given or self.kept else {}
@@ -127,7 +125,7 @@ class _UnitState:
             )
 
     def _as_before(self, key: str, before: Any, value: Any) -> Any:
-        """The restored value in the kind that the optimizer has, or would have made itself."""
+        """The restored value in the type that the optimizer has, or would have made itself."""
         number = value.item() if isinstance(value, torch.Tensor) else value
         if isinstance(before, torch.Tensor):
             with torch.no_grad():
@@ -155,7 +153,6 @@ class PartitionedOptimizer:
         self.entry = OptimizerShards(groups=self.groups, state=self.state, install=self.install, hooks=[base], new=self.new)
 
     def groups(self) -> list[dict[str, Any]]:
-        """The hyper-parameters of each group, with the names of all its parameters."""
         found = [{**group, "params": []} for group in self._param_groups()]
         for unit in self.units:
             found[unit.group]["params"] += [part.name for part in unit.parts]
@@ -175,7 +172,7 @@ class PartitionedOptimizer:
             state.install(values)
 
     def follow_weights(self) -> None:
-        """Set the masters that are not stored, because they equal the weights, from the weights that were restored."""
+        """Recompute masters that are not stored, because they equal the weights."""
         with torch.no_grad():
             for unit in self.units:
                 if not unit.keeps_masters:
@@ -184,7 +181,7 @@ class PartitionedOptimizer:
                         line.narrow(0, part.at, part.size).copy_(part.weight)
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups; in the middle of a step ZeRO-1 and 2 leave it only the one that they step."""
+        """The inner optimizer's groups; during a step ZeRO-1 and 2 leave it only the current one."""
         if len(self.base.param_groups) >= len(self._groups):
             self._groups = list(self.base.param_groups)
         return self._groups

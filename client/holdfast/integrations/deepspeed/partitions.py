@@ -1,6 +1,6 @@
-"""Where an engine of DeepSpeed keeps its masters: flat tensors, and which parts of which parameters are in each of them.
+"""DeepSpeed's masters: flat tensors, and which parts of which parameters each contains.
 
-All names are those of DeepSpeed 0.19.8. None of this is public there, so that everything is checked before it is used.
+All names are those of DeepSpeed 0.19.8. None of this is public there, so everything is checked before use.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast_formats.region import Shape
 
 
 class MasterPart(NamedTuple):
-    """The part of a parameter that is in a flat tensor: elements [start, start + size) of the flattened parameter, `at` in
-    the flat one. `size` is 0 if another rank has them. `weight` are the same elements of the live weight.
+    """A parameter's part of a flat tensor: elements [start, start + size) of the flattened parameter, at `at` in the
+    flat one. `size` is 0 if another rank has them. `weight` are the same elements of the live weight.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Unit(NamedTuple):
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the masters are more than the weights say: not if both have one dtype, for a step makes them equal."""
+        """Whether masters and weights differ in dtype; otherwise a step makes them equal."""
         return any(part.weight.dtype != self.flat.dtype for part in self.parts)
 
 
 def units(optimizer: Any, names: Mapping[int, str]) -> list[Unit]:
-    """The flat tensors of an engine's optimizer, the same on every rank and in the same order.
+    """The flat tensors of an engine's optimizer, in the same order on every rank.
 
-    `names` are the stored names of the parameters by identity. Raises `InvalidRequest` by name where DeepSpeed's own
-    figures contradict each other.
+    `names` are the stored names of the parameters by identity. Raises `InvalidRequest` if DeepSpeed's own figures
+    contradict one another.
     """
     kind = type(optimizer).__name__
     found = {
@@ -62,12 +62,11 @@ def units(optimizer: Any, names: Mapping[int, str]) -> list[Unit]:
 
 
 def whole_shape(parameter: torch.Tensor) -> Shape:
-    """The shape of a parameter, which ZeRO-3 has taken apart or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int, torch.Tensor]:
-    """Start and count of this rank's elements of a parameter, and the elements, as ZeRO-3 keeps them; without padding."""
+    """Start and count of this rank's elements of a ZeRO-3 parameter, and the elements, without padding."""
     held = parameter.ds_tensor.data
     per_rank = held.numel()
     start = min(_stage_3_rank(parameter) * per_rank, parameter.ds_numel)
@@ -103,7 +102,7 @@ def _bf16(optimizer: Any, names: Mapping[int, str]) -> Iterator[Unit]:
 
 
 def _mapped(groups: Sequence[Sequence[Any]], flats: Sequence[torch.Tensor], names: Mapping[int, str]) -> Iterator[Unit]:
-    """Units of optimizers that note on every parameter where its masters are, or None where they are on other ranks."""
+    """Units of optimizers that record each parameter's masters, or None where they are on other ranks."""
     for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         parts = []
         for parameter in group:
@@ -138,7 +137,6 @@ def _fp16_unfused(optimizer: Any, names: Mapping[int, str]) -> Iterator[Unit]:
 
 
 def _check(kind: str, unit: Unit) -> None:
-    """Refuse parts that are not inside the flat tensor, or that overlap."""
     end = 0
     for part in sorted(unit.parts, key=lambda part: part.at):
         if not part.size:

@@ -1,4 +1,4 @@
-"""Refuses, by name, engines of DeepSpeed of which not all that trains would be saved."""
+"""Refuses DeepSpeed engines of which a save would lose something that trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OFFLOAD = "use offload to the CPU, or none"
 
 
 def check(engine: Any) -> None:
-    """Raises `InvalidRequest` for an engine or a feature that is not covered, with its name."""
+    """Raises `InvalidRequest` with the name of an unsupported engine or feature."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if not isinstance(engine, DeepSpeedEngine):

@@ -100,37 +100,37 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         self._leaving: dict[str, str] = {}  # names to remove when their successor is committed, and where they lead
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has taken no Trainer over yet, and nothing waits in it."""
+        """A copy has no Trainer, and no pending saves."""
         fresh: dict[str, Any] = {"_taken": None, "_waiting": False, "_due": set(), "_names": None}
         return {**self.__dict__, **fresh, "_leaving": dict(self._leaving)}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the Trainer's checkpoints over, before anything is loaded. Raises `InvalidRequest`."""
+        """Take over the Trainer's checkpoints before anything is loaded. Raises `InvalidRequest`."""
         super().setup(trainer, pl_module, stage)
         self._take_over(trainer)
         refusals.check_callbacks(trainer, self)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse what a resumed training would lose, now that the optimizers and schedulers are there."""
+        """Refuse what a resumed training would lose; optimizers and schedulers exist now."""
         super().on_fit_start(trainer, pl_module)
         refusals.check_fit(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Note that weights are written from here to the end of the optimizer's step."""
+        """Weights are written from here to the end of the optimizer's step."""
         self.holdfast.writes()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note what is to be saved when this step is over."""
+        """Record what to save when this step is over."""
         with self._later():
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let no callback put other weights into the model while they are copied."""
+        """Fence: callbacks may replace the model's weights from here on."""
         super().on_validation_start(trainer, pl_module)
         self.holdfast.fence()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save what was due; behind the last batch of an epoch at its end."""
+        """Save what is due; after the last batch of an epoch at its end."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 self._due.add("validation")
@@ -140,13 +140,13 @@ class HoldfastCheckpoint(_ModelCheckpoint):
                 super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save what was due, and what ModelCheckpoint saves here."""
+        """Save what is due, and what ModelCheckpoint saves here."""
         with self._in_one(trainer):
             self._save_due(trainer)
             super().on_train_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Return when every save is committed. Raises the error of one that failed and that nobody was told of."""
+        """Return when every save is committed. Raises the error of a failed one that was not reported yet."""
         with self._in_one(trainer):
             super().on_train_end(trainer, pl_module)
         self.holdfast.end()
@@ -155,12 +155,12 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         self._leaving.clear()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Part from the daemon where training had nothing to do, and so did not end."""
+        """Disconnect from the daemon if training had nothing to do, and so did not end."""
         super().teardown(trainer, pl_module, stage)
         self.holdfast.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save where `save_on_exception` asks for it, and return when every save is committed or has failed."""
+        """Save if `save_on_exception` is set, and return when every save is committed or has failed."""
         self._due.clear()
         if self._taken is not None:
             self._taken.give_up()
@@ -179,17 +179,17 @@ class HoldfastCheckpoint(_ModelCheckpoint):
             framework.part("utilities.rank_zero").rank_zero_info(f"{type(exception).__name__}: saved {name}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """What was restored need not be saved again."""
+        """Mark the restored step as saved."""
         super().on_train_start(trainer, pl_module)
         if trainer.global_step == self.holdfast.held:
             self._last_global_step_saved = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Besides what ModelCheckpoint keeps: names that go when this save is committed, for a training that is killed."""
+        """ModelCheckpoint's state, and the names that this save's commit removes, in case the training is killed."""
         return {**super().state_dict(), LEAVING: dict(self._leaving)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the names of the restored training. A file that Lightning itself has written keeps its name."""
+        """Continue with the names of the restored training. Files that Lightning wrote keep their names."""
         super().load_state_dict(state_dict)
         leaving = state_dict.get(LEAVING, {})
         if self.holdfast.trainer is None:  # and so the rank is not known
@@ -201,14 +201,14 @@ class HoldfastCheckpoint(_ModelCheckpoint):
             self.last_model_path = ""
 
     def file_exists(self, filepath: str | PathLike[str], trainer: Any) -> bool:
-        """Whether a name is taken, also by a save that is not committed yet. Links of killed saves are free."""
+        """Whether a name is taken, also by an uncommitted save. Links of killed saves are free."""
         taken = trainer.is_global_zero and (
             self.holdfast.made(filepath) if self.holdfast.is_own_link(filepath) else os.path.lexists(filepath)
         )
         return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """For ckpt_path="last": the newest checkpoint of the run. Lightning takes only paths that exist."""
+        """For ckpt_path="last": the newest checkpoint of the run. Lightning takes only existing paths."""
         self._take_over(trainer).newest_is_wanted()
         return {os.curdir}
 
@@ -262,7 +262,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         return self._taken
 
     def _step_is_over(self, trainer: Any) -> None:
-        """Save what is due, unless the end of an accumulation, a validation or the end of the epoch comes before that."""
+        """Save what is due, unless the end of an accumulation, a validation or the end of the epoch comes first."""
         loop = trainer.fit_loop.epoch_loop
         if self._taken is not None and not self.holdfast.accumulates:
             self._taken.catch_up()
@@ -293,7 +293,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
 
     @contextmanager
     def _in_one(self, trainer: Any) -> Iterator[None]:
-        """Make what is saved in this block one save under several names, and remove others when it is committed."""
+        """Make all saves of this block one save under several names, and remove old names when it is committed."""
         self._names = []
         try:
             yield
@@ -311,7 +311,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
     def _remove_later(self, trainer: Any, ticket: SaveTicket | None) -> None:
-        """Remove names when the save that takes their place is committed, and leave them if it is not."""
+        """Remove names when the save that replaces them is committed; keep them if it fails."""
         leaving = dict(self._leaving)
 
         def remove(error: CheckpointError | None) -> None:
@@ -329,7 +329,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
 
 
 def _unlink(names: Mapping[str, str]) -> None:
-    """Remove links that still lead where they led."""
+    """Remove links, unless they lead elsewhere now."""
     for name, target in names.items():
         with suppress(OSError):
             if os.readlink(name) == target:
@@ -337,7 +337,7 @@ def _unlink(names: Mapping[str, str]) -> None:
 
 
 def _default_retention(given: Options, save_top_k: int) -> None:
-    """Keep, besides the checkpoints that have a name, the newest; where there can be no names, all."""
+    """Keep named checkpoints and the newest; all if there can be no names."""
     remote = str(given.get("at") or "").startswith(("http://", "https://"))
     if save_top_k != -1 and not remote:
         given.setdefault("keep_last", 1)

@@ -28,7 +28,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging.messages import Policy
 
 _CheckpointIO: Any = framework.fabric("plugins.io.checkpoint_io").CheckpointIO
-_MODEL = ("state_dict", "model")  # keys whose tensors are the model's: Lightning's, and what Fabric's users write
+_MODEL = ("state_dict", "model")  # keys of the model's tensors: Lightning's, and the usual ones of Fabric's users
 _STEP = ("global_step", "step", "iteration", "iter_num")
 _NAMED = r"(?:^|[^a-z]){}[-_= ]?(\d+)"  # a number that a path's name calls so
 _NUMBERED = tuple(re.compile(_NAMED.format(name), re.IGNORECASE) for name in ("global_step", "step", "iter(?:ation)?"))
@@ -63,7 +63,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         self._saved: _Saved | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, also in another process, saves into the same run by a connection of its own."""
+        """A copy, also in another process, saves into the same run on its own connection."""
         return {"run": self._run, "options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,14 +115,14 @@ class HoldfastCheckpointIO(_CheckpointIO):
         return loaded if map_location is None else _moved(loaded, torch.device(map_location))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the name; retention removes checkpoints that have none."""
+        """Remove the name; retention removes checkpoints without a name."""
         if os.path.islink(path) and naming.linked_step(self._run, os.readlink(path)) is not None:
             Path(path).unlink(missing_ok=True)
         else:
             framework.fabric("plugins.io.torch_io").TorchCheckpointIO().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Part from the daemon."""
+        """Disconnect from the daemon."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
@@ -137,7 +137,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         return self._checkpointer
 
     def _check_same(self, tensors: dict[str, torch.Tensor], saved: _Saved) -> None:
-        """Raise `InvalidRequest` unless all that is in both is the same, and one has all of the other."""
+        """`InvalidRequest` unless the common tensors are equal, and one dictionary contains the other."""
         same = tensors.keys() <= saved.tensors.keys() or tensors.keys() >= saved.tensors.keys()
         both = [name for name in tensors if name in saved.tensors]
         if same and not all(_place(tensors[name]) == saved.tensors[name] for name in both):  # copies, perhaps
@@ -151,7 +151,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
 
 
 class _Place(NamedTuple):
-    """Where a tensor is and how often it was written. The weak reference keeps the place from being another one's."""
+    """A tensor's memory and version. The weak reference detects reuse of the memory."""
 
     storage: Any  # StorageWeakRef, which has no types
     version: int
@@ -166,11 +166,9 @@ class _Place(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The newest save."""
-
     step: int
     path: str
-    tensors: dict[str, _Place]  # by where they stand in the dictionary
+    tensors: dict[str, _Place]  # by path in the dictionary
 
 
 def _place(tensor: torch.Tensor) -> _Place:

@@ -1,7 +1,7 @@
-"""OmegaConf's containers among the hyper-parameters: stored as plain values, and made again for those that read them.
+"""OmegaConf containers in hyper-parameters: stored as plain values, and rebuilt on load.
 
-Lightning's own file has the containers themselves, pickled, and their class under another key. A module whose `__init__`
-reads `config.lr` needs a container again. What a structured config says of the types of its fields is not kept.
+Lightning's own file pickles the containers, with their class under another key. A module whose `__init__` reads
+`config.lr` needs a container. Field types of structured configs are not kept.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 
-_CONFIG, _KIND = "holdfast_omegaconf", "holdfast_omegaconf_kind"  # the only key of what stands for a container, or a class
+_CONFIG, _KIND = (
+    "holdfast_omegaconf",
+    "holdfast_omegaconf_kind",
+)  # the only key of the dict that replaces a container, or a class
 _KINDS = ("DictConfig", "ListConfig")
 
 
 def stored(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's dictionary with plain values in the place of containers and of their classes."""
+    """Lightning's dictionary with plain values in place of containers and their classes."""
     omegaconf: Any = sys.modules.get("omegaconf")  # without which there is no container
     if omegaconf is None:
         return dict(document)
@@ -36,7 +39,7 @@ def stored(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The dictionary as it was given, with containers; `InvalidRequest` if OmegaConf, which makes them, is not installed."""
+    """The dictionary with its containers; `InvalidRequest` if OmegaConf is not installed."""
     return {key: _replaced(value, _container) for key, value in document.items()}
 
 
@@ -63,7 +66,7 @@ def _container(value: Any) -> Any:
 
 
 def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """The value with what `replace` makes of it, and of what it contains; itself where nothing is replaced."""
+    """Replace recursively; returns the value itself if nothing is replaced."""
     found = replace(value)
     if found is not value:
         return found

@@ -1,4 +1,4 @@
-"""A committed checkpoint as the dictionary that Lightning would have read from a .ckpt file."""
+"""A committed checkpoint as the dictionary that Lightning reads from a .ckpt file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE, OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 class NotGathered(Mapping[str, Any]):
-    """Stands for tensors that are saved where they live. Who looks into it is told so."""
+    """Placeholder for tensors that are saved in place. Any access raises `InvalidRequest`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,20 +51,16 @@ class NotGathered(Mapping[str, Any]):
 
 
 def given(**options: Any) -> Options:
-    """The options of a Checkpointer that were given: None stands for its default."""
+    """The Checkpointer options that were given, without None."""
     return cast(Options, {name: value for name, value in options.items() if value is not None})
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is, or leads to, the directory of a committed checkpoint."""
     return (Path(path) / "COMMIT").is_file() and (Path(path) / "manifest.json").is_file()
 
 
 def document(checkpoint: Checkpoint, key: str = KEY) -> Any:
-    """The value that a save stored under a key, with its tensors, as the first rank had it.
-
-    Raises `InvalidRequest` for a checkpoint that has none.
-    """
+    """The value stored under a key, with its tensors, as the first rank had it. `InvalidRequest` if there is none."""
     text = state_json.for_rank(checkpoint.reader.state, 0).values.get("extra", {}).get(key)
     if text is None:
         raise InvalidRequest(

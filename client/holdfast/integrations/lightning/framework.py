@@ -1,4 +1,4 @@
-"""Which of Lightning's two packages is in use: `lightning.pytorch`, or `pytorch_lightning`, whose classes are others."""
+"""Chooses between Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`, whose classes differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEW, _OLD = "lightning.pytorch", "pytorch_lightning"
 
 
 def name() -> str:
-    """The package that the program has imported; of both or none, `lightning.pytorch`, if it is installed."""
+    """The package that the program has imported; if both or none, `lightning.pytorch`, if installed."""
     if _NEW in sys.modules or _OLD not in sys.modules:
         return _NEW if find_spec("lightning") is not None else _OLD
     return _OLD

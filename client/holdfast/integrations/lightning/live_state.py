@@ -1,4 +1,4 @@
-"""What a Lightning Trainer trains, as a state for a Checkpointer, and Lightning's dictionary of everything else."""
+"""A Lightning Trainer's state for a Checkpointer, and Lightning's dictionary of everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = ("model", "module", "ema")  # groups of modules
 
 
 class LightningDocument:
-    """Lightning's dictionary, less what is saved where it lives; an entry of the state."""
+    """An entry of the state: Lightning's dictionary, without what is saved in place."""
 
     def __init__(self) -> None:
         self.value: dict[str, Any] = {}
@@ -30,13 +30,13 @@ class LiveState:
     """The state of one Trainer: `entries` for the Checkpointer, and the document among them."""
 
     def __init__(self, trainer: Any, weights: str | None, position: Any) -> None:
-        """`weights` is the attribute of the LightningModule whose own names the group `model` has."""
+        """`weights` is the LightningModule's attribute whose own names the group `model` has."""
         self._trainer, self._weights, self._position = trainer, weights, position
         self.document = LightningDocument()
         self.entries: dict[str, Any] = {}
 
     def refresh(self, optimizers: bool) -> None:
-        """Put everything that is there by now into the state."""
+        """Put everything that exists so far into the state."""
         trainer = self._trainer
         parts = self.modules()
         if optimizers and trainer.strategy.optimizers:
@@ -49,7 +49,7 @@ class LiveState:
         self.entries.update(parts)
 
     def modules(self) -> dict[str, Any]:
-        """The LightningModule under its own names; or one attribute of it under that one's, and the rest apart."""
+        """The LightningModule under its own names; or one attribute under its own names, and the rest apart."""
         trainer = self._trainer
         module = trainer.strategy.model if is_flat(trainer) else trainer.lightning_module
         if self._weights is None:
@@ -64,7 +64,6 @@ class LiveState:
         return parts
 
     def inner(self) -> Any:
-        """The module whose names the group `model` has."""
         module = self._trainer.lightning_module
         if self._weights is None:
             return module
@@ -77,10 +76,7 @@ class LiveState:
             ) from error
 
     def reduced(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Lightning's dictionary without what is saved where it lives.
-
-        Raises `InvalidRequest` where a hook has put something else in its place.
-        """
+        """Lightning's dictionary without what is saved in place. `InvalidRequest` if a hook replaced one of these values."""
         found = dict(checkpoint)
         tensors = found.pop(STATE, None)
         if averaged_model(self._trainer) is not None and isinstance(found.get("current_model_state"), NotGathered):
@@ -97,7 +93,7 @@ class LiveState:
         return configs.stored(found) | {INSIDE: self._weights}
 
     def shown(self) -> dict[str, Any]:
-        """The document as Lightning's callbacks and hooks expect it; tensors are the live ones."""
+        """The document as Lightning's callbacks and hooks expect it, with live tensors."""
         found = configs.shown(self.document.value)
         averaged, optimizers = found.pop(AVERAGED, False), found.pop(OPTIMIZERS, None)
         found.pop(INSIDE, None)
@@ -122,7 +118,7 @@ def _without(prefix: str) -> Callable[[str], str]:
 
 
 def is_flat(trainer: Any) -> bool:
-    """Whether FSDP1 has wrapped the LightningModule, whose parameters then are views of its own."""
+    """Whether FSDP1 has wrapped the LightningModule, whose parameters then are views of flat ones."""
     return (
         any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__)
         and trainer.strategy.model is not None
@@ -130,7 +126,7 @@ def is_flat(trainer: Any) -> bool:
 
 
 def averaged_model(trainer: Any) -> Any | None:
-    """The model that a WeightAveraging callback keeps while it trains."""
+    """The averaged model of a WeightAveraging callback."""
     kind = getattr(framework.part("callbacks"), "WeightAveraging", None)
     found = [one._average_model for one in trainer.callbacks if kind is not None and isinstance(one, kind)]
     return next((one for one in found if one is not None), None)

@@ -1,4 +1,4 @@
-"""The data loaders of a Trainer: which of them keep a position, and how to leave out what was trained."""
+"""A Trainer's data loaders: which of them keep a position, and how to skip trained batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.integrations.lightning import framework
 
 
 class LeavingOut:
-    """In the place of a loader's sampler while one iterator is made: leaves out so many batches, and reads no rows."""
+    """Replaces a loader's sampler for one iterator: skips so many batches without reading rows."""
 
     def __init__(self, loader: Any) -> None:
-        """torch refuses to set a sampler, hence `vars`. `batches` is set when the iterator is made that leaves them out."""
+        """torch refuses to set a sampler, hence `vars`. `batches` is set with the iterator that skips them."""
         self._loader, self.batches = loader, 0
         self._name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         self._inner = vars(loader)[self._name]
@@ -35,17 +35,17 @@ class LeavingOut:
         return getattr(self._inner, name)
 
     def take(self) -> int:
-        """How many batches are still to be left out; none when asked again.
+        """The number of batches still to skip, once; then 0.
 
-        Counted when the first is asked for: with workers, torch makes two iterators of the sampler, and uses the second.
+        Called with the first batch: with workers, torch makes two iterators of the sampler, and uses the second.
         """
         batches, self.batches = self.batches, 0
         return batches
 
     def end(self) -> int:
-        """Leave out now what is not left out yet, and give the loader its sampler back.
+        """Skip the remaining batches now, and restore the loader's sampler.
 
-        Returns how many batches are left: none, unless the loader has not asked its sampler for an iterator.
+        Returns how many are left: 0, unless the loader has not requested an iterator of its sampler.
         """
         if self._made is not None:
             self._made.leave_out()
@@ -72,17 +72,17 @@ def is_stateful(loader: object) -> bool:
 
 
 def has_indices(loader: object) -> bool:
-    """Whether rows can be left out without reading them."""
+    """Whether rows can be skipped without reading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not is_stateful(loader)
 
 
 def is_warm(loader: Any) -> bool:
-    """Whether persistent workers are there, so that no seed is drawn for an epoch's."""
+    """Whether persistent workers exist, so that an epoch draws no seed for them."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
 def distributed_over(loader: Any) -> Any | None:
-    """What Lightning's distributed sampler goes over, where the loader had a sampler that is not torch's own."""
+    """The sampler inside Lightning's distributed sampler, if it is not one of torch's own."""
     for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         over = getattr(sampler, "dataset", None)
         if hasattr(over, "_sampler") and hasattr(over, "reset"):
@@ -91,9 +91,9 @@ def distributed_over(loader: Any) -> Any | None:
 
 
 class SameOrder:
-    """While iterators are made: a sampler with a generator of its own gives the same order each time that it is asked.
+    """While iterators are made, a sampler with its own generator repeats the same order.
 
-    A StatefulDataLoader asks several times when it takes up a position, and each time would be another epoch's order.
+    A StatefulDataLoader makes several iterators to restore a position, each of which would draw another epoch's order.
     """
 
     def __init__(self, over: Any) -> None:
@@ -109,7 +109,6 @@ class SameOrder:
         return len(self._inner)
 
     def end(self) -> None:
-        """Let the sampler go on from order to order."""
         self._over._sampler = self._inner
 
     @property
@@ -119,14 +118,14 @@ class SameOrder:
 
 
 def has_cycled(combined: Any, batches: int) -> bool:
-    """Whether after so many batches a loader has begun again, because others are longer."""
+    """Whether a loader has restarted after so many batches, because others are longer."""
     sizes = [framework.fabric("utilities.data").sized_len(loader) for loader in combined.flattened]
     shortest = min((size for size in sizes if size is not None), default=None)
     return len(sizes) > 1 and combined._mode == "max_size_cycle" and shortest is not None and batches > shortest
 
 
 def generators(combined: Any) -> list[torch.Generator]:
-    """The generators that loaders and samplers draw from, besides the process's own; `combined` is None before the first."""
+    """Generators of loaders and samplers, besides the process's own; `combined` is None before the first epoch."""
     found: list[torch.Generator] = []
     for loader in combined.flattened if combined is not None else ():
         batches = getattr(loader, "batch_sampler", None)

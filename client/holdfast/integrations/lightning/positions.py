@@ -1,15 +1,15 @@
-"""Where Lightning's training stands in its data, so that it goes on with the same rows and random numbers.
+"""The position of Lightning's training in its data, to continue with the same rows and random numbers.
 
-Lightning begins an epoch again with a plain loader, and keeps no random streams. These are the methods of its loops that say
-where it is (2.6):
+With a plain loader, Lightning restarts the epoch, and keeps no random streams. These methods of its loops mark the
+position (2.6):
 
-    fit_loop._load_combined_loader_states()   the first iterator is made next, before any hook of the epoch
+fit_loop._load_combined_loader_states()   the first iterator is made next, before any hook of the epoch
     fit_loop.on_advance_start()               an epoch begins
     epoch_loop.on_run_start(fetcher)          later epochs' iterators are made; batches are next
-    epoch_loop._on_before_fetch()             a batch is fetched next; one ahead where a loader has no length
+    epoch_loop._on_before_fetch()             a batch is fetched next; one ahead if a loader has no length
 
-A training that resumes within an epoch makes the iterator with the streams from which it was made before, leaves out what
-was trained with those of the epoch's first fetch, and goes on with those of the save.
+A training that resumes within an epoch makes the iterator with the streams from which it was made before, skips trained
+batches with those of the epoch's first fetch, and continues with those of the save.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from holdfast_formats.errors import InvalidRequest
 
 
 class _Saved(NamedTuple):
-    """What a restore found.
+    """A restored position.
 
-    `goes_on`: the next epoch begins where the loaders were. `over`: no batch of the running epoch was left, or it had ended.
-    Moments are None elsewhere.
+    `goes_on`: the next epoch begins where the loaders were. `over`: no batch of the running epoch was left, or it had
+    ended. Moments are None otherwise.
     """
 
     between: bool
@@ -57,14 +57,13 @@ class _Saved(NamedTuple):
     generators: tuple[torch.Tensor, ...]
     warm: tuple[bool, ...]  # by loader: persistent workers were there already, so that no seed was drawn for them
     plateaus: dict[int, float]
-    accumulates: int  # batches a step: GradientAccumulationScheduler says it at the beginning of an epoch alone
+    accumulates: int  # batches a step: GradientAccumulationScheduler sets it only at the beginning of an epoch
 
 
 class EpochPosition:
-    """An entry of the state: the position of one Trainer's training data. Each rank has its own."""
+    """An entry of the state: each rank's position in its Trainer's training data."""
 
     def __init__(self, trainer: Any, go_on: Callable[[], None]) -> None:
-        """`go_on` installs the random streams of the restored save."""
         self._trainer, self._fit, self._loop, self._go_on_streams = (
             trainer,
             trainer.fit_loop,
@@ -95,13 +94,12 @@ class EpochPosition:
 
     @property
     def between_epochs(self) -> bool:
-        """Whether the newest epoch is over, or none has begun."""
         progress = self._fit.epoch_progress.current
         return bool(progress.processed == progress.started) and not self._is_cut
 
     @property
     def _is_cut(self) -> bool:
-        """Whether Lightning has ended an epoch before its last batch (max_steps, should_stop), and can go on with it."""
+        """Whether Lightning has ended an epoch before its last batch (max_steps, should_stop), and can continue it."""
         epochs, batches = self._fit.epoch_progress.current, self._loop.batch_progress
         done = batches.current.processed
         if epochs.processed != epochs.started or not done or batches.is_last_batch:
@@ -110,12 +108,10 @@ class EpochPosition:
 
     @property
     def awaited(self) -> bool:
-        """Whether a restored position is not taken up yet."""
         return self._awaited is not None
 
     @property
     def in_flight(self) -> bool:
-        """Whether a batch was fetched that is not trained yet."""
         progress = self._loop.batch_progress.current
         return not self.between_epochs and bool(progress.ready > progress.processed)
 
@@ -142,7 +138,7 @@ class EpochPosition:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Await the position. With another number of ranks the batches are others, and the moments mean nothing."""
+        """Take a position. With another number of ranks the batches differ, and the moments are useless."""
         known = state["world"] == self._trainer.world_size
         epoch, first, fetch = (moment_of(state[name]) if known else None for name in ("epoch", "first", "fetch"))
         self._awaited = _Saved(
@@ -160,11 +156,10 @@ class EpochPosition:
         )
 
     def forget(self) -> None:
-        """Training begins without the restored position."""
         self._awaited = None
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for a position within an epoch that could not be taken up again."""
+        """Raise `InvalidRequest` for a position within an epoch that could not be restored."""
         refusal = None if self.between_epochs else self._refusal()
         if refusal is None and self.mid_step:
             refusal = InvalidRequest(
@@ -175,9 +170,8 @@ class EpochPosition:
             raise refusal
 
     def _goes_on_by_itself(self) -> bool:
-        """Whether an epoch is over whose loader had more, from an iterable dataset in this process that has a state.
-
-        Such a dataset may go on in the next epoch where it was, as Lightning's own resume makes it do.
+        """Whether an epoch ended early on a stateful iterable dataset of this process, which may continue in the next
+        epoch, as in Lightning's own resume.
         """
         fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
         if not self.between_epochs or combined is None or not self._loop.batch_progress.current.processed:
@@ -217,7 +211,7 @@ class EpochPosition:
 
     @contextmanager
     def as_of_last_batch(self) -> Iterator[None]:
-        """Within this block the streams are those after the last batch that was trained, even if another one has begun."""
+        """Within this block the streams are those after the last trained batch, even if another batch has begun."""
         if not self.in_flight or self._fetch is None:
             yield
             return
@@ -229,8 +223,8 @@ class EpochPosition:
             self._set(now)
 
     def correct_loops(self, loops: dict[str, Any]) -> None:
-        """Store a loader without a length, a batch ahead of training, as it was before that one; and an epoch that was cut
-        as one that goes on.
+        """Store a loader without a length, which is a batch ahead, as before that batch; and a cut epoch as a running
+        one.
         """
         held = loops.get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in held and self._loaders_before is not None and not self.between_epochs:
@@ -252,7 +246,7 @@ class EpochPosition:
             finally:
                 self.steps.leave()
                 leaving_out, self._leaving_out = self._leaving_out, None
-                if leaving_out is not None:  # no batch was asked for
+                if leaving_out is not None:  # no batch was requested
                     leaving_out.end()
 
         return run
@@ -262,7 +256,7 @@ class EpochPosition:
             states = self._fit._combined_loader_states_to_load
             own()
             saved, loaders = self._awaited, self._fit._combined_loader.flattened
-            for loader in loaders:  # with workers, the sampler is asked for rows before the epoch begins
+            for loader in loaders:  # with workers, the sampler is read before the epoch begins
                 framework.fabric("utilities.data")._set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
             if saved is not None and saved.goes_on and states:
                 self._fit._combined_loader._load_state_dicts(states)
@@ -287,9 +281,9 @@ class EpochPosition:
         return next_is_an_iterator
 
     def _fetch_nothing_yet(self) -> None:
-        """Let the fetcher that Lightning makes next fetch no batch ahead.
+        """Keep Lightning's next fetcher from prefetching a batch.
 
-        Another iterator is made when the epoch begins, and a dataset may remember what was read of it.
+        Another iterator is made when the epoch begins, and a dataset may remember reads.
         """
         place = framework.part("loops.fit_loop")
         own = place._select_data_fetcher
@@ -354,13 +348,12 @@ class EpochPosition:
         return fetch_begins
 
     def _begins(self) -> None:
-        """An iterator is made next."""
         self._epoch, self._first, self._fetch, self._loaders_before = self._take(), None, None, None
         combined = self._fit._combined_loader
         self._warm = tuple(is_warm(loader) for loader in combined.flattened)
 
     def _leave_out(self, saved: _Saved, fetcher: Any) -> None:
-        """Bring the fresh iterators to where the save was."""
+        """Move the fresh iterators to the position of the save."""
         combined = self._fit._combined_loader
         leaving_out, self._leaving_out = self._leaving_out, None
         ahead = fetcher.length is None
@@ -394,7 +387,7 @@ class EpochPosition:
             set_generators(generators(self._fit._combined_loader), saved.generators)
 
     def _plateaus(self) -> dict[int, float]:
-        """Schedulers that step on a metric at the end of the epoch, after the save that is made there, and the metric."""
+        """Schedulers that step on a metric at the end of the epoch, after the save there, and the metric."""
         progress = self._fit.epoch_progress.current
         if not self.between_epochs or progress.completed == progress.processed:
             return {}

@@ -1,4 +1,4 @@
-"""What a Lightning Trainer can do that this adapter cannot: refused by name, before anything is trained or staged."""
+"""Refuses features of a Lightning Trainer that this adapter does not support, before anything is trained or staged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USED = {  # what is replaced or called of Lightning's own, 2.6
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise `InvalidRequest` for a Trainer that is another one than this adapter knows, or saves otherwise."""
+    """Raise `InvalidRequest` for an unknown Trainer class, or one that saves in another way."""
     if not isinstance(trainer, framework.part("").Trainer):
         raise InvalidRequest(
             f"the Trainer is not one of {framework.name()}, for which the callback is made",
@@ -51,7 +51,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def _saves_otherwise(strategy: Any) -> bool:
-    """Whether somebody else's class has its own way to save, as NeMo's have."""
+    """Whether a third-party strategy has its own way to save, as NeMo's have."""
     package = framework.name().partition(".")[0]
     for method in ("save_checkpoint", "load_checkpoint", "lightning_module_state_dict", "optimizer_state"):
         owner = next(kind for kind in type(strategy).__mro__ if method in vars(kind))
@@ -61,7 +61,7 @@ def _saves_otherwise(strategy: Any) -> bool:
 
 
 def check_callbacks(trainer: Any, callback: Any) -> None:
-    """Raise `InvalidRequest` for callbacks and loggers whose part in a checkpoint would be lost or wrong."""
+    """Raise `InvalidRequest` for callbacks and loggers whose state would be lost or wrong."""
     others = [one for one in trainer.callbacks if type(one) is type(callback) and one is not callback]
     if others:
         raise InvalidRequest(
@@ -98,7 +98,6 @@ def check_fit(trainer: Any) -> None:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether training is in the middle of an accumulation of gradients."""
     batches, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
     if trainer.state.fn != "fit" or trainer.state.status not in ("running", "interrupted"):
         return False
@@ -108,7 +107,7 @@ def accumulates(trainer: Any) -> bool:
 
 
 def check_save(trainer: Any) -> None:
-    """Raise `InvalidRequest` in the middle of an accumulation of gradients, which no checkpoint has."""
+    """Raise `InvalidRequest` during an accumulation of gradients, which no checkpoint contains."""
     if accumulates(trainer):
         raise InvalidRequest(
             "a save in the middle of an accumulation of gradients, which no checkpoint has",

@@ -1,4 +1,4 @@
-"""The steps of a Trainer's optimizers, counted as they are made: Lightning counts one some time later."""
+"""Counts optimizer steps as they happen: Lightning's own count lags behind."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast.threads.calls import is_stepping
 
 
 class OptimizerSteps:
-    """How many steps all optimizers have `taken`, and whether one of them is in its step; a signal may come at any moment.
+    """How many steps all optimizers have `taken`, and whether one is running. Signal-safe.
 
-    `torn`: weights were being written when the newest step ended with an exception, or are now.
+    `torn`: the newest step ended with an exception while it wrote weights, or is writing them now.
     """
 
     def __init__(self) -> None:
@@ -23,22 +23,21 @@ class OptimizerSteps:
 
     @property
     def running(self) -> bool:
-        """Whether this thread is in the step of one of them, in which Lightning also calls `training_step`."""
+        """Whether this thread is in one of their steps, in which Lightning also calls `training_step`."""
         return self.torn or is_stepping(self._optimizers)
 
     def watch(self, optimizers: Iterable[Any]) -> None:
-        """Count the steps of these, which may be wrapped."""
+        """Count the steps of these optimizers, which may be wrapped."""
         inner = [getattr(one, "optimizer", one) for one in optimizers]
         self._optimizers = [one for one in inner if isinstance(one, torch.optim.Optimizer)]
         self._hooks = [one.register_step_post_hook(self._ends) for one in self._optimizers]
 
     def leave(self) -> None:
-        """Count no more."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def writes(self) -> None:
-        """The gradients are there: an optimizer writes weights next."""
+        """Gradients are ready: an optimizer writes weights next."""
         self.torn = True
 
     def _ends(self, *_: Any) -> None:

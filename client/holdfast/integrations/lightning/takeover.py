@@ -1,7 +1,7 @@
-"""The methods of a Trainer and its strategy that save and load, with Holdfast behind them.
+"""Replaces the methods of a Trainer and its strategy that save and load.
 
-Lightning offers a callback no place for this: FSDP and ModelParallelStrategy ask no CheckpointIO, under DDP rank 0 alone is
-asked, and a callback is told of a checkpoint when it is written already.
+Lightning has no callback for this: FSDP and ModelParallelStrategy use no CheckpointIO, DDP uses it on rank 0 only, and
+callbacks run after a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _REPLACED = (
 
 
 class TakenOver:
-    """One Trainer whose checkpoints go to a run."""
+    """A Trainer whose checkpoints go to a run."""
 
     def __init__(self, trainer: Any, run: LightningRun) -> None:
         self._trainer, self._run = trainer, run
         self._connector = trainer._checkpoint_connector
         self._dumping = False
-        self._newest = False  # ckpt_path="last" was asked for
+        self._newest = False  # ckpt_path="last" was requested
         self._shown: dict[str, Any] | None = (
             None  # the tensors that a loaded dictionary shows; None after Lightning's own load
         )
@@ -56,7 +56,7 @@ class TakenOver:
             setattr(self._connector, name, ReplacedMethod(own, around(own)))
 
     def newest_is_wanted(self) -> None:
-        """The path that is chosen now stands for the newest checkpoint of the run."""
+        """The next path means the newest checkpoint of the run."""
         self._newest = True
 
     def _around_select_ckpt_path(self, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,13 +134,13 @@ class TakenOver:
             self._warn(f"{filepath} was not saved: {refusal.detail}")
 
     def catch_up(self) -> None:
-        """Save what was asked for in the middle of the step that has ended."""
+        """Do the saves that were requested during the step that has ended."""
         put_off, self._put_off = self._put_off, []
-        for path, weights_only in put_off:  # not by the Trainer, whose barrier other ranks have left behind
+        for path, weights_only in put_off:  # not by the Trainer, whose barrier other ranks have passed
             self._save_checkpoint(self._connector.dump_checkpoint(weights_only), path)
 
     def give_up(self) -> None:
-        """Training ends with an exception in the middle of a step: tell what is not saved."""
+        """Training ended with an exception during a step: report what is not saved."""
         put_off, self._put_off = self._put_off, []
         for path, _ in put_off:
             self._warn(f"{path} was not saved: the step in which it was asked for did not end")
@@ -173,7 +173,7 @@ class TakenOver:
         return NotGathered(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
 
     def _load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing is left to do, unless a hook has changed the tensors that it was shown, or made the module again."""
+        """Load only if a hook has changed the tensors that it was shown, or rebuilt the module."""
         if self._shown is not None:
             if self._run.tensors() != self._filled:
                 self._run.restore_weights()
@@ -194,5 +194,5 @@ class TakenOver:
 
 
 def _is_of_tuner(path: Any) -> bool:
-    """Whether a file is one that Lightning's Tuner makes to come back to where it began, and removes then."""
+    """Whether a file is a temporary one of Lightning's Tuner."""
     return Path(str(path)).name.startswith((".lr_find_", ".scale_batch_size_"))

@@ -1,4 +1,4 @@
-"""One run behind a Lightning Trainer: its state as Lightning has it, its saves and their links, and what it restores."""
+"""The run of a Lightning Trainer: its state, its saves and their links, and restores."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ _OF_TRAINING = ("extra/rng", "extra/data", "extra/ranks/*/rng/*", "extra/ranks/*
 
 
 class AskedStep(NamedTuple):
-    """What to restore: a step, or the newest sound one."""
-
     step: int | None = None
 
 
@@ -42,10 +40,10 @@ class _Save(NamedTuple):
 
 
 class LightningRun:
-    """The run of one Trainer. Between two trainings it holds no connection and no memory."""
+    """The run of one Trainer. It holds no connection and no memory between trainings."""
 
     def __init__(self, run: str, options: Options, weights: str | None) -> None:
-        """`weights` is the attribute of the LightningModule whose own names the group `model` has."""
+        """`weights` is the LightningModule's attribute whose own names the group `model` has."""
         self.run, self._options, self._weights = naming.check_run(run), options, weights
         self.trainer: Any = None
         self._root: Path | None = None  # the daemon's, if it is on this machine; known after a restore
@@ -58,7 +56,7 @@ class LightningRun:
         self.held: int | None = None  # the step that the live state was saved as or restored from last
 
     def __reduce__(self) -> tuple[type[LightningRun], tuple[str, Options, str | None]]:
-        """A copy follows no Trainer until it is told to."""
+        """A copy has no Trainer."""
         return LightningRun, (self.run, self._options, self._weights)
 
     @property
@@ -76,24 +74,21 @@ class LightningRun:
         return self._position is not None and self._position.mid_step
 
     def writes(self) -> None:
-        """An optimizer writes weights next."""
         if self._position is not None:
             self._position.steps.writes()
 
     @property
     def accumulates(self) -> bool:
-        """Whether training is in the middle of an accumulation of gradients."""
         return refusals.accumulates(self.trainer)
 
     def follow(self, trainer: Any) -> None:
-        """Save and restore what this Trainer trains."""
         if trainer is not self.trainer:
             self.trainer, self._position = trainer, EpochPosition(trainer, self._go_on)
             self._state = LiveState(trainer, self._weights, self._position)
             self._saves, self.held = {}, None
 
     def begin_anew(self) -> None:
-        """Training begins without a checkpoint. Raises `InvalidRequest` where the run has some of another training."""
+        """Training begins without a checkpoint. Raises `InvalidRequest` if the run has some of another training."""
         assert self._position is not None
         self._position.forget()
         self.end()
@@ -113,9 +108,9 @@ class LightningRun:
             )
 
     def save(self, checkpoint: dict[str, Any], names: list[str]) -> SaveTicket | None:
-        """Save the live state as what Lightning has gathered in its dictionary says, and link the names to it.
+        """Save the live state under the step in Lightning's dictionary, and link the names to it.
 
-        Returns None where the state is that of a step which was saved before.
+        Returns None if this state was saved before.
         """
         assert self._position is not None
         refusals.check_save(self.trainer)
@@ -160,9 +155,9 @@ class LightningRun:
         return [-1 if one.is_inference() else one._version for one in self.trainer.lightning_module.parameters()]
 
     def restore(self, wanted: AskedStep) -> dict[str, Any] | None:
-        """Restore what is there already, and return Lightning's dictionary; None if the run has no checkpoint yet.
+        """Restore what exists already, and return Lightning's dictionary; None if the run has no checkpoint yet.
 
-        With strategies that restore after their setup that is everything. Others bring their optimizers later.
+        That is everything for strategies that restore after their setup. Others make their optimizers later.
         """
         self.end()
         self._restored = None
@@ -183,7 +178,7 @@ class LightningRun:
         return self._live.shown()
 
     def _restore_newest(self, checkpointer: Checkpointer, groups: tuple[str, ...] | None) -> int | None:
-        """The newest that training can go on from: weights alone may be newer. None where no checkpoint has optimizers."""
+        """The newest checkpoint with optimizers; weights alone may be newer. None if there is none."""
         try:
             return checkpointer.restore(groups=groups, needs=("optim",), strict=self._strict)
         except StateMismatch as lacking:
@@ -198,7 +193,7 @@ class LightningRun:
         return [(name, id(tensor)) for name, tensor in named]
 
     def restore_weights(self) -> None:
-        """Restore the weights once more: `on_load_checkpoint` has made modules."""
+        """Restore the weights again: `on_load_checkpoint` has made modules."""
         assert self._restored is not None
         step, wanted = self._restored
         if self.trainer.state.fn != "fit":
@@ -211,7 +206,7 @@ class LightningRun:
         self._checkpointer.restore(step, groups=groups, strict=self._strict)
 
     def restore_optimizers(self) -> None:
-        """Restore the rest, now that the optimizers are there. If that is damaged, everything of the one before."""
+        """Restore optimizers. If they are damaged, restore everything of the previous checkpoint."""
         assert self._checkpointer is not None and self._restored is not None
         step, wanted = self._restored
         self._live.refresh(optimizers=True)
@@ -226,18 +221,17 @@ class LightningRun:
         self._settle(step)
 
     def place(self, step: int) -> str:
-        """What to call a step that was asked for by its number, or not at all."""
+        """The path of a step requested by its number, or of the newest."""
         return os.path.join(self._root or "", naming.checkpoint_path(self.run, step))
 
     @property
     def restored_step(self) -> int | None:
-        """The step that the newest restore found."""
         return None if self._restored is None else self._restored[0]
 
     def wanted(self, path: str | os.PathLike[str] | int) -> AskedStep | None:
-        """The step that a path or number means; None for a file of Lightning's own.
+        """The step of a path or number; None for a file of Lightning's own.
 
-        Raises `InvalidRequest` for a checkpoint of another run, `NoSuchCheckpoint` for one that is not there.
+        Raises `InvalidRequest` for a checkpoint of another run, `NoSuchCheckpoint` for a missing one.
         """
         if isinstance(path, int):
             return AskedStep(naming.check_step(path))
@@ -256,34 +250,32 @@ class LightningRun:
         return None if step is None else AskedStep(step)
 
     def is_own_link(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is a link to a checkpoint of this run, be it there or not."""
+        """Whether a path is a link to a checkpoint of this run, existing or not."""
         return os.path.islink(path) and naming.linked_step(self.run, os.readlink(path)) is not None
 
     def made(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a link leads to a step that was saved or restored here, which may not be committed yet."""
+        """Whether a link leads to a step saved or restored here, which may not be committed yet."""
         step = naming.linked_step(self.run, os.readlink(path)) if os.path.islink(path) else None
         return step is not None and (step in self._saves or Path(path).exists())
 
     def link_as(self, name: str, other: str) -> None:
-        """Give the checkpoint that has one name another one."""
         step = naming.linked_step(self.run, os.readlink(name))
         if step is not None and self._checkpointer is not None:
             save = self._saves.get(step)
             self._checkpointer.link(step if save is None else save.ticket, other)
 
     def fence(self) -> None:
-        """Return when no save needs the live state any more."""
         if self._checkpointer is not None:
             self._checkpointer.fence()
 
     def end(self) -> None:
-        """See every save through. Raises the error of one that failed and that nobody was told of."""
+        """Complete every save. Raises the error of a failed one that was not reported yet."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
 
     def end_after(self, error: BaseException) -> None:
-        """See every save through after an error, which counts: that of a save is only logged."""
+        """Complete every save after an error. A save's own error is only logged."""
         try:
             self.end()
         except CheckpointError as failure:
@@ -306,7 +298,7 @@ class LightningRun:
             return checkpointer.save(step, groups=groups, metrics=_metrics(self.trainer), existing=existing, wait=wait)
 
     def _restore_weights(self, wanted: AskedStep) -> dict[str, Any] | None:
-        """For validation, tests and predictions: the weights, and nothing that belongs to training."""
+        """For validation, tests and predictions: restore only the weights."""
         entries = self._live.entries
         entries.clear()
         entries[KEY] = self._live.document
@@ -373,7 +365,7 @@ def _metrics(trainer: Any) -> dict[str, float]:
 
 
 def _marks(document: Mapping[str, Any]) -> str:
-    """What tells two saves of one step apart: the loops' progress, and what callbacks keep."""
+    """Distinguishes two saves of one step: the loops' progress, and callbacks' states."""
     callbacks = {name: _without_key(kept, LEAVING) for name, kept in document.get("callbacks", {}).items()}
     loops = {name: _progress(loop) for name, loop in document.get("loops", {}).items()}
 

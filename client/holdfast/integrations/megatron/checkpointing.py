@@ -39,13 +39,12 @@ _open: dict[tuple[str, str], MegatronCheckpoints] = {}  # by place and run
 
 
 def configure(run: str | None = None, *, args: Any = None, huggingface: Any = None, **options: Unpack[Options]) -> None:
-    """Say what Megatron's arguments do not. Call it before the first save or load; without it, they say everything.
+    """Set what Megatron's arguments do not cover. Call it before the first save or load, if at all.
 
-    `run` is the run to save to, and to load from, instead of that which --save names; a --load that is another directory
-    means what it says. `args` are Megatron's
-    arguments, for programs without `megatron.training`. With `huggingface`, a transformers config, tensors are stored under
-    the names of its architecture, and it is config.json of every checkpoint. The others are options of `Checkpointer`;
-    without `at=`, the daemon serves the directory in which --save is.
+    `run` replaces the run of --save, and of --load unless that is another directory. `args` are Megatron's arguments,
+    for programs without `megatron.training`. With `huggingface`, a transformers config, tensors are stored under the
+    names of its architecture, and it is config.json of every checkpoint. The others are options of `Checkpointer`;
+    without `at=`, the daemon serves the parent directory of --save.
     """
     global _settings
     if _open:
@@ -161,13 +160,13 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
 
 
 def close() -> None:
-    """See every save through, and part from the daemon. Raises the error of a save that failed untold."""
+    """Complete every save, and disconnect from the daemon. Raises the error of a save that was not reported yet."""
     while _open:
         _open.popitem()[1].checkpointer.close()
 
 
 def _pretrained(args: Any, *about: Any) -> tuple[int, float]:
-    """The weights of --pretrained-checkpoint, as Megatron-LM loads them where there is nothing else."""
+    """The weights of --pretrained-checkpoint, which Megatron-LM loads if there is nothing else."""
     args.finetune = args.exit_on_missing_checkpoint = True
     model, optimizer, scheduler, strict = about
     return load_checkpoint(model, optimizer, scheduler, PRETRAINED, strict)
@@ -199,7 +198,6 @@ def _arguments() -> Any:
 def _checkpoints(
     place: str | PathLike[str] | None, option: str, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> MegatronCheckpoints:
-    """The checkpoints of a place, which are made at the first use."""
     if place is None and _settings.run is None:
         raise InvalidRequest(
             f"--{option} is not given, so it is not known where checkpoints are", hint=f"--{option} ROOT/RUN"
@@ -218,7 +216,7 @@ def _checkpoints(
 
 
 def _place(place: str | PathLike[str] | None, option: str) -> tuple[Any, str]:
-    """The address and the run that an argument of Megatron means, with what `configure` says."""
+    """The address and the run of one of Megatron's path arguments, with `configure` applied."""
     at, run = _settings.options.get("at"), _settings.run
     if place is None:
         assert run is not None
@@ -241,7 +239,7 @@ def _same_place(one: str | PathLike[str] | None, other: str | PathLike[str] | No
 
 
 def _foreign(checkpoints: MegatronCheckpoints, step: int, args: Any, place: Any) -> tuple[int, float]:
-    """Restore what another program saved. Its step is the iteration; what was consumed and computed before is not known."""
+    """Restore another program's checkpoint. Its step is the iteration; earlier samples and operations are unknown."""
     finetune = bool(getattr(args, "finetune", False))
     checkpoints.restore_foreign(step, _part(args, finetune, strict=True))
     _forget_other(checkpoints, place, args)
@@ -249,7 +247,7 @@ def _foreign(checkpoints: MegatronCheckpoints, step: int, args: Any, place: Any)
 
 
 def _forget_other(checkpoints: MegatronCheckpoints, place: Any, args: Any) -> None:
-    """Part from a run that is only loaded from, so that its own job may go on."""
+    """Disconnect from a run that is only loaded from, so that its own job may continue."""
     if place is None or _same_place(place, getattr(args, "save", None)):
         return
     for key in [key for key, known in _open.items() if known is checkpoints]:
@@ -280,7 +278,7 @@ def _refuse(given: dict[str, Any], hint: str) -> None:
 
 
 def _check_groups(given: dict[str, Any]) -> None:
-    """Refuse process groups of a caller's own: the places of tensors follow `parallel_state`."""
+    """Refuse the caller's own process groups: the places of tensors follow `parallel_state`."""
     from megatron.core import parallel_state
 
     known = {
@@ -323,13 +321,12 @@ def _check_architecture(args: Any, saved: dict[str, Any]) -> None:
 def _update_microbatches(consumed: int) -> None:
     from megatron.core import num_microbatches_calculator
 
-    # No public function tells whether there is one (0.16.1); to update without one is an AttributeError.
+    # No public function checks whether there is one (0.16.1); without one, update raises AttributeError.
     if getattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None:
         num_microbatches_calculator.update_num_microbatches(consumed_samples=consumed, verbose=True)
 
 
 def _number(value: Any) -> float:
-    """A count of operations: Megatron has it as int, float, or a tensor."""
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise InvalidRequest(f"num_floating_point_operations_so_far must be a number, not {value!r}")

@@ -46,11 +46,11 @@ class RestoredPart(NamedTuple):
 class MegatronCheckpoints:
     """Saves and restores one model, with its optimizer and scheduler, in one run.
 
-    `progress` is what a checkpoint says of the training: JSON values. Construct it on every rank, after the model is built.
+    `progress` is the training's own JSON values. Construct it on every rank, after the model is built.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, names: Names) -> None:
-        """Raises `InvalidRequest`, by name, for everything in the model or optimizer that cannot be stored."""
+        """Raises `InvalidRequest` for everything in the model or optimizer that cannot be stored."""
         from megatron.core.utils import unwrap_model
 
         self.model, self.optimizer, self.scheduler = list(model), optimizer, scheduler
@@ -67,7 +67,6 @@ class MegatronCheckpoints:
         self._refresh()
 
     def check_same(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-        """Refuse another model, optimizer or scheduler than those that were passed first."""
         same = len(model) == len(self.model) and all(a is b for a, b in zip(model, self.model, strict=True))
         if not same or optimizer is not self.optimizer or scheduler is not self.scheduler:
             raise InvalidRequest(
@@ -76,13 +75,12 @@ class MegatronCheckpoints:
             )
 
     def open(self, run: str, options: Options) -> None:
-        """Make the `Checkpointer`; nothing is contacted yet."""
         chosen = options.copy()
         chosen.setdefault("policy", "wait")
         self.checkpointer = Checkpointer(run, self._state, **chosen)
 
     def save(self, step: int, progress: dict[str, Any], **how: Any) -> SaveTicket:
-        """Save the state as it is now; what this launch has saved before or restored at the same step counts."""
+        """Save the current state; an earlier save or restore of this launch at the same step counts."""
         self._refresh()
         self._says({**self._now, **progress})
         self._note_extra_states()
@@ -91,9 +89,9 @@ class MegatronCheckpoints:
         return ticket
 
     def peek(self, step: int | None, foreign: bool = False) -> tuple[int, dict[str, Any] | None] | None:
-        """The step that would be restored and what it says of the training, without touching model or optimizer.
+        """The step that would be restored and its `progress`, without changing model or optimizer.
 
-        With `foreign`, a step that another program than Megatron saved counts too; it says nothing, which is None.
+        With `foreign`, steps of other programs count too; their progress is None.
         """
         try:
             found = self.checkpointer.restore(step, groups=("extra",), ignore=_ONLY_PROGRESS, strict=False)
@@ -125,9 +123,10 @@ class MegatronCheckpoints:
         return step, None
 
     def restore(self, step: int | None, saved: dict[str, Any], part: RestoredPart) -> int:
-        """Restore a step, or the newest that has what is wanted; `saved` is what `peek` said of it. Returns the step.
+        """Restore a step, or the newest that has the wanted part; `saved` is its progress from `peek`. Returns the
+        step.
 
-        Then `progress` is what the checkpoint says of the training.
+        Sets `progress` to the checkpoint's.
         """
         restored = self._restore(step, saved, part)
         said = dict(self._state[PROGRESS])
@@ -137,7 +136,7 @@ class MegatronCheckpoints:
         return restored
 
     def restore_foreign(self, step: int, part: RestoredPart) -> None:
-        """Restore a step that another program saved: what trains, which must have the same names; nothing of `extra`."""
+        """Restore weights and optimizer of another program's step, under the same names; nothing of `extra`."""
         self._restore(step, self._now, part._replace(groups=part.groups and ("model",), ignore=("extra/*",), strict=True))
 
     def _restore(self, step: int | None, saved: dict[str, Any], part: RestoredPart) -> int:
@@ -170,13 +169,12 @@ class MegatronCheckpoints:
         return found
 
     def _says(self, progress: dict[str, Any]) -> None:
-        """What the next checkpoint says of the training."""
         self.progress.clear()
         self.progress.update(progress)
         self._state[PROGRESS] = self.progress
 
     def _refresh(self) -> None:
-        """Read model and optimizer, unless all parameters are still where they were."""
+        """Read model and optimizer again, unless all parameters are unchanged."""
         held = [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         places = [tensor.data_ptr() for tensor in held]
         if places == self._places:
@@ -201,14 +199,14 @@ class MegatronCheckpoints:
         self._places = places
 
     def _note_extra_states(self) -> None:
-        """Put the extra state that modules have now into the state; it is small, and may be other objects each time."""
+        """Put the current extra state of modules into the state; it is small, and may be new objects each time."""
         self._state.pop(EXTRA_STATES, None)
         found = process_state.extra_states(self._tensors.modules)
         if found:
             self._state[EXTRA_STATES] = found
 
     def _of_other_ranks(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of the parameters of all ranks, by stored name. All ranks call it together."""
+        """Shape and dtype of all ranks' parameters, by stored name. A collective."""
         own = {name: (parts[0].shape, parts[0].dtype) for name, parts in self._state["model"].items()}
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return own
@@ -244,7 +242,7 @@ def _add(group: dict[str, list[Fragment]], stored: Stored) -> None:
 
 
 def _refuse_fsdp(model: Sequence[Any]) -> None:
-    """Refuse wrappers that shard the parameters themselves; `unwrap_model` would take them off."""
+    """Refuse wrappers that shard the parameters themselves; `unwrap_model` would remove them."""
     for chunk in model:
         wrapper = chunk
         while isinstance(wrapper, torch.nn.Module):
@@ -257,7 +255,7 @@ def _refuse_fsdp(model: Sequence[Any]) -> None:
 
 
 def _refuse_tied_parts(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Refuse embeddings that two pipeline stages hold, each cut by its own distributed optimizer in other places."""
+    """Refuse embeddings on two pipeline stages, which their distributed optimizers cut in different places."""
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -21,16 +21,16 @@ _PLACES = {"{layer}": r"(?P<layer>\d+)", "{part}": r"(?P<part>weight|bias)"}
 
 
 class Names(Protocol):
-    """How tensors are called in a checkpoint."""
+    """How tensors are named in a checkpoint."""
 
     family: str
 
     def renamed(self, tensors: ModelTensors) -> ModelTensors:
-        """The same tensors with pieces of the tensors that are stored."""
+        """The same tensors with pieces of stored tensors."""
         ...
 
     def check(self, chunks: Sequence[Any]) -> None:
-        """Raises `InvalidRequest` if the model is not the one that the names are for."""
+        """Raises `InvalidRequest` if the model does not fit the names."""
         ...
 
 
@@ -161,7 +161,7 @@ class _Segment(NamedTuple):
 
 
 def _cut(piece: ParameterPiece, names: Sequence[str], segments: Sequence[_Segment]) -> Iterator[ParameterPiece]:
-    """The pieces of stored tensors that the rows of a piece are."""
+    """The pieces of stored tensors that contain the rows of a piece."""
     sizes = [sum(one.rows for one in segments if one.target == target) for target in range(len(names))]
     first, stop, width = piece.offset[0], piece.offset[0] + piece.box[0], prod(piece.box[1:])
     for one in segments:

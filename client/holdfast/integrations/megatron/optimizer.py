@@ -26,8 +26,8 @@ _NOTHING: dict[str, Any] = {}
 class Trained(NamedTuple):
     """A parameter as an optimizer of this rank steps it.
 
-    `stepped` is the tensor in the torch optimizer's groups: the local elements of the parameter from `begin` on. `copied`
-    says that it is a full-precision copy.
+    `stepped` is the tensor in the torch optimizer's groups: the local elements of the parameter from `begin` on.
+    `copied`: it is a full-precision copy.
     """
 
     weight: Stored
@@ -42,7 +42,7 @@ class Trained(NamedTuple):
         return list(dict.fromkeys(piece.name for piece in self.weight.pieces))
 
     def cut(self, tensor: torch.Tensor) -> Named:
-        """What a tensor of the form of `stepped` holds of each stored tensor."""
+        """The part of each stored tensor in a tensor of `stepped`'s shape."""
         flat = tensor.detach().view(-1)
         found: Named = {}
         for piece in self.weight.pieces:
@@ -51,14 +51,13 @@ class Trained(NamedTuple):
 
 
 class MegatronOptimizerByName:
-    """What `OptimizerShards` asks of a Megatron optimizer.
+    """The interface `OptimizerShards` for a Megatron optimizer.
 
-    `others` are stored tensors that no optimizer of this rank steps, by name; a restore needs them, because it compares the
-    names of a checkpoint with those of the state.
+    `others` are stored tensors that no optimizer of this rank steps, by name, which a restore needs to compare names.
     """
 
     def __init__(self, optimizer: Any, tensors: Sequence[Stored]) -> None:
-        """Raises `InvalidRequest`, by name, for optimizers that it does not know."""
+        """Raises `InvalidRequest` for unknown optimizers."""
         self._inner = [one for one in members(optimizer) if not getattr(one, "is_stub_optimizer", False)]
         self._known = {place(stored.tensor): stored for stored in tensors}
         self.trained = [one for member in self._inner for one in _trained(member, self._known)]
@@ -81,7 +80,7 @@ class MegatronOptimizerByName:
         )
 
     def groups(self) -> list[dict[str, Any]]:
-        """Every group of every optimizer with its hyper-parameters, then, if there are any, the parameters of others."""
+        """Every group of every optimizer with its hyper-parameters, and the parameters of others, if any."""
         names: dict[tuple[int, int], list[str]] = {}
         for one in self.trained:
             names.setdefault((id(one.optimizer), one.group), []).extend(one.names)
@@ -93,9 +92,9 @@ class MegatronOptimizerByName:
         return [*found, {"params": list(self.others)}] if self.others else found
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The full-precision copy of each parameter, and what the torch optimizer keeps of it.
+        """The full-precision copy of each parameter, and the torch optimizer's state of it.
 
-        It is asked several times a save: as long as the optimizer keeps the identical objects, the answer is the same.
+        Called several times a save: cached while the optimizer keeps the identical objects.
         """
         kept = [one.optimizer.state.get(one.stepped, _NOTHING) for one in self.trained]
         if len(kept) != len(self._kept) or not all(map(_same, kept, self._kept)):
@@ -122,7 +121,7 @@ class MegatronOptimizerByName:
         return found
 
     def new_tensor(self, name: str, key: str, dtype: torch.dtype) -> list[Fragment]:
-        """Room for what a checkpoint has of a parameter and this optimizer does not have yet."""
+        """Memory for state that a checkpoint has and this optimizer does not have yet."""
         one = self._by_name.get(name)
         if one is None:
             return [empty(self.others[name], dtype)]
@@ -132,7 +131,7 @@ class MegatronOptimizerByName:
         return one.cut(made[1])[name]
 
     def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
-        """Take over what was restored, apart from the tensors that were filled in place."""
+        """Install restored values, except tensors that were filled in place."""
         own = [group for inner in self.hooks for group in inner.param_groups]
         for group, restored in zip(own, groups, strict=False):  # the last one may be that of the others
             group.update({key: value for key, value in restored.items() if key != "params"})
@@ -156,7 +155,7 @@ class MegatronOptimizerByName:
             found.setdefault(name, {})[key] = parts
 
     def _add_number(self, found: dict[str, dict[str, Any]], one: Trained, key: str, value: torch.Tensor) -> None:
-        """A number that the torch optimizer keeps as a tensor: itself, or copies if several stored tensors have it."""
+        """Add a number that the torch optimizer keeps as a tensor, with copies if several stored tensors have it."""
         names = one.names
         if len(names) == 1:
             found.setdefault(names[0], {})[key] = value
@@ -187,7 +186,7 @@ class MegatronOptimizerByName:
 
 
 def members(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a `ChainedOptimizer`, at any depth; of any other one, itself."""
+    """The optimizers in a `ChainedOptimizer`, at any depth; the optimizer itself otherwise."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     if isinstance(optimizer, ChainedOptimizer):
@@ -238,7 +237,6 @@ def _trained(member: Any, known: Mapping[Any, Stored]) -> Iterator[Trained]:
 
 
 def _same(kept: Mapping[str, Any], before: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether an optimizer keeps the identical objects of a parameter."""
     return len(kept) == len(before) and all(kept.get(key) is value for key, value in before)
 
 
@@ -246,7 +244,7 @@ _Found = tuple[int, torch.Tensor, torch.Tensor, int, bool]  # group, parameter, 
 
 
 def _distributed(member: Any) -> Iterator[_Found]:
-    """The groups of parameters and of their parts are parallel lists in 0.13 to 0.16.1; no public method tells the same."""
+    """Groups of parameters and of their parts are parallel lists in 0.13 to 0.16.1; there is no public method."""
     kinds = (
         (member.model_fp32_groups, member.shard_fp32_groups, False),
         (member.model_float16_groups, member.shard_fp32_from_float16_groups, True),

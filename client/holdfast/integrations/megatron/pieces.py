@@ -1,8 +1,9 @@
-"""Which stored tensor each stretch of a Megatron parameter belongs to, from `sharded_state_dict()`.
+"""Maps each range of a Megatron parameter to a stored tensor, from `sharded_state_dict()`.
 
-A local parameter is a row of elements in memory. Megatron says for it, or for each part that a `ShardedTensorFactory` cuts
-out of it (gate and up of one matrix), which box of a global tensor it is. A `ParameterPiece` says this for a stretch of the
-row. The same pieces place the parameter, its full-precision copy, and its moments, whole or a flat range of them.
+A local parameter is a row of elements in memory. Megatron states for it, or for each part that a `ShardedTensorFactory`
+cuts out of it (gate and up of one matrix), which box of a global tensor it is. A `ParameterPiece` states this for a
+range of the row. The same pieces place the parameter, its full-precision copy, and its moments, whole or a flat range
+of them.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ class ParameterPiece(NamedTuple):
         return self.start + prod(self.box)
 
     def of(self, tensor: torch.Tensor) -> Fragment:
-        """This piece of a contiguous tensor that has all elements of the local one."""
         part = tensor.detach().view(-1)[self.start : self.stop].view(self.box)
         return Fragment(part, self.shape, offset=self.offset)
 
     def within(self, flat: torch.Tensor, begin: int) -> Fragment:
-        """What a tensor of one dimension, with the local elements from `begin` on, holds of this piece; perhaps nothing."""
+        """This piece's part of a flat tensor with the local elements from `begin` on; may be empty."""
         first, last = max(self.start, begin), min(self.stop, begin + flat.numel())
         last = max(first, last)
         part = flat.detach()[max(first - begin, 0) : max(last - begin, 0)]
@@ -52,7 +52,7 @@ class ParameterPiece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of the model: the live object, its name in the module, and its pieces, which are all of it."""
+    """A tensor of the model: the live object, its name in the module, and all its pieces."""
 
     tensor: torch.Tensor
     own: str
@@ -60,7 +60,7 @@ class Stored(NamedTuple):
 
 
 class ModelTensors(NamedTuple):
-    """What `sharded_state_dict()` says of all parts of the model on this rank.
+    """`sharded_state_dict()` of all parts of the model on this rank.
 
     `modules` are those with a value of their own (`get_extra_state`), by a name that is unique among all ranks.
     """
@@ -75,10 +75,8 @@ def empty(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") 
 
 
 def read(chunks: Sequence[Any]) -> ModelTensors:
-    """What the unwrapped parts of a model say of their tensors.
-
-    Raises `InvalidRequest`, with the name, for everything that is not a view of a live tensor, and for objects that it does
-    not know.
+    """The tensors of a model's unwrapped parts. Raises `InvalidRequest` for entries that are no views of live tensors,
+    and for unknown objects.
     """
     tensors: list[Stored] = []
     modules: dict[str, torch.nn.Module] = {}
@@ -151,7 +149,7 @@ def _take(own: str, value: Any, live: _Live, tensors: list[Stored], modules: dic
 
 
 def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
-    """The piece that a `ShardedTensor` over all of a local tensor, or over a stretch of it, stands for."""
+    """The piece of a `ShardedTensor` over all of a local tensor, or over a range of it."""
     data = part.data
     if getattr(part, "flattened_range", None) is not None:
         raise InvalidRequest(f"{own}: sharded_state_dict() gives a flattened range of it, which no version since 0.16 makes")
@@ -174,7 +172,7 @@ def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
 
 
 def _named(key: str, leading: Sequence[int]) -> str:
-    """The stored name: what is stacked on further axes, such as experts, has its number in the name."""
+    """The stored name: indices on further axes, such as experts, become part of it."""
     if not leading:
         return key
     numbers = ".".join(map(str, leading))
@@ -197,8 +195,6 @@ def _check_tiled(own: str, tensor: torch.Tensor, pieces: Sequence[ParameterPiece
 
 
 class _Live:
-    """The live tensors of a part of the model."""
-
     def __init__(self, chunk: torch.nn.Module) -> None:
         self._chunk = chunk
         held = [*chunk.parameters(), *chunk.buffers()]
@@ -224,7 +220,7 @@ class _Live:
         return found
 
     def owner(self, own: str) -> torch.nn.Module:
-        """The module whose extra state this name is."""
+        """The module whose extra state has this name."""
         path, _, name = own.rpartition(".")
         try:
             if name == "_extra_state":
@@ -237,7 +233,7 @@ class _Live:
         )
 
     def check_complete(self, stored: Sequence[torch.Tensor]) -> None:
-        """Refuse, by name, parameters that `sharded_state_dict()` leaves out: what they learn would be lost."""
+        """Refuse parameters that `sharded_state_dict()` leaves out: their training would be lost."""
         known = {place(tensor) for tensor in stored}
         left = [name for name, tensor in self._chunk.named_parameters() if tensor.numel() and place(tensor) not in known]
         if left:
@@ -249,5 +245,5 @@ class _Live:
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int, torch.Size, torch.dtype]:
-    """What tells a tensor from all others that do not share its memory."""
+    """Identifies a tensor among those that do not share its memory."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor.dtype

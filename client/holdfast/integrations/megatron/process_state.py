@@ -1,4 +1,4 @@
-"""What Megatron keeps besides model and optimizer: the scheduler, the loss scale, random streams, extra state of modules."""
+"""Megatron's state besides model and optimizer: scheduler, loss scale, random streams, extra state of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_formats.errors import InvalidRequest
 
 
 class SchedulerSteps:
-    """Megatron's `OptimizerParamScheduler`, which adds what it loads to the steps that it has made already."""
+    """Megatron's `OptimizerParamScheduler`, which adds loaded steps to those it has made."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -22,7 +22,9 @@ class SchedulerSteps:
         return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `AssertionError`, as Megatron does, if the run has other settings, unless its arguments say which count."""
+        """Raises `AssertionError`, as Megatron does, if the run has other settings, unless its arguments choose which
+        apply.
+        """
         self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(state)
 
@@ -65,10 +67,7 @@ class TrackedStreams:
 
 
 def extra_states(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """The extra state of those modules that have any now, as bytes, by the modules' names.
-
-    Raises `InvalidRequest`, by name, for a value that is not bytes.
-    """
+    """The current extra state of these modules, as bytes, by module name. `InvalidRequest` for a value that is not bytes."""
     found: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         value: Any = module.get_extra_state()
@@ -86,14 +85,12 @@ def extra_states(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tens
 
 
 def install_extra_states(modules: Mapping[str, torch.nn.Module], restored: Mapping[str, torch.Tensor]) -> None:
-    """Hand the restored bytes to the modules."""
     for name, data in restored.items():
         now: Any = modules[name].get_extra_state()
         modules[name].set_extra_state(io.BytesIO(data.numpy().tobytes()) if isinstance(now, io.BytesIO) else data)
 
 
 def loss_scales(optimizer: Any) -> Sequence[Any]:
-    """The loss scalers of an optimizer that has any."""
     return [one.grad_scaler for one in members(optimizer) if getattr(one, "grad_scaler", None) is not None]
 
 

@@ -1,9 +1,9 @@
-"""Records the random streams where a Trainer's batches are fetched, and puts them back there when training resumes.
+"""Records the random streams at a Trainer's batch fetches, and restores them when training resumes.
 
-A Trainer fetches one batch ahead, and skips the batches that an epoch has had already. If a dataset, a collator or a
-sampler draws from the global generators, its numbers therefore come from three moments: when the epoch's iterator was made,
-just before the newest batch was fetched, and the save itself. All three are restored, each where it belongs. With workers,
-batches are fetched in other processes, and only the first and the last matter here.
+A Trainer fetches one batch ahead, and skips the epoch's earlier batches. If a dataset, collator or sampler draws from
+the global generators, its numbers come from three moments: when the epoch's iterator was made, just before the newest
+batch was fetched, and the save itself. All three are restored, each at its place. With workers, batches are fetched in
+other processes, and only the first and the last matter here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from holdfast.state.rng import RandomStreams
 
 
 class Position(NamedTuple):
-    """How far an epoch's batches were fetched, and the streams on the way."""
+    """An epoch's fetched batches, and the streams on the way."""
 
     epoch: RandomStreams | None = None  # before the epoch's iterator was made
     fetch: RandomStreams | None = None  # before the newest batch was fetched
-    fetched: int = 0  # batches; 0 if nobody watches the loader
+    fetched: int = 0  # batches; 0 if the loader is not watched
 
 
 class StepStart(NamedTuple):
-    """The moment before a step's batches were asked for: `step` steps were done."""
+    """The moment before a step's batches were fetched: `step` steps were done."""
 
     step: int
     position: Position
@@ -38,7 +38,6 @@ class DataStreams:
     """An entry of the state, with the position in the epoch. Each rank has its own."""
 
     def __init__(self, world: int, go_on: Callable[[], None]) -> None:
-        """`go_on` installs the streams of the restored save."""
         self._world, self._go_on = world, go_on
         self._now = Position()
         self._shown: Position | None = None
@@ -56,15 +55,15 @@ class DataStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Await the saved position. With another number of ranks the batches are others, and their streams mean nothing."""
+        """Take the saved position. With another number of ranks the batches differ, and their streams are useless."""
         if state["world"] == self._world:
             self._awaited = Position(_of_values(state["epoch"]), _of_values(state["fetch"]), state["fetched"])
 
     def watch(self, loader: object) -> None:
-        """Record each fetch of a loader that accelerate has prepared. Others, and loaders with workers, stay as they are.
+        """Record each fetch of a loader prepared by accelerate. Others, and loaders with workers, stay as they are.
 
-        accelerate 1.15.0 keeps torch's loader in `base_dataloader`, and takes the batch sampler from there when it skips
-        batches. torch refuses to set a loader's batch sampler, hence `vars`.
+        accelerate 1.15.0 keeps torch's loader in `base_dataloader`, whose batch sampler it uses to skip batches. torch
+        refuses to set a loader's batch sampler, hence `vars`.
         """
         base = getattr(loader, "base_dataloader", None)
         if type(base) is not DataLoader or base.num_workers > 0 or not isinstance(base.batch_sampler, BatchSampler):
@@ -73,13 +72,11 @@ class DataStreams:
         vars(base)["batch_sampler"] = _Fetches(inner.inner if isinstance(inner, _Fetches) else inner, self)
 
     def epoch_begins(self) -> None:
-        """An epoch's iterator is made next."""
         if self._awaited is not None and self._awaited.epoch is not None:
             rng.install(self._awaited.epoch)
         self._now = Position(rng.capture())
 
     def fetches(self) -> None:
-        """A batch is fetched next, or skipped."""
         fetched = self._now.fetched + 1
         if self._awaited is not None and fetched == self._awaited.fetched and self._awaited.fetch is not None:
             rng.install(self._awaited.fetch)
@@ -88,16 +85,14 @@ class DataStreams:
         self._now = Position(self._now.epoch, rng.capture(), fetched)
 
     def ended(self) -> None:
-        """The epoch has no more batches."""
         if self._awaited is not None and 0 < self._awaited.fetched == self._now.fetched:
             self._arrive()
 
     def forget(self) -> None:
-        """Training goes on without the saved position."""
         self._awaited, self.reached = None, False
 
     def step_begins(self, step: int) -> None:
-        """Keep this moment: a save in the middle of the next step is one of the steps that were done."""
+        """Keep this moment: a save during the next step belongs to the completed steps."""
         self._start = StepStart(step, self._now, rng.capture())
 
     @contextmanager
@@ -122,7 +117,7 @@ class DataStreams:
 
 
 class _Fetches(BatchSampler):
-    """A batch sampler that tells of each batch before it is fetched. Everything else is the inner one's."""
+    """A batch sampler that reports each batch before its fetch, and otherwise delegates."""
 
     def __init__(self, inner: BatchSampler, streams: DataStreams) -> None:
         self.inner, self._streams = inner, streams

@@ -1,4 +1,4 @@
-"""What a Trainer can do that this adapter cannot: refused by name, before anything is staged."""
+"""Refuses features of a Trainer that this adapter does not support, before anything is staged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
     """
     args = trainer.args
     for name, what in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP"), ("is_fsdp_xla_enabled", "FSDP")):
-        if getattr(trainer, name):  # an AttributeError here means a Trainer that nobody has looked at yet
+        if getattr(trainer, name):  # an AttributeError here means an untested version of Trainer
             raise InvalidRequest(f"{what} inside a Trainer is not supported yet", hint=_PLAIN)
     if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
         raise InvalidRequest("a model that transformers has sharded is not supported inside a Trainer yet", hint=_PLAIN)
@@ -46,7 +46,6 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
 
 
 def check_trial(trainer: Any, trial: object) -> None:
-    """Raise `InvalidRequest` for a trial of a hyperparameter search."""
     if trial is not None or trainer.hp_search_backend is not None:
         raise InvalidRequest(
             "the trials of a hyperparameter search would overwrite each other's checkpoints in one run",
@@ -79,5 +78,5 @@ def _check_limits(args: Any, options: Mapping[str, Any]) -> None:
 
 
 def is_remote(options: Mapping[str, Any]) -> bool:
-    """Whether the daemon is reached by its address, so that links to its checkpoints lead nowhere here."""
+    """Whether the daemon is on another machine, so that links to its checkpoints would be broken."""
     return str(options.get("at") or "").startswith(("http://", "https://"))

@@ -1,4 +1,4 @@
-"""What `train(resume_from_checkpoint=…)` means: a step of the run, a directory of the framework's own, or a new start."""
+"""`train(resume_from_checkpoint=…)`: a step of the run, a directory of the framework's own, or a new start."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Wanted(NamedTuple):
     needed: bool = False  # whether it is an error if there is nothing to resume from
     anew: bool = False  # what the run has is left behind
     directory: str | None = None
-    place: Path | None = None  # of the step, if a directory was named: it is the run's in whose root it is
+    place: Path | None = None  # of the step, if a directory was given: a root has its own runs
 
 
 def wanted(asked: object, run: str) -> Wanted:
-    """Read the argument, for a run. Raises `InvalidRequest` for what means nothing, and for checkpoints of other runs."""
+    """Parse the argument for a run. Raises `InvalidRequest` for unknown values, and for checkpoints of other runs."""
     if asked is None or asked == AUTO:
         return Wanted()
     if isinstance(asked, bool):
@@ -48,7 +48,7 @@ def wanted(asked: object, run: str) -> Wanted:
 
 
 def own_checkpoint(output_dir: str) -> tuple[int, str] | None:
-    """The newest checkpoint that the framework itself wrote into its directory, with its step."""
+    """The newest checkpoint in the directory that the framework itself wrote, with its step."""
     try:
         entries = list(Path(output_dir).iterdir())
     except OSError:

@@ -17,10 +17,10 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 class HoldfastTrainerMixin(Trainer):
-    """A Trainer whose checkpoints are Holdfast's. `attach` mixes it in, behind the Trainer's own class.
+    """A Trainer whose checkpoints are Holdfast's. `attach` inserts it behind the Trainer's own class.
 
-    Name it yourself among the bases of your class if its methods are to be found by your tools; it needs `attach` all the
-    same. Overriding methods reach it by `super()`.
+    Name it among the bases of your class if tools should see its methods; `attach` is needed all the same. Overriding
+    methods reach it by `super()`.
     """
 
     holdfast: TrainerRun | None = None
@@ -32,13 +32,14 @@ class HoldfastTrainerMixin(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
         **more: Any,
     ) -> Any:
-        """Train; `resume_from_checkpoint` says from where.
+        """Train, from the beginning or a checkpoint.
 
-        None or "auto": the newest sound checkpoint of the run, or the beginning if it has none. True: the same, but it is an
-        error if there is none; checkpoints that transformers itself wrote into output_dir count too. False: begin the run
-        again; its checkpoints are left behind. A number: this step. "latest-healthy": the newest that was verified, without
-        new NaN or infinities. A directory: a checkpoint of this run, or one that transformers wrote.
-        Raises `InvalidRequest` for what is not supported, and what `Checkpointer.restore()` and `close()` raise.
+        `resume_from_checkpoint` is None or "auto": the newest sound checkpoint of the run, or the beginning if it has
+        none. True: the same, but it is an error if there is none; checkpoints that transformers itself wrote into
+        output_dir count too. False: begin the run again, and abandon its checkpoints. A number: this step.
+        "latest-healthy": the newest that was verified, without new NaN or infinities. A directory: a checkpoint of this
+        run, or one that transformers wrote. Raises `InvalidRequest` for unsupported features, and what
+        `Checkpointer.restore()` and `close()` raise.
         """
         refusals.check_trial(self, trial)
         train = super().train
@@ -51,9 +52,9 @@ class HoldfastTrainerMixin(Trainer):
         return run.train(resume_from_checkpoint, start)
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        """Fetch a step's batches: none behind the last step, which transformers takes for granted to be ahead.
+        """Fetch a step's batches; none after the last step, where transformers expects one ahead.
 
-        A JIT checkpoint may interrupt the step: it is one of the step before.
+        A JIT checkpoint may interrupt the step: it belongs to the previous step.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -99,7 +100,7 @@ class HoldfastTrainerMixin(Trainer):
 
 
 class HoldfastMoments(TrainerCallback):
-    """Tells the run of moments that no method stands for. It is the last of a Trainer's callbacks."""
+    """Reports events without a method of their own to the run. The last of a Trainer's callbacks."""
 
     def __init__(self, run: TrainerRun) -> None:
         self.run = run
@@ -126,9 +127,9 @@ class HoldfastMoments(TrainerCallback):
 def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> AnyTrainer:
     """Let Holdfast save and resume a Trainer as this run, and return it. Call it on every rank, before `train()`.
 
-    `options` are those of a `Checkpointer`: `at`, `assets`, `keep_last` (else save_total_limit), `slots`, `policy` (else
-    "wait") and `file_bytes_max`. Subclasses of Trainer work as they are: the methods are put behind theirs.
-    Raises `InvalidRequest` for a Trainer that uses something which is not supported, by its name.
+    `options` are those of a `Checkpointer`: `at`, `assets`, `keep_last` (else save_total_limit), `slots`, `policy`
+    (else "wait") and `file_bytes_max`. Subclasses of Trainer work as they are. Raises `InvalidRequest` with the name of
+    an unsupported feature.
     """
     if not isinstance(trainer, Trainer):
         raise InvalidRequest(f"attach takes a transformers.Trainer, not a {type(trainer).__name__}")
@@ -147,7 +148,6 @@ def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> 
 
 
 def _watch(trainer: Trainer, run: TrainerRun) -> None:
-    """Make our callback the last one."""
     while trainer.pop_callback(HoldfastMoments) is not None:
         pass
     trainer.add_callback(HoldfastMoments(run))

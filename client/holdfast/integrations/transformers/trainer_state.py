@@ -1,4 +1,4 @@
-"""What a Trainer trains, as a state for a Checkpointer: the live objects, and the files beside them."""
+"""A Trainer's state for a Checkpointer: the live objects, and the files beside them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ARGUMENTS_FILE = "training_args.json"
 
 
 def peft_model(trainer: Any) -> Any | None:
-    """The PEFT model that is trained; None if it is another one."""
-    if "peft" not in sys.modules:  # then nobody has made one
+    """The PEFT model that is trained; None if the model is another one."""
+    if "peft" not in sys.modules:  # without peft there is no such model
         return None
     from peft import PeftMixedModel, PeftModel
 
@@ -40,7 +40,6 @@ def live_objects(trainer: Any) -> dict[str, Any]:
 
 
 def model_group(trainer: Any) -> str:
-    """The group of the trained weights."""
     return "model" if peft_model(trainer) is None else GROUP
 
 
@@ -66,9 +65,9 @@ def assets(trainer: Any) -> list[Any]:
 
 
 def state_file(trainer: Any) -> dict[str, str]:
-    """The asset of each save: the TrainerState, with the states of callbacks as they are now.
+    """The asset of each save: the TrainerState, with the current states of callbacks.
 
-    Text, because losses may be NaN, which the Trainer writes and reads as it is.
+    Text, because losses may be NaN, which the Trainer reads and writes as it is.
     """
     from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -86,7 +85,6 @@ def state_file(trainer: Any) -> dict[str, str]:
 
 
 def metrics(trainer: Any) -> dict[str, float]:
-    """The numbers that were logged at this step."""
     found: dict[str, float] = {}
     for entry in reversed(trainer.state.log_history):
         if entry.get("step") != trainer.state.global_step:

@@ -1,4 +1,4 @@
-"""One attached Trainer and its run: what it resumes from, its saves, and the links where transformers looks for them."""
+"""An attached Trainer's run: its resume point, its saves, and the links where transformers looks for them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SENTINEL = "checkpoint-is-incomplete.txt"  # a JIT checkpoint makes the directory with this alone, since transformers 4.57
-_CALLERS = ("WandbCallback", "TrackioCallback", "SwanLabCallback")  # their on_save reads no files, unless W&B is told to
+_CALLERS = (
+    "WandbCallback",
+    "TrackioCallback",
+    "SwanLabCallback",
+)  # their on_save reads no files, unless W&B uploads checkpoints
 
 
 class TrainerOptions(TypedDict, total=False):
-    """The options of a `Checkpointer` that an attached Trainer takes."""
+    """The options of a `Checkpointer` for an attached Trainer."""
 
     at: str | PathLike[str] | None
     assets: Any
@@ -45,7 +49,7 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class Source(NamedTuple):
-    """What a training resumes from: a step of the run, and a directory with its trainer_state.json."""
+    """A training's resume point: a step of the run, and a directory with its trainer_state.json."""
 
     step: int
     directory: str
@@ -54,17 +58,16 @@ class Source(NamedTuple):
 
 
 class _OtherStep(Exception):
-    """The chosen step was damaged, and an older one was restored: the training starts once more, from that."""
+    """The chosen step was damaged, and an older one was restored: the training starts again from that."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
 
 class TrainerRun:
-    """The run of an attached Trainer. Between two trainings it holds no connection and no memory."""
+    """The run of an attached Trainer. It holds no connection and no memory between trainings."""
 
     def __init__(self, trainer: Any, run: str, options: TrainerOptions) -> None:
-        """Raises `InvalidRequest` for what cannot be saved."""
         self.trainer, self.run, self._options = trainer, naming.check_run(run), options
         refusals.check(trainer, options)
         self.streams = DataStreams(trainer.args.world_size, self._install_streams)
@@ -76,7 +79,7 @@ class TrainerRun:
         self._saves: dict[int, SaveTicket] = {}
 
     def train(self, asked: object, start: Callable[[str | None], Any]) -> Any:
-        """Resume as asked, and train with `start`, which takes the directory to resume from."""
+        """Resume as requested, and train with `start`, which takes the directory to resume from."""
         refusals.check(self.trainer, self._options)
         wanted = resuming.wanted(asked, self.run)
         if asked is None and self._trained:
@@ -100,11 +103,11 @@ class TrainerRun:
                 wanted = Wanted(step=other.step, needed=True)
 
     def is_source(self, directory: object) -> bool:
-        """Whether this is what this adapter made up to resume from, rather than a checkpoint of transformers' own."""
+        """Whether this adapter made the directory to resume from, not transformers."""
         return self._source is not None and directory is not None and str(directory) == self._source.directory
 
     def restore(self) -> None:
-        """Restore everything, now that it is all there."""
+        """Restore everything; all objects exist now."""
         assert self._source is not None
         source, checkpointer = self._source, self._construct()
         restored = checkpointer.restore(source.step if source.named else None, healthy=source.healthy)
@@ -114,7 +117,7 @@ class TrainerRun:
         log.info("resumed %s@%d from the %s", self.run, restored, "" if report is None else report.source)
 
     def go_on(self) -> None:
-        """Install the random streams, unless the data loader came to where the save was, and has done it."""
+        """Install the random streams, unless the data loader has done it at the position of the save."""
         if not self.streams.reached:
             self._install_streams()
         self.streams.forget()
@@ -123,7 +126,7 @@ class TrainerRun:
             self.streams.epoch_begins()
 
     def begin(self, loader: object) -> None:
-        """The first step is next, and everything that is trained is there."""
+        """The first step is next, and everything that trains exists."""
         if self._checkpointer is None:
             if self._source is not None:
                 raise InvalidRequest(
@@ -134,7 +137,7 @@ class TrainerRun:
         self.streams.watch(loader)
 
     def save(self) -> None:
-        """Save the step, and link it to where transformers looks for it."""
+        """Save the step, and link it where transformers looks for it."""
         checkpointer, trainer = self._checkpointer, self.trainer
         if checkpointer is None:
             raise InvalidRequest(
@@ -162,7 +165,7 @@ class TrainerRun:
             trainer._push_from_checkpoint(str(self._path(step)))
 
     def load_best(self) -> bool:
-        """Restore the weights of the best checkpoint; False if it is one of transformers' own."""
+        """Restore the weights of the best checkpoint; False if transformers wrote it."""
         trainer, checkpointer = self.trainer, self._checkpointer
         path = Path(trainer.state.best_model_checkpoint)
         if checkpointer is None or not path.is_symlink():
@@ -171,18 +174,16 @@ class TrainerRun:
         return True
 
     def settle(self) -> None:
-        """Return when every save has ended."""
         for ticket in self._saves.values():
             with suppress(CheckpointError):  # close() raises it
                 ticket.result()
 
     @property
     def _links(self) -> bool:
-        """Whether this rank makes links."""
         return bool(self.trainer.is_world_process_zero()) and not refusals.is_remote(self._options)
 
     def _choose(self, wanted: Wanted, place: str) -> tuple[Source | None, str | None]:
-        """What to resume from, and the directory for transformers, which reads trainer_state.json there."""
+        """The resume point, and the directory in which transformers reads trainer_state.json."""
         if wanted.directory is not None or wanted.anew:
             return None, wanted.directory
         with self._probe() as probe:
@@ -208,7 +209,7 @@ class TrainerRun:
 
     @contextmanager
     def _probe(self) -> Iterator[Checkpointer]:
-        """A Checkpointer that only looks: models and optimizers are not there yet. What is in memory stays there."""
+        """A Checkpointer without models and optimizers, to inspect checkpoints. In-memory checkpoints stay."""
         probe = Checkpointer(self.run, {}, at=self._options.get("at"))
         try:
             yield probe
@@ -249,9 +250,9 @@ class TrainerRun:
         self._checkpointer.restore_random()
 
     def _existing(self, step: int) -> Existing:
-        """A new start leaves behind what the run has. After a restore, what is newer is left behind by itself.
+        """A new start abandons the run's checkpoints; a restore abandons newer ones by itself.
 
-        A run that had ended may save its last step once more, at the end of its epoch: nothing was trained since.
+        A run that had ended may save its last step again, at the end of its epoch: nothing was trained since.
         """
         if step in self._saves or (self._source is not None and step == self._source.step):
             return "same"
@@ -271,12 +272,12 @@ class TrainerRun:
         return Path(self.trainer.args.output_dir, f"checkpoint-{step}")
 
     def _own_links(self, checkpointer: Checkpointer) -> dict[int, Path]:
-        """Links to checkpoints of this run in this root, by step; some may not be there yet."""
+        """Links to checkpoints of this run in this root, by step; some may not be committed yet."""
         found = resuming.links(self.trainer.args.output_dir, self.run)
         return {step: path for step, path in found.items() if _leads_to(checkpointer, path)}
 
     def _clear_way(self, checkpointer: Checkpointer, step: int) -> None:
-        """Make room for the link, and let go of what training has left behind: a linked checkpoint is never replaced."""
+        """Make room for the link, and release abandoned checkpoints: a linked one is never replaced."""
         path = self._path(step)
         if path.is_dir() and not path.is_symlink() and os.listdir(path) in ([], [SENTINEL]):
             (path / SENTINEL).unlink(missing_ok=True)
@@ -286,7 +287,9 @@ class TrainerRun:
             self._unlink(link for old, link in self._own_links(checkpointer).items() if old > newest)
 
     def _rotate(self, checkpointer: Checkpointer) -> None:
-        """Remove the oldest links beyond the limit, but the newest and the best. Retention removes what has no link."""
+        """Remove the oldest links beyond the limit, except the newest and the best. Retention removes unlinked
+        checkpoints.
+        """
         limit = self._limit
         if limit is None:
             return
@@ -310,7 +313,7 @@ def _leads_to(checkpointer: Checkpointer, path: Path) -> bool:
 
 
 def reads_files(callback: Any) -> bool:
-    """Whether a callback may look into a checkpoint's directory when it is told that there is one."""
+    """Whether a callback may read a checkpoint's directory in `on_save`."""
     from transformers import TrainerCallback
 
     if getattr(type(callback), "on_save", None) in (None, TrainerCallback.on_save):
