@@ -4,7 +4,7 @@ accelerate keeps no position of a plain loader: a script skips the batches that 
 begin its epoch from the random streams from which it began before, and training must continue from those of the save,
 at the fetch at which it was made. accelerate 1.15 offers no hook for this; it calls these methods of a loader itself:
 
-begin()                     an epoch begins; all streams are synchronised already
+    begin()                     an epoch begins; all streams are synchronised already
     base_dataloader.__iter__()  the iterator is made, which draws a seed
     _update_state_dict()        before each fetch: a loader fetches one batch ahead of the one that it yields
     end()                       the epoch is over

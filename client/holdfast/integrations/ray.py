@@ -1,8 +1,8 @@
 """Ray Train: Ray learns of a checkpoint as soon as it is committed, and never of an uncommitted one.
 
-from holdfast.integrations import ray as holdfast_ray
+    from holdfast.integrations import ray as holdfast_ray
 
-def train_func(config):                                     # for a TorchTrainer
+    def train_func(config):                                     # for a TorchTrainer
         ...
         with Checkpointer("llama3-8b", state, at="/fast/checkpoints", policy="wait") as checkpointer:
             for step in range(checkpointer.restore() + 1, steps + 1):

@@ -3,7 +3,7 @@
 With a plain loader, Lightning restarts the epoch, and keeps no random streams. These methods of its loops mark the
 position (2.6):
 
-fit_loop._load_combined_loader_states()   the first iterator is made next, before any hook of the epoch
+    fit_loop._load_combined_loader_states()   the first iterator is made next, before any hook of the epoch
     fit_loop.on_advance_start()               an epoch begins
     epoch_loop.on_run_start(fetcher)          later epochs' iterators are made; batches are next
     epoch_loop._on_before_fetch()             a batch is fetched next; one ahead if a loader has no length
