@@ -3,9 +3,9 @@
     segment    superblock page · slot 0 · slot 1 · …                      each slot begins at a 4 KiB boundary
     slot       header page · data (data_bytes, 4 KiB aligned) · table (table_bytes_max, 4 KiB aligned)
 
-All numbers are little-endian. A slot's state and seal stand in its header, so a daemon that finds a segment without knowing
-its rank can tell what is complete: the seal word is written last and is the digest of the table, which states everything
-else. Single 8-byte stores to aligned shared memory are not torn on the machines we support (x86-64, AArch64).
+All numbers are little-endian. A slot's header has its state and seal, so a daemon that finds a segment without knowing
+its rank recognises complete slots: the seal word is written last and is the digest of the table, which states
+everything else. Single 8-byte stores to aligned shared memory are not torn on the supported machines (x86-64, AArch64).
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class SlotHeader(NamedTuple):
 
 
 def page_aligned(size: int) -> int:
-    """`size` rounded up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -115,7 +114,7 @@ def read_superblock(memory: memoryview) -> Geometry:
 
 
 def read_measures(memory: memoryview) -> Geometry:
-    """The geometry that a segment's first page states, whether or not the rest exists."""
+    """The geometry in a segment's first page, whether or not the rest exists."""
     if len(memory) < PAGE_BYTES:
         raise InvalidRequest(f"a segment of {len(memory)} bytes is not a staging arena")
     magic, version, slots, data_bytes, table_bytes_max, *_ = _SUPERBLOCK.unpack_from(memory, 0)
@@ -128,7 +127,7 @@ def read_measures(memory: memoryview) -> Geometry:
 
 
 def read_owner(memory: memoryview) -> SegmentOwner:
-    """The owner of a segment; `InvalidRequest` if it has none or an impossible one. Read the superblock first."""
+    """The owner of a segment; `InvalidRequest` if it has none or an invalid one. Read the superblock first."""
     *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
     run = name.rstrip(b"\0").decode(errors="replace")
     if not naming.is_run_name(run) or not rank < world:
@@ -164,7 +163,7 @@ def read_header(memory: memoryview, made: Geometry, slot: int) -> SlotHeader:
 
 
 def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, table_digest: str) -> None:
-    """Declare a slot complete: everything but the seal word first, then the word, then the state."""
+    """Mark a slot complete: everything but the seal word first, then the word, then the state."""
     write_header(memory, made, slot, header._replace(state=SlotState.LEASED, seal=0))
     at = made.header_offset(slot)
     struct.pack_into("<Q", memory, at + _SEAL_OFFSET, int(table_digest, 16))
@@ -172,23 +171,24 @@ def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, tabl
 
 
 def mark_filled(memory: memoryview, made: Geometry, slot: int) -> None:
-    """Note that what the table leaves to the daemon (`AverageHandover`) is in the slot."""
+    """Mark that the slot has what its table leaves to the daemon (`AverageHandover`)."""
     at = made.header_offset(slot)
     memory[at + _FILLED_OFFSET : at + _FILLED_OFFSET + 8] = memory[at + _SEAL_OFFSET : at + _SEAL_OFFSET + 8]
 
 
 def is_filled(memory: memoryview, made: Geometry, slot: int) -> bool:
-    """Whether it was noted of the table that is sealed in the slot now."""
+    """Whether the slot was marked filled for its current sealed table."""
     at = made.header_offset(slot)
     seal, filled = struct.unpack_from("<QQ", memory, at + _SEAL_OFFSET)
     return bool(seal) and seal == filled
 
 
 def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
-    """The argument of `F_OFD_SETLK` that locks a slot: its header's first byte, shared by readers, exclusive for a lease.
+    """The argument of `F_OFD_SETLK` that locks a slot: its header's first byte, shared by readers, exclusive for a
+    lease.
 
-    Such a lock belongs to an open file description, so a reader opens the segment again, and the lock ends with its holder.
-    The kernel keeps it when the daemon dies: no other daemon leases a slot that is being read.
+    An OFD lock belongs to an open file description, so each reader opens the segment again, and the lock ends with the
+    reader. It outlives the daemon, so no new daemon leases a slot that is being read.
     """
     return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)
 

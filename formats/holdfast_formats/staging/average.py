@@ -1,4 +1,5 @@
-"""The bytes of an average: one more shared-memory segment a rank, in which the daemon keeps a moving average of a group.
+"""The bytes of an average: one more shared-memory segment a rank, in which the daemon keeps a moving average of a
+group.
 
     page 0     superblock: as the staging arena's, with a magic of its own and no slots; then the bytes of a chunk
     page 1     the rank's words: state and table of the update, its number, seal word, and the last number decided
@@ -6,10 +7,11 @@
     page 4     the daemon's progress in a fold: the chunk in the journal, and the chunks copied, each with the fold's number
     then       update table · update · accumulator · journal               each begins at a 4 KiB boundary
 
-Updates are numbered from 1 on, per attempt, and every rank gives every number: as a sealed update, or as none. Nothing is
-asked: the rank takes the update's place while it is free and seals it, the daemon folds it and frees it. So whatever process
-dies, what stands here says how to go on. A chunk is computed into the journal, its number noted, copied, and noted again: a
-chunk whose copy is not noted is either still as it was, or complete in the journal.
+Updates are numbered from 1 on, per attempt, and every rank accounts for every number, with a sealed update or none.
+There are no requests: the rank takes the update's place while it is free and seals it, the daemon folds it and frees
+it. So whatever process dies, the segment states how to continue. A chunk is computed into the journal, its number
+recorded, copied, and recorded again: a chunk whose copy is not recorded is either unchanged, or complete in the
+journal.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _CHUNKS_MAX = 2**_CHUNK_BITS - 1
 
 
 class AverageRule(msgspec.Struct, frozen=True):
-    """How an average is formed: of which group, every how many steps, with which decay.
+    """The rule of an average: the group, the interval in steps, and the decay.
 
     `correction="bias"`: c ← c + w·(x − c) with w = (1−d)/(1−dⁿ), usable at any n. "none": w = 1−d, and c₁ = x₁.
     """
@@ -55,19 +57,19 @@ class AverageRule(msgspec.Struct, frozen=True):
     correction: Correction = "bias"
 
     def weight(self, n: int) -> float:
-        """The weight of the n-th update, from 1 on. The first one is taken as it is."""
+        """The weight of the n-th update, from 1 on. The first one is copied."""
         if n <= 1:
             return 1.0
         return 1.0 - self.decay if self.correction == "none" else (1.0 - self.decay) / (1.0 - self.decay**n)
 
 
 class AverageRecord(msgspec.Struct, frozen=True):
-    """What stands in an accumulator, and how it came there.
+    """The contents of an accumulator and their history.
 
-    `number` is the last update that was dealt with, `folded` the last that was folded in, `seeded` the one that set the
-    accumulator: from a checkpoint, or to nothing. `n` counts the updates in the average, `own` those since the seed; the
-    other counts are those of the seed. `layout` says which elements stand where. `history` is a digest of the seed and of
-    all that was folded in since: averages with the same one are of the same updates (`average_history`).
+    `number` is the last update processed, `folded` the last one folded in, `seeded` the one that set the accumulator:
+    from a checkpoint, or to nothing. `n` counts the updates in the average, `own` those since the seed; the other
+    counts are those of the seed. `layout` is a digest of the elements' places. `history` is a digest of the seed and of
+    all updates folded in since: equal histories mean equal updates (`average_history`).
     """
 
     number: int = 0
@@ -85,9 +87,9 @@ class AverageRecord(msgspec.Struct, frozen=True):
 
 
 class AverageState(msgspec.Struct, frozen=True):
-    """What a checkpoint says of its average, in state.json: the rule, how many updates are in it and of which step the last
-    one is; and how many are missing: `dropped` because the one before was not finished, `skipped` by their loss, `lost` with
-    a daemon or a copy that failed.
+    """A checkpoint's description of its average, in state.json: the rule, the number of updates and the step of the
+    last one; and the missing ones: `dropped` because the previous update was not finished, `skipped` by their loss,
+    `lost` with a daemon or a failed copy.
     """
 
     of: str
@@ -102,8 +104,8 @@ class AverageState(msgspec.Struct, frozen=True):
 
 
 class AverageStretch(msgspec.Struct, frozen=True, array_like=True):
-    """`count` elements at `offset` of an update and of the accumulator. Those of `WIDENED` dtypes are averaged as F32;
-    `U8` says bytes that are taken over as they are: buffers, and what is no float.
+    """`count` elements at `offset` of an update and of the accumulator. `WIDENED` dtypes are averaged as F32; `U8` are
+    bytes that are copied: buffers, and everything that is no float.
     """
 
     offset: int
@@ -112,18 +114,16 @@ class AverageStretch(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kept_bytes(self) -> int:
-        """Its bytes in the accumulator."""
         return self.count if self.dtype == "U8" else 4 * self.count
 
     @property
     def brought_bytes(self) -> int:
-        """Its bytes in an update."""
         return dtypes.nbytes(self.dtype, self.count, "update")
 
 
 class AverageUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The table of an update. One with a `seed` is no update: it says what the accumulator is from there on, with the
-    elements of the update, or empty where the seed's n is 0.
+    """The table of an update. One with a `seed` sets the accumulator instead, to the elements of the update, or to
+    nothing if the seed's n is 0.
     """
 
     owner: SegmentOwner
@@ -136,11 +136,12 @@ class AverageUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AverageHandover(msgspec.Struct, frozen=True):
-    """In the table of a save: where in the slot the daemon puts the accumulator, and which updates came before the save.
+    """In the table of a save: where in the slot the daemon puts the accumulator, and which updates came before the
+    save.
 
-    The region is followed by a page for what the daemon says of it. `skipped` and `lost` count since the seed. `apart` are
-    the group's boxes, counted from its first, that need not be alike on ranks that hold the same: buffers. `history` is the
-    daemon's word, once the accumulator is in the slot: that of the average there.
+    A page for the daemon's note follows the region. `skipped` and `lost` count since the seed. `apart` are the group's
+    boxes, counted from its first, that may differ between ranks holding the same: buffers. The daemon sets `history`
+    once the accumulator is in the slot.
     """
 
     slot_offset: int
@@ -186,8 +187,6 @@ class AverageGeometry(NamedTuple):
 
 
 class UpdateHeader(NamedTuple):
-    """The rank's words."""
-
     state: SlotState
     number: int
     table_bytes: int
@@ -196,7 +195,7 @@ class UpdateHeader(NamedTuple):
 
 
 class FoldProgress(NamedTuple):
-    """How many chunks of the fold with this number are computed, and how many are copied; 0 for another fold's."""
+    """The chunks of the fold with this number that are computed, and those that are copied; 0 for another fold's."""
 
     journaled: int
     copied: int
@@ -239,7 +238,7 @@ def read_superblock(page: memoryview) -> AverageGeometry:
 
 
 def read_owner(page: memoryview) -> SegmentOwner:
-    """The rank that a segment belongs to; `InvalidRequest` for an impossible one. Read the superblock first."""
+    """The rank that a segment belongs to; `InvalidRequest` for an invalid one. Read the superblock first."""
     return arena.read_owner(page)  # at the same place
 
 
@@ -252,13 +251,13 @@ def read_rank(memory: memoryview) -> UpdateHeader:
 
 
 def take(memory: memoryview, number: int) -> None:
-    """The rank takes the update's place, which is free."""
+    """Mark the update's free place as taken by the rank."""
     decided = read_rank(memory).decided
     _RANK.pack_into(memory, _RANK_AT, SlotState.LEASED, 0, number, 0, 0, decided)
 
 
 def seal(memory: memoryview, made: AverageGeometry, number: int, table: bytes) -> None:
-    """The rank's update with this number is complete: the table, then the words, then the state, then the decision."""
+    """Mark the rank's update with this number complete: the table, then the words, then the state, then the decision."""
     if len(table) > made.table_bytes_max:
         raise LimitExceeded(f"a table of {len(table)} bytes does not fit the average's {made.table_bytes_max}")
     memory[_TABLE_AT : _TABLE_AT + len(table)] = table
@@ -269,17 +268,16 @@ def seal(memory: memoryview, made: AverageGeometry, number: int, table: bytes) -
 
 
 def free(memory: memoryview) -> None:
-    """The update's place is free again."""
     struct.pack_into("<I", memory, _RANK_AT, SlotState.FREE)
 
 
 def decide(memory: memoryview, number: int) -> None:
-    """The rank has sealed, or will never seal, updates up to this number."""
+    """Record that the rank has sealed, or will never seal, updates up to this number."""
     _store(memory, _RANK_AT + _DECIDED_OFFSET, number)
 
 
 def read_table(memory: memoryview, made: AverageGeometry) -> bytes:
-    """The sealed update's table; `InvalidRequest` if it is not the one that was sealed."""
+    """The sealed update's table; `InvalidRequest` if its digest differs from the seal."""
     header = read_rank(memory)
     table = bytes(memory[_TABLE_AT : _TABLE_AT + min(header.table_bytes, made.table_bytes_max)])
     if header.state is not SlotState.SEALED or digest.number(table) != header.seal:
@@ -288,12 +286,12 @@ def read_table(memory: memoryview, made: AverageGeometry) -> bytes:
 
 
 def read_record(memory: memoryview) -> AverageRecord:
-    """The newer of the two records that is whole. A new segment has none: nothing is in its accumulator."""
+    """The newer valid one of the two records. A new segment has none: its accumulator is empty."""
     return max(_records(memory), default=(0, AverageRecord()), key=lambda found: found[0])[1]
 
 
 def write_record(memory: memoryview, record: AverageRecord) -> None:
-    """Replace the record: the older of the two places is written, and counts once its digest does."""
+    """Replace the older of the two records, which becomes valid with its digest."""
     known = _records(memory)
     generation = max((found for found, _ in known), default=0) + 1
     encoded = msgspec.json.encode(record)
@@ -320,18 +318,16 @@ def _record_digest(generation: int, encoded: bytes) -> int:
 
 
 def read_progress(memory: memoryview, number: int) -> FoldProgress:
-    """How far the fold with this number is."""
     journaled, copied = _PROGRESS.unpack_from(memory, _PROGRESS_AT)
     return FoldProgress(_count_of(journaled, number), _count_of(copied, number))
 
 
 def note_journaled(memory: memoryview, number: int, chunks: int) -> None:
-    """So many chunks are computed, the last of them in the journal."""
+    """Record that so many chunks are computed, the last of them in the journal."""
     _store(memory, _PROGRESS_AT, _word(number, chunks))
 
 
 def note_copied(memory: memoryview, number: int, chunks: int) -> None:
-    """So many chunks are copied to the accumulator."""
     _store(memory, _PROGRESS_AT + 8, _word(number, chunks))
 
 
@@ -378,7 +374,7 @@ def decode_update(encoded: bytes, data_bytes: int) -> AverageUpdate:
 
 
 def decode_state(encoded: bytes | str) -> AverageState:
-    """What a checkpoint says of its average; `InvalidRequest` for what is none."""
+    """A checkpoint's description of its average; `InvalidRequest` if it is invalid."""
     try:
         return _decode_state(encoded if isinstance(encoded, bytes) else encoded.encode())
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -390,7 +386,7 @@ def encode_state(state: AverageState) -> str:
 
 
 def state_at(record: AverageRecord, handover: AverageHandover) -> AverageState | None:
-    """What a save says of the average that it takes; None where nothing is in it."""
+    """The description of the average that a save takes; None if it is empty."""
     rule = record.rule
     if rule is None or not record.n:
         return None
@@ -404,5 +400,5 @@ def state_at(record: AverageRecord, handover: AverageHandover) -> AverageState |
 
 
 def layout_digest(described: Sequence[object]) -> str:
-    """A digest of which elements stand where, to compare updates, accumulators and saves by."""
+    """A digest of the elements' places, to compare updates, accumulators and saves."""
     return digest.digest(msgspec.json.encode(list(described)))

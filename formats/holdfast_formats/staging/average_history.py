@@ -1,4 +1,4 @@
-"""Which updates an average has taken in: its history, and the note of it behind an average in a slot."""
+"""The updates in an average as a digest (its history), and the daemon's note behind an average in a slot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast_formats.staging.average import AverageState, AverageUpdate
 
 
 class AverageNote(AverageState, frozen=True):
-    """What the daemon writes behind an average in a slot: what the checkpoint says of it, and its history."""
+    """The daemon's note behind an average in a slot: the checkpoint's description of it, and its history."""
 
     history: str = ""
 
 
 def history_after(history: str, update: AverageUpdate) -> str:
-    """The history of an average with this history, once this update is folded in. It says which updates of which steps, by
-    which rule, and nothing of the elements: ranks that hold other parts have the same one.
+    """The history of an average after this update. It covers the steps of the updates and the rule, but no elements, so
+    ranks with other parts have the same one.
     """
     before = history if update.seed is None else ""
     return digest.digest(msgspec.json.encode([before, update.number, update.step, update.rule, update.seed]))
@@ -31,7 +31,7 @@ def encode_note(state: AverageState, history: str) -> bytes:
 
 
 def decode_note(encoded: bytes) -> tuple[AverageState, str]:
-    """What stands behind an average in a slot: its state and its history; `InvalidRequest` for what is no note."""
+    """The state and history in a note behind an average in a slot; `InvalidRequest` for an invalid one."""
     try:
         note = _decode_note(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

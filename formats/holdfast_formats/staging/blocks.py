@@ -1,10 +1,10 @@
-"""Decide which node writes which part of a checkpoint that several nodes write together.
+"""Decides which node writes which part of a checkpoint that several nodes write together.
 
-Files are divided into blocks of up to 64 MiB. A block is written by one node, its owner: if possible by the node that holds
-most of it, so that few bytes cross the network, while no node writes much more than the mean.
+Files are divided into blocks of up to 64 MiB. A block is written by one node, its owner: if possible the node that
+holds most of it, so that few bytes cross the network, while no node writes much more than the mean.
 
-Every node computes all owners by itself, and all must find the same. So everything here is integer arithmetic on sorted
-arrays: the same input, in whatever order its rows are, gives the same owners on every machine.
+Every node computes all owners by itself, with the same result: this is integer arithmetic on sorted arrays, independent
+of the order of rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Mask = NDArray[np.bool_]
 
 
 class Grid(NamedTuple):
-    """All blocks of all files, in file order: int64 arrays, one element a block, and what finds a block by its place.
+    """All blocks of all files, in file order: int64 arrays, one element a block, and an index by position.
 
-    Block i is the bytes [begin[i], end[i]) of the file with the index file[i]. Blocks begin at multiples of `block_bytes`;
-    the last block of a file may be shorter.
+    Block i is the bytes [begin[i], end[i]) of the file with the index file[i]. Blocks begin at multiples of
+    `block_bytes`; the last block of a file may be shorter.
     """
 
     file: Numbers
@@ -44,16 +44,15 @@ class Grid(NamedTuple):
 
     @property
     def lengths(self) -> Numbers:
-        """The bytes of each block."""
         return self.end - self.begin
 
 
 class HeldSpans(NamedTuple):
     """What nodes hold of the files: integer arrays of one shape, one row for each box that some rank of a node holds.
 
-    The box has `bytes` bytes within the bytes [begin, end) of the file. It is contiguous if these are equally many, else
-    strided. A box that several nodes hold has a row for each; further rows of the same box and node are ignored. Different
-    boxes have no byte in common, hence different begins.
+    The box has `bytes` bytes within the bytes [begin, end) of the file. It is contiguous if these are equally many,
+    else strided. A box on several nodes has a row for each; duplicate rows are ignored. Different boxes have no byte in
+    common, hence different begins.
     """
 
     file: Ints
@@ -135,7 +134,6 @@ def _check_range(what: str, column: Ints, stop: int) -> None:
 
 
 def _distinct(spans: HeldSpans) -> HeldSpans:
-    """The spans with each box once for each node: ranks of one node often hold the same box."""
     if _ascends(spans.file, spans.begin, spans.node):
         return spans
     order = np.lexsort((spans.bytes, spans.end, spans.node, spans.begin, spans.file))
@@ -151,7 +149,7 @@ def _densities(held: Ints, lengths: Ints) -> Ints:
 
 
 def _ascends(*columns: Ints) -> bool:
-    """Whether rows are sorted by the first column, then the second and so on, and no row is there twice."""
+    """Whether rows are sorted lexicographically, without duplicates."""
     ascends: Mask = np.zeros(max(len(columns[0]) - 1, 0), np.bool_)
     for column in reversed(columns):
         ascends = (column[1:] > column[:-1]) | ((column[1:] == column[:-1]) & ascends)
@@ -159,7 +157,6 @@ def _ascends(*columns: Ints) -> bool:
 
 
 def _changes(*columns: Ints) -> Mask:
-    """Which rows differ from the row before in at least one column."""
     changes: Mask = np.zeros(len(columns[0]), np.bool_)
     changes[:1] = True
     for column in columns:
@@ -168,7 +165,7 @@ def _changes(*columns: Ints) -> Mask:
 
 
 def _added_up(table: Holders, nodes: int) -> Holders:
-    """The same table sorted by block, then node, with one row for each pair that is not zero."""
+    """The same table sorted by block, then node, with one row for each nonzero pair."""
     if not table.bytes.all():
         table = Holders(*(column[table.bytes > 0] for column in table))
     if _ascends(table.block, table.node):
@@ -184,12 +181,11 @@ def _added_up(table: Holders, nodes: int) -> Holders:
 def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
     """The node, from 0 to `nodes` - 1, that writes each block of the grid: an int64 array.
 
-     It is the node that holds most of the block, of those that have room for it; of several that hold equally much, the
-    one that writes the block before, so that it writes both at once, else the one that has to write least so far. If none
-    that holds some has room, it is the node that has to write least of all. Wherever a block is no longer than 5 % of the
-    mean, no node gets more than 5 % over the mean; else, if all blocks are equally long, no more of them than the fullest
-    node must get. It is never more than 5 % or one block over the mean. Raises `InvalidRequest` for blocks and nodes that
-    do not exist, negative bytes, and arrays of different shapes.
+    It is the node with room that holds most of the block; of several, the one that writes the previous block, so that
+    it writes both at once, else the least loaded one. If no holder has room, it is the least loaded node of all. If a
+    block is no longer than 5 % of the mean, no node gets more than 5 % over the mean; else, if all blocks are equally
+    long, no more of them than the fullest node must get. It is never more than 5 % or one block over the mean. Raises
+    `InvalidRequest` for blocks and nodes that do not exist, negative bytes, and arrays of different shapes.
     """
     if nodes < 1:
         raise InvalidRequest(f"there must be at least one node, not {nodes}")
@@ -214,7 +210,7 @@ def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
 
 
 def _limits(lengths: Numbers, nodes: int) -> Numbers:
-    """How much a node may have to write with a block of each of these lengths, unless every node has so much."""
+    """The load that a node may reach with a block of each of these lengths, unless every node has so much."""
     least = int(lengths.sum()) * (100 + OVER_MEAN_PERCENT) // (100 * nodes)
     longest = lengths == lengths.max(initial=0)
     # Where few blocks come to a node, even the best division of the longest gives some nodes so many of them.
@@ -223,11 +219,11 @@ def _limits(lengths: Numbers, nodes: int) -> Numbers:
 
 
 def _order(lengths: Numbers, held: Holders, bounds: Ints) -> Ints:
-    """The order in which blocks are given to nodes.
+    """The order in which blocks are assigned.
 
-    Longer blocks come first, since the short ones at the ends of files then fill what is left. Of equally long blocks
-    those come first of which a node holds most, because they lose most by going elsewhere when it is full; then those that
-    the fewest nodes hold so much of, because the others still have a choice.
+    Longer blocks come first, since the short ones at the ends of files then fill the gaps. Equally long blocks come in
+    the order of their largest holding, because a well-held one loses most when its node is full; then those with the
+    fewest such holders, because the others still have a choice.
     """
     most, choices = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     some = np.flatnonzero(np.diff(bounds))
@@ -238,8 +234,8 @@ def _order(lengths: Numbers, held: Holders, bounds: Ints) -> Ints:
 
 
 def _choose(nodes: Ints, held: Ints, loads: Numbers, room: int, before: int) -> int:
-    """The owner of a block, given the nodes that hold some of it, in order, what every node has to write so far, and the
-    owner of the block before; -1 if there is none yet.
+    """The owner of a block, given the nodes that hold some of it, in order, each node's load, and the previous block's
+    owner (-1: none).
     """
     found = loads[nodes]
     fits = found <= room
@@ -253,17 +249,17 @@ def _choose(nodes: Ints, held: Ints, loads: Numbers, room: int, before: int) -> 
 
 
 def block_bytes(data_bytes: int) -> int:
-    """The length of blocks of a checkpoint whose files have so many bytes: a power of two, so that a thousand or more blocks
-    are there to be divided among nodes, and of at most `BLOCK_BYTES`.
+    """The block length for files of so many bytes: a power of two up to `BLOCK_BYTES`, giving a thousand or more blocks
+    to divide.
 
-    It follows from the tensors' bytes alone, so it is the same whichever nodes save them.
+    It depends only on the tensors' bytes, so it is the same whichever nodes save them.
     """
     least = max(data_bytes // BLOCKS_WANTED, 1)
     return min(max(1 << (least - 1).bit_length(), BLOCK_BYTES_MIN), BLOCK_BYTES)
 
 
 class Share(NamedTuple):
-    """What one node writes of one file: the bytes [begin, end) of it, whole blocks."""
+    """A node's part of one file: the bytes [begin, end), whole blocks."""
 
     file: int
     begin: int
@@ -271,8 +267,8 @@ class Share(NamedTuple):
 
 
 class SharePlan(NamedTuple):
-    """A plan in which the tensors that a node writes some of have their origins, what of its files that is, and which node
-    writes each block of the grid.
+    """A plan with the origins of the tensors that a node writes some of, its shares of files, and the owner of each
+    block.
     """
 
     plan: WritePlan
@@ -286,7 +282,7 @@ class SharePlan(NamedTuple):
 
 
 def shares(grid: Grid, owned: Numbers, node: int, share_bytes: int = BLOCK_BYTES) -> list[Share]:
-    """What `node` writes, in file order: neighbouring blocks together, up to `share_bytes`, and at least one."""
+    """The shares of `node`, in file order: neighbouring blocks together, up to `share_bytes`, and at least one."""
     found: list[Share] = []
     for block in np.flatnonzero(owned == node).tolist():
         file, begin, end = int(grid.file[block]), int(grid.begin[block]), int(grid.end[block])

@@ -1,7 +1,9 @@
-"""A declaration: what the ranks of a node hold, in columns. It is the same from save to save, and known by its digest.
+"""A declaration: what the ranks of a node hold, in columns. It is the same from save to save, and identified by its
+digest.
 
-Ranks of one program hold the same tensors, and few different boxes. So each tensor and each box is there once, and what a
-rank holds are numbers, which hardly differ from rank to rank. Compressed, that is a few bytes a tensor, not a rank.
+Ranks of one program hold the same tensors, and few different boxes. So each tensor and each box is stored once, and a
+rank's holdings are numbers, which hardly differ from rank to rank. Compressed, that is a few bytes a tensor, not a
+rank.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _PLACE = np.dtype("<i8")  # in a slot
 
 
 class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of which a rank holds something, and how its framework described that."""
+    """A tensor of which a rank holds something, with its framework's description."""
 
     spec: TensorSpec
     placement: str
@@ -33,9 +35,9 @@ class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):
-    """`fragments` counts each rank's; `tensor`, `boxes` and `place` have a number for each fragment: its tensor, how many
-    boxes it has, and where they begin in the slot. `box` has one for each of those. `tensors` are encoded by themselves:
-    they are the same on many nodes.
+    """`fragments` counts each rank's; `tensor`, `boxes` and `place` have for each fragment its tensor, its number of
+    boxes, and its begin in the slot. `box` has one number for each box. `tensors` are encoded separately: they are the
+    same on many nodes.
     """
 
     ranks: tuple[int, ...]
@@ -49,8 +51,8 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(NamedTuple):
-    """What some ranks hold. `tensors` and `different` (boxes) are there once; the columns are as of `_Encoded`, and
-    `first_fragment` and `first_box` say where those of each rank begin, with one more for the end.
+    """What some ranks hold. `tensors` and `different` (boxes) are stored once; the columns are as in `_Encoded`.
+    `first_fragment` and `first_box` are the begins of each rank's, with one more for the end.
     """
 
     ranks: tuple[int, ...]
@@ -64,7 +66,7 @@ class Declaration(NamedTuple):
     first_box: Numbers
 
     def fragments(self, position: int) -> tuple[StagedFragment, ...]:
-        """What the rank at this position holds, as it stands in its slot's table."""
+        """The fragments of the rank at this position, as in its slot's table."""
         first, last = self.first_fragment[position], self.first_fragment[position + 1]
         at = int(self.first_box[position])
         found = []
@@ -78,7 +80,7 @@ class Declaration(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """A row for each box that a rank of a declaration holds: its tensor and itself by number, and its place in the slot."""
+    """A row for each box that a rank holds: tensor and box by number, and its place in the slot."""
 
     tensor: Numbers
     box: Numbers
@@ -94,7 +96,7 @@ _decode_tensors = msgspec.msgpack.Decoder(tuple[HeldTensor, ...])
 
 
 def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
-    """What ranks hold, by rank; the same for the same fragments, in whatever order the ranks come."""
+    """Encode holdings by rank; the same for the same fragments, in whatever order the ranks come."""
     tensors: dict[HeldTensor, int] = {}
     different: dict[Box, int] = {}
     tensor: list[int] = []
@@ -115,7 +117,7 @@ def encode(held: Mapping[int, Sequence[StagedFragment]]) -> bytes:
 
 
 class FragmentColumns(NamedTuple):
-    """As of `Declaration`."""
+    """Columns as in `Declaration`."""
 
     tensor: Numbers
     boxes: Numbers
@@ -130,13 +132,12 @@ def declared(
     columns: FragmentColumns,
     counts: Numbers,
 ) -> Declaration:
-    """A declaration from its columns; `counts` are the fragments of each rank."""
     first_fragment = _ends(counts)
     return Declaration(ranks, tensors, different, *columns, first_fragment, _ends(columns.boxes)[first_fragment])
 
 
 def encode_columns(made: Declaration) -> bytes:
-    """The bytes of a declaration, by whose digest it is known."""
+    """The bytes of a declaration, which its digest identifies."""
     return msgspec.msgpack.encode(
         _Encoded(
             made.ranks,
@@ -152,7 +153,7 @@ def encode_columns(made: Declaration) -> bytes:
 
 
 def decode(encoded: bytes) -> Declaration:
-    """What the ranks of a node hold; `InvalidRequest` for what no declaration is, and what no tensor has."""
+    """The holdings of a node's ranks; `InvalidRequest` for an invalid declaration."""
     try:
         read = _decode.decode(encoded)
         tensors, forms = _tensors(read.tensors)
@@ -178,7 +179,7 @@ def decode(encoded: bytes) -> Declaration:
 
 @lru_cache(maxsize=TENSORS_KEPT)
 def _tensors(encoded: bytes) -> tuple[tuple[HeldTensor, ...], Numbers]:
-    """And for each the first one of its form: what boxes it may have depends on that alone."""
+    """With the first tensor of each form, which alone decides what boxes are possible."""
     found = _decode_tensors.decode(encoded)
     first: dict[tuple[str, Shape], int] = {}
     for held in found:
@@ -206,13 +207,13 @@ def _within(column: Numbers, stop: int) -> bool:
 
 
 def _pairs(of: Numbers, box: Numbers, boxes: int) -> Iterable[tuple[int, int]]:
-    """Every pair that there is, once."""
+    """All distinct pairs."""
     for pair in np.unique(of * max(boxes, 1) + box).tolist():
         yield divmod(pair, max(boxes, 1))
 
 
 def without(made: Declaration, group: str) -> Declaration:
-    """The declaration as if this group had not been saved."""
+    """The declaration without this group."""
     stays = np.array([held.spec.group != group for held in made.tensors], np.bool_)
     kept = stays[made.tensor] if len(made.tensors) else np.zeros(0, np.bool_)
     number = np.cumsum(stays, dtype=np.int64) - 1
@@ -229,7 +230,6 @@ def without(made: Declaration, group: str) -> Declaration:
 
 
 def rows(made: Declaration) -> RowColumns:
-    """Every box of every rank, rank by rank, in the order of their tables."""
     tensor = np.repeat(made.tensor, made.boxes)
     place = np.repeat(made.place, made.boxes)
     if (made.boxes > 1).any():  # some fragment has several boxes: they follow each other in the slot
@@ -241,7 +241,6 @@ def rows(made: Declaration) -> RowColumns:
 
 
 def _sizes(made: Declaration, tensor: Numbers) -> Numbers:
-    """The bytes of each box."""
     pairs, which = np.unique(tensor * max(len(made.different), 1) + made.box, return_inverse=True)
     found = [divmod(pair, max(len(made.different), 1)) for pair in pairs.tolist()]
     sizes = [box_bytes(made.tensors[of].spec, made.different[box]) for of, box in found]

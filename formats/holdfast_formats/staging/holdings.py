@@ -1,4 +1,4 @@
-"""The parts of a tensor in slots, and its bytes assembled from them: by the writer for a file, by a restart for itself."""
+"""The parts of a tensor in slots, and its bytes assembled from them: by the writer for a file, by a restart for memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Bytes = NDArray[np.uint8]
 
 
 class Holding(NamedTuple):
-    """A box's bytes in a slot, and the bytes [start, stop) of the tensor that they are: None if strided. With `held_as`
-    they are elements of that dtype, which are to be rounded.
+    """A box's bytes in a slot, and its bytes [start, stop) of the tensor: None if strided. `held_as`: they are elements
+    of that dtype, to be rounded.
     """
 
     flat: Bytes
@@ -36,7 +36,6 @@ def hold(spec: TensorSpec, box: Box, data: Bytes, held_as: str = "") -> Holding:
 
 
 def span_of(spec: TensorSpec, box: Box) -> tuple[int, int] | None:
-    """The bytes [start, stop) of the tensor that a box is; None if strided."""
     return _span(byte_box(spec.dtype, box, spec.shape, spec.name), byte_view(spec.dtype, spec.shape, spec.name))
 
 

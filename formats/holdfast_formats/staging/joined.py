@@ -1,4 +1,4 @@
-"""What all nodes of a save have brought, in one body: every node reads that, and not a row of each of the others."""
+"""All nodes' parts of a save in one body, which every node reads instead of a row of each other node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Read = TypeVar("_Read")
 
 
 class JoinedPart(msgspec.Struct, frozen=True, array_like=True):
-    """A node's part of a sealed round: where its slots can be read, its declaration's digest, and what its ranks say."""
+    """A node's part of a sealed round: the address of its slots, its declaration's digest, and its ranks' tables."""
 
     node: str
     ranks: tuple[int, ...]
@@ -40,17 +40,17 @@ def decode_parts(encoded: bytes) -> tuple[JoinedPart, ...]:
 
 
 def name_of(digests: Iterable[str]) -> str:
-    """Under which name the declarations with these digests are kept together."""
+    """The name under which the declarations with these digests are stored together."""
     return hashlib.sha256("\n".join(["together", *sorted(digests)]).encode()).hexdigest()
 
 
 def encode_declarations(bodies: Iterable[bytes]) -> bytes:
-    """Declarations of several nodes together: they are alike, so they are compressed much better than each alone."""
+    """Declarations of several nodes together: they are alike, so they compress much better than each alone."""
     return msgspec.msgpack.encode(tuple(bodies))
 
 
 def decode_declarations(encoded: bytes) -> Mapping[str, bytes]:
-    """The declarations by their digests, which are worked out: none is another one than it is said to be."""
+    """The declarations by their digests, which are computed here, not trusted."""
     return {hashlib.sha256(body).hexdigest(): body for body in _read(_decode_bodies, encoded)}
 
 

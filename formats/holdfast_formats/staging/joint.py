@@ -1,4 +1,4 @@
-"""A save whose ranks are on several nodes (a joint round), as its nodes see it."""
+"""A node's view of a save whose ranks are on several nodes (a joint round)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast_formats.staging.plan import Receipt
 
 
 class JointPart(NamedTuple):
-    """A node's part as the others see it. `live`: this boot of the node is a member. `known`: some boot of it is."""
+    """A node's part as seen by others. `live`: this boot of the node is a member. `known`: some boot of it is."""
 
     node: str
     ranks: tuple[int, ...]
@@ -21,7 +21,7 @@ class JointPart(NamedTuple):
 
 
 class ShareHandover(NamedTuple):
-    """A share that its `node` cannot write, because of the `problem`. The `helper` writes it instead, once there is one;
+    """A share that its `node` cannot write, because of the `problem`. The `helper`, if any, writes it instead.
     `overdue`: the other nodes were silent about it for too long, by the database's clock.
     """
 
@@ -32,8 +32,8 @@ class ShareHandover(NamedTuple):
 
 
 class RoundState(NamedTuple):
-    """How far a round is: of how many of its `world` ranks the part was brought, and whether all nodes have `written`;
-    `delivered`: the node that asks has, or another one for it.
+    """A round's progress: how many of its `world` ranks have delivered their part, and whether all nodes have
+    `written`; `delivered`: the asking node has, or a helper for it.
     """
 
     state: str
@@ -46,8 +46,6 @@ class RoundState(NamedTuple):
 
 
 class JointRound(NamedTuple):
-    """A round with its parts."""
-
     id: int
     state: str
     created: str
@@ -58,30 +56,30 @@ class JointRound(NamedTuple):
 
     @property
     def missing(self) -> list[JointPart]:
-        """The nodes that have not written their share."""
+        """Nodes that have not written their share."""
         return [part for part in self.parts if not part.delivered]
 
     @property
     def repeated(self) -> bool:
-        """Whether two nodes have brought the same rank."""
+        """Whether two nodes have delivered the same rank."""
         brought = [rank for part in self.parts for rank in part.ranks]
         return len(brought) != len(set(brought))
 
     @property
     def absent(self) -> set[int]:
-        """The ranks of which nobody has brought the part."""
+        """Ranks without a delivered part."""
         return set(range(self.world)) - {rank for part in self.parts for rank in part.ranks}
 
 
 class Votes(NamedTuple):
-    """Which ranks' restores of a turn have ended, as far as their nodes have said so; and the damage that one met."""
+    """Ranks whose restores of a turn have ended, as reported by their nodes; and damage found by one."""
 
     ranks: frozenset[int]
     problem: Mapping[str, Any] | None
 
 
 class JointlyStaged(NamedTuple):
-    """The files of a plan that several nodes have written at `place`: what each wrote, and when the round began."""
+    """Files of a plan that several nodes have written at `place`: each node's part, and the round's begin."""
 
     place: Place
     receipts: Sequence[Receipt]
@@ -92,8 +90,8 @@ Topic = Literal["stopping", "waiting"]  # where a launch stops; which of its ran
 
 
 class RanksWord(NamedTuple):
-    """What a node says of its ranks of a launch: the same from `since` until `until`, by the database's clock. `live`: this
-    boot of the node is a member.
+    """A node's statement on its ranks of a launch: the same from `since` until `until`, by the database's clock.
+    `live`: this boot of the node is a member.
     """
 
     node: str
@@ -104,8 +102,8 @@ class RanksWord(NamedTuple):
 
 
 class AverageVote(NamedTuple):
-    """What a node says of the averages of its `ranks`: they have dealt with all updates before this `number`. If they all
-    bring it, `history` is what theirs would be with it, else it is empty. `folded` is the last update that was folded in.
+    """A node's vote on the averages of its `ranks`, which have processed all updates before `number`. `history` is
+    their history after it if all ranks deliver it, else empty. `folded` is the last update folded in.
     """
 
     ranks: tuple[int, ...]

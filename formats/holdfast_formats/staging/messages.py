@@ -1,8 +1,9 @@
-"""What a rank and its daemon tell each other, whatever carries it: the unix socket (`wire`) or HTTP (`rest/bodies`).
+"""Messages between a rank and its daemon, independent of the transport: the unix socket (`wire`) or HTTP
+(`rest/bodies`).
 
-Each content is stated once, here. A message of the socket is a content, its `type` and a number; a body of the REST API
-is a content and what only HTTP has. `restate` turns the one into the other. What is added here is taken over HTTP too, from
-everybody who may write to the run: what only local ranks may say belongs into `wire`.
+Each content is defined once, here. A message of the socket is a content, its `type` and a number; a body of the REST
+API is a content and the fields of HTTP. `restate` converts between them. A field added here is accepted over HTTP too,
+from every client that may write to the run: fields for local ranks only belong into `wire`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from holdfast_formats.lineage import Existing, Intent
 Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dropped if storage is slower than the saves
 
 WORLD_MAX = 2**18  # ranks of a run: what is kept of each must not fill the daemon's memory
-INFO_BYTES_MAX = 65_536  # of JSON, of what a trainer says about its launch
+INFO_BYTES_MAX = 65_536  # bytes of JSON of a trainer's info about its launch
 NOWHERE = -1  # the step of a rank that has passed none
 STOP_RANKS_MAX = 64  # named as those that have not answered
 COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
@@ -30,9 +31,7 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 def brief(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """A problem as it is kept: in the catalog and in events, for as long as these are. Long texts are cut, and what else is
-    long is left out.
-    """
+    """A problem as stored in the catalog and in events: long texts are cut, other long members left out."""
     kept = {name: value for name, value in problem.items() if len(name) <= PROBLEM_NAME_MAX and not _is_long(value)}
     return {
         name: value[:PROBLEM_TEXT_MAX] if isinstance(value, str) else value
@@ -48,7 +47,7 @@ Reported = Annotated[dict[str, Any], AfterValidator(brief)]
 
 
 class Introduction(Body):
-    """Who a rank is. Ranks with the same `launch` belong to one attempt."""
+    """The identity of a rank. Ranks with the same `launch` belong to one attempt."""
 
     protocol: int
     run: str
@@ -69,7 +68,7 @@ class Introduction(Body):
 
 
 class Reception(Body):
-    """Who answers a rank, and its attempt."""
+    """The daemon's identity, and the rank's attempt."""
 
     attempt: int
     node: str
@@ -79,7 +78,7 @@ class Reception(Body):
 
 
 class Room(Body):
-    """The memory that the daemon reserves for a rank: number and size of slots in its arena."""
+    """The memory to reserve for a rank: number and size of slots in the daemon's arena."""
 
     slots: int = Field(ge=1, le=64)
     data_bytes: int = Field(ge=0)
@@ -89,8 +88,8 @@ class Room(Body):
 class SlotRequest(Body):
     """A slot for a step. If none is free, `policy` decides.
 
-    `newest-wins`: an older save that is not being written yet is dropped, or else this one. `oldest-durable`: this one is.
-    `wait`: nothing is dropped. The other fields are the same on all ranks.
+    `newest-wins`: an older save that is not being written yet is dropped, or else this one. `oldest-durable`: this one
+    is. `wait`: nothing is dropped. The other fields are the same on all ranks.
     """
 
     step: int = Field(ge=0)
@@ -120,16 +119,16 @@ class AbandonRequest(Body):
 
 
 class Waiting(Body):
-    """This rank begins no other save before the one of this step has ended; without a step, none any more: it closes. Where
-    every rank that a save lacks waits like that, the save is never complete, and ends.
+    """This rank begins no other save before the one of this step has ended; without a step, none any more: it closes. A
+    save whose missing ranks all wait like that cannot complete, and ends.
     """
 
     step: int | None = Field(default=None, ge=0, le=COUNT_MAX)
 
 
 class PassedStep(Body):
-    """How far a rank is whose launch is to stop, because a signal announced its end. The last step that it has passed is
-    `passed` (-1 for none), and it passes no other before it knows where to stop; if it does, that is `step`.
+    """The progress of a rank whose launch is to stop after a signal. `passed` is its last step (-1: none), and it
+    passes no other before it knows where to stop; if it does, that is `step`.
     """
 
     passed: int = Field(ge=NOWHERE, le=COUNT_MAX)
@@ -137,8 +136,8 @@ class PassedStep(Body):
 
 
 class LastStep(Body):
-    """The step after which all ranks stop, once all have said how far they are; `missing` are ranks that have not. They may
-    be `apart`: at other nodes, which cannot be met.
+    """The step after which all ranks stop, once all have reported; `missing` ranks have not. `apart`: they are on other
+    nodes, which cannot be reached.
     """
 
     step: int | None = None
@@ -147,7 +146,7 @@ class LastStep(Body):
 
 
 class StepQuestion(Body):
-    """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
+    """The step to restore in this attempt: the newest with all of `groups`, unless a step is given."""
 
     step: int | None = Field(default=None, ge=0)
     groups: tuple[str, ...] = ()
@@ -170,7 +169,7 @@ class RestoreResult(Body):
 
 
 class RestoreVerdict(Body):
-    """Whether this rank continues from what it restored. With neither `again` nor a problem it does."""
+    """The verdict on this rank's restore. With neither `again` nor a problem the rank continues."""
 
     again: bool = Field(default=False, description="read the step again: it is sound now")
     problem: dict[str, Any] | None = Field(
@@ -181,6 +180,6 @@ class RestoreVerdict(Body):
 
 
 def restate(said: BaseModel, kind: type[_Kind], **more: Any) -> _Kind:
-    """The same content as a message of this kind: the fields that both have, and `more`."""
+    """The same content as a message of another kind: the common fields, and `more`."""
     both = type(said).model_fields.keys() & kind.model_fields.keys() - more.keys()
     return kind(**{name: getattr(said, name) for name in both}, **more)

@@ -1,7 +1,7 @@
 """A node's part of a save whose ranks are on several nodes: the tables of its ranks, in two encodings.
 
-What the ranks hold is the same from save to save, and large: it is stored once, by its digest (`declaration`). What they say
-in this save is short.
+Holdings are the same from save to save, and large: they are stored once, by their digest (`declaration`). The rest of
+the tables is short.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from holdfast_formats.staging.slot_table import SlotTable
 
 
 class EncodedPart(NamedTuple):
-    """`declaration`: what the ranks hold. `said`: the rest of their tables."""
+    """`declaration`: the ranks' holdings. `said`: the rest of their tables."""
 
     declaration: bytes
     said: bytes
 
 
 class DecodedPart(NamedTuple):
-    """`said` are the ranks' tables without what they hold, in the order of the declaration."""
+    """`said` are the ranks' tables without their holdings, in the order of the declaration."""
 
     declaration: Declaration
     said: Sequence[SlotTable]
 
     @property
     def tables(self) -> list[SlotTable]:
-        """The tables as the ranks have them in their slots."""
+        """The tables as in the ranks' slots."""
         return [
             msgspec.structs.replace(table, fragments=self.declaration.fragments(position))
             for position, table in enumerate(self.said)
@@ -60,7 +60,7 @@ def encode(tables: Iterable[SlotTable]) -> EncodedPart:
 
 
 def _declared(ordered: Sequence[SlotTable]) -> bytes:
-    """The declaration of these tables. It is mostly that of the save before, which takes a fifth of the time to find out."""
+    """The declaration of these tables. It mostly equals the previous save's, which is checked in a fifth of the time."""
     state = hashlib.sha256()
     for table in ordered:
         state.update(hashlib.sha256(msgspec.json.encode([table.rank, table.fragments])).digest())
@@ -76,7 +76,7 @@ def _declared(ordered: Sequence[SlotTable]) -> bytes:
 
 
 def decode(declared: Declaration, said: bytes) -> DecodedPart:
-    """A part; `InvalidRequest` where the two do not belong together."""
+    """A part; `InvalidRequest` if the two do not belong together."""
     try:
         tables = _decode_said(said)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -17,9 +17,8 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class BoxOrigin(NamedTuple):
-    """The place of one box's bytes: in the slot of `rank`, from `slot_offset` on, row-major.
-
-    `held_as` is the dtype of the bytes in the slot if it is not the tensor's: then they are rounded.
+    """The place of one box's bytes: in the slot of `rank`, from `slot_offset` on, row-major. `held_as`: another dtype
+    in the slot, to be rounded.
     """
 
     rank: int
@@ -28,17 +27,16 @@ class BoxOrigin(NamedTuple):
     held_as: str = ""
 
     def nbytes(self, spec: TensorSpec) -> int:
-        """The bytes of the box in the slot."""
         return dtypes.nbytes(self.held_as or spec.dtype, self.box.volume, spec.name)
 
     def of_tensor(self, spec: TensorSpec, length: int) -> int:
-        """How many bytes of the tensor are made of so many bytes of the slot, which are whole elements."""
+        """The bytes of the tensor made of so many bytes of the slot, which are whole elements."""
         return length * dtypes.bits(spec.dtype) // dtypes.bits(self.held_as) if self.held_as else length
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor, its first byte in the file, and the boxes that tile it exactly, each read from one of its holders. In the
-    plan of a node's share, only the boxes that have bytes in the share are there.
+    """A tensor, its first byte in the file, and the boxes that tile it exactly, each with one holder. The plan of a
+    node's share has only boxes with bytes in the share.
     """
 
     spec: TensorSpec
@@ -80,7 +78,7 @@ class WritePlan(NamedTuple):
 
     @property
     def extent_bytes(self) -> int:
-        """The length of extents. It follows from the tensors' bytes alone, so it is the same whichever ranks save them."""
+        """The length of extents. It depends only on the tensors' bytes, not on the ranks that save them."""
         return extent_bytes(sum(file.layout.bytes - len(file.layout.header) for file in self.files))
 
 
@@ -103,7 +101,6 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(encoded: bytes) -> Receipt:
-    """Decode a receipt read from disk; `CorruptManifest` when it is invalid."""
     try:
         return _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,12 +1,12 @@
-"""What a rank says of the bytes in its boxes, so that ranks which claim to hold the same are found out if they do not.
+"""Digests of a rank's boxes, by which differing replicas are found.
 
-Of each box there are two numbers, both XXH3 and both 0 where nothing is said:
+Of each box there are two numbers, both XXH3 and both 0 if not stated:
 
     sample    of up to 64 KiB of the box, in places that follow from the save's step and the box's length alone
     whole     of all its bytes
 
-A box with a sample is a *claim*: every rank that holds it has these bytes. A box with nothing but a whole digest may differ
-from rank to rank: buffers of modules, and tensors of the group `extra`. Where those differ, each rank has its own.
+A box with a sample is a *claim*: every rank that holds it has these bytes. A box with only a whole digest may differ
+from rank to rank: buffers of modules, and tensors of the group `extra`. If those differ, each rank has its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sample(box: Any, step: int) -> int:
 
 
 def mix(value: int) -> int:
-    """A 64-bit number in which every bit depends on every bit of `value` (the end of Vigna's splitmix64)."""
+    """A 64-bit hash of a 64-bit number (the finalizer of Vigna's splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -54,6 +54,6 @@ def apart(rank: int, group: str, name: str) -> str:
 
 
 def parse_apart(group: str, name: str) -> tuple[int, str, str] | None:
-    """Rank, group and name of the tensor of which this is one rank's version; None for any other tensor."""
+    """Rank, group and name of a name made by `apart`; None for any other tensor."""
     found = _APART.fullmatch(name) if group == HOME else None
     return None if found is None else (int(found[1]), found[2], found[3])

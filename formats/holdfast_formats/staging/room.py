@@ -1,4 +1,4 @@
-"""How many of the slots that a rank asks for fit into the memory there is, and what it is told where these are fewer."""
+"""How many of a rank's requested slots fit into memory, and the notice if they are fewer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by seccomp, a security
 
 
 class SegmentRoom(NamedTuple):
-    """How many bytes a new segment may have, and which limit applies; `remedy` says how to have more, where that is not said
-    in general.
-    """
+    """The bytes that a new segment may have, and the limit that applies; `remedy` replaces the general advice."""
 
     bytes: int
     name: str
@@ -42,12 +40,11 @@ def fewer_notice(asked: Geometry, slots: int, room: SegmentRoom) -> str:
 
 
 def amount(size: int) -> str:
-    """A number of bytes as people read it."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
 
 
 def not_created(size: int, error: OSError, whose: str) -> NoSpace | StorageFailed:
-    """The error for a memfd of `size` bytes that the system does not let a process create. `whose` names the process."""
+    """The error for a memfd of `size` bytes that the system refuses to create. `whose` names the process."""
     if error.errno in _FORBIDDEN:
         return StorageFailed(
             f"{whose} may not create shared memory, memfd_create: {error.strerror}",

@@ -1,7 +1,7 @@
-"""The check of a checkpoint that several nodes read back together, in portions, as its nodes see it.
+"""The check of a checkpoint that several nodes read back together, in portions.
 
-A portion is a set of ranges. Ranges count bytes from the first file of the manifest to the last, as if the files stood one
-behind the other. A piece belongs to the portion that has its first byte, so portions need not know about pieces.
+A portion is a set of ranges. Ranges count bytes from the first file of the manifest to the last, as if the files were
+concatenated. A piece belongs to the portion that has its first byte, so portions need no piece boundaries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Span = tuple[int, int]  # [begin, end)
 
 
 class PortionPlan(NamedTuple):
-    """What one node is to read of a checkpoint. `reader` is the node that takes it first; None: any."""
+    """The ranges that one node reads. `reader` is the node that takes it first; None: any."""
 
     spans: tuple[Span, ...]
     reader: str | None
@@ -24,8 +24,8 @@ class PortionPlan(NamedTuple):
 
 
 class CheckedCheckpoint(NamedTuple):
-    """Which checkpoint is checked: the SHA-256 of its manifest tells it from another one of the same step. Its statistics
-    are compared with the step `before`; None where they are not, or not wanted (`examine`).
+    """The checkpoint that is checked; the SHA-256 of its manifest distinguishes checkpoints of one step. Statistics are
+    compared with the step `before`; None if they are not, or not wanted (`examine`).
     """
 
     run: str
@@ -36,8 +36,8 @@ class CheckedCheckpoint(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A portion that this node has claimed. `claim` is the number of the claim: a later one ends it. `mine`: this node began
-    the check, since it has committed the checkpoint; else it did so `age_s` seconds ago.
+    """A portion that this node has claimed; a later `claim` number ends it. `mine`: this node began the check, because
+    it committed the checkpoint; otherwise `age_s` seconds ago.
     """
 
     of: CheckedCheckpoint
@@ -49,7 +49,7 @@ class Portion(NamedTuple):
 
 
 class PortionFound(NamedTuple):
-    """What proving a portion has brought: statistics (empty where there are none), and where damage was repaired from."""
+    """A checked portion's statistics (may be empty), and the sources of repairs."""
 
     node: str
     statistics: bytes
@@ -57,7 +57,7 @@ class PortionFound(NamedTuple):
 
 
 class CheckEnding(NamedTuple):
-    """The end of a check, claimed by this node: all portions are proven. `mine` and `age_s` as of a portion."""
+    """The end of a check, claimed by this node: all portions are verified. `mine` and `age_s` as in a portion."""
 
     of: CheckedCheckpoint
     claim: int
@@ -67,7 +67,7 @@ class CheckEnding(NamedTuple):
 
 
 class CheckProgress(NamedTuple):
-    """How many of the bytes of a check that goes on have been read, by all nodes."""
+    """Bytes of a running check that all nodes have read."""
 
     done: int
     total: int

@@ -1,7 +1,7 @@
-"""Which bytes of which slots a part of a file is made of. So a node that writes it asks others for these bytes alone.
+"""Which bytes of which slots a part of a file consists of, so that a node requests only these from others.
 
-A box is in its slot row by row, in the order of the file. So what a range of the file takes from a box is one range of
-its slot, however the box lies in its tensor.
+A box is in its slot row by row, in the order of the file. So a range of the file takes one range of the box's slot,
+however the box lies in its tensor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SlotRange(NamedTuple):
 
 
 def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without: Collection[int] = ()) -> list[SlotRange]:
-    """What the bytes [begin, end) of a file are read from, by rank and place, neighbours together.
+    """The slot ranges of the bytes [begin, end) of a file, by rank and place, adjacent ones joined.
 
-    `tensors` are those of the file, or those in that part of it. Ranks `without` are left out.
+    `tensors` are those of the file, or of that part of it. Ranks `without` are left out.
     """
     found = sorted(
         SlotRange(origin.rank, *placed)
@@ -51,7 +51,7 @@ def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without:
 
 
 def in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tuple[int, int]]:
-    """Where in the slot the box has what it holds of the tensor's bytes [low, high): at most one range."""
+    """The slot range of the box's share of the tensor's bytes [low, high): at most one."""
     view = byte_view(spec.dtype, spec.shape, spec.name)
     box = byte_box(spec.dtype, origin.box, spec.shape, spec.name)
     first = _count_before(box, view.shape, max(low, 0) // view.itemsize)
@@ -63,7 +63,7 @@ def in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tu
 
 
 def _count_before(box: Box, shape: tuple[int, ...], index: int) -> int:
-    """How many elements of the box come before the element `index` of a tensor of this shape, row by row."""
+    """Row-major elements of the box before the element `index` of a tensor of this shape."""
     if index >= prod(shape):
         return box.volume
     count = 0

@@ -1,6 +1,7 @@
 """A slot's table: what one rank put into its slot for one save. It is in the slot itself, after the header.
 
-So a slot describes itself: a process that finds it sealed, with the right digest of the table, can save it without its rank.
+So a slot describes itself: a process that finds it sealed, with the right digest of the table, can save it without its
+rank.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part of one save.
 
-    `values` holds JSON documents as text, by group and key. `groups` names what is saved, including groups without a tensor.
-    `digests` are this rank's claims about the bytes in its boxes (`claims`), empty in a world of one. `average` is the place
-    of the group `ema`, whose bytes the daemon puts there once the slot is sealed; its fragments are the last.
+    `values` holds JSON documents as text, by group and key. `groups` names what is saved, including groups without a
+    tensor. `digests` are this rank's claims about the bytes in its boxes, empty in a world of one. `average` is the
+    place of the group `ema`, whose bytes the daemon adds after the seal; its fragments are the last.
     """
 
     run: str
@@ -61,18 +62,16 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def owner(self) -> SegmentOwner:
-        """The rank and save that it belongs to."""
         return SegmentOwner(self.run, self.rank, self.world, self.attempt)
 
     @property
     def intent(self) -> Intent:
-        """Where the state comes from, and what it may replace."""
         return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
 def without(table: SlotTable, group: str, boxes: int | None = None) -> SlotTable:
-    """The table as if the group had not been saved, whose fragments are the last. `boxes`: how many all others have, of a
-    table whose fragments stand elsewhere.
+    """The table without the group, whose fragments are the last. `boxes`: the number of all other boxes, if the
+    fragments are not in this table.
     """
     kept = tuple(fragment for fragment in table.fragments if fragment.spec.group != group)
     if boxes is None:
@@ -88,7 +87,7 @@ def without(table: SlotTable, group: str, boxes: int | None = None) -> SlotTable
 
 
 class _Encoded(SlotTable, frozen=True):
-    """The same table with fragments that were encoded before."""
+    """The same table with already encoded fragments."""
 
     fragments: msgspec.Raw  # type: ignore[assignment]
 
@@ -101,7 +100,7 @@ def encode_fragment(fragment: StagedFragment) -> bytes:
 def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
     """The table's bytes; `LimitExceeded` if they do not fit a slot, `InvalidRequest` for values that JSON cannot hold.
 
-    `fragments` replace the table's own if they are encoded already: most are the same from save to save.
+    `fragments` replace the table's own if already encoded: most are the same from save to save.
     """
     check_metrics(table.metrics)
     count = len(table.fragments)
@@ -116,12 +115,11 @@ def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
 
 
 def with_digests(encoded: bytes, digests: bytes) -> bytes:
-    """Add digests to a table that was encoded without them: they are known only once everything has been copied."""
+    """Add digests to an encoded table: they are known only after the copy."""
     return encoded[:-1] + b',"digests":"' + b64encode(digests) + b'"}' if digests else encoded
 
 
 def digests_bytes(boxes: int) -> int:
-    """How many bytes the digests of so many boxes add to a table."""
     return 4 * -(-boxes * replica_claims.ROW_BYTES // 3) + 16
 
 

@@ -1,4 +1,4 @@
-"""Paths of unix sockets, as the kernel takes them: an address holds 107 bytes, and directories of jobs are longer."""
+"""Paths of unix sockets for the kernel: an address holds 107 bytes, and job directories are often longer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROTOCOL = 12
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
-RANGES_MAX = 16_384  # that one message asks for
+RANGES_MAX = 16_384  # in one message
 WAIT_MAX_S = 86_400.0
 PATH_MAX = 4096
 PEERS_MAX = 4096  # ranks on one machine
@@ -48,7 +48,7 @@ class Hello(Request, messages.Introduction):
 
     type: Literal["hello"] = "hello"
     protocol: int = PROTOCOL
-    pid: int = 0  # read by nobody; trainers of protocol 4 state it, and are to hear that their protocol is another one
+    pid: int = 0  # unused; trainers of protocol 4 send it, and must get the error about their protocol
     root: RootMark | None = Field(default=None, description="the expected root; a daemon of another root refuses")
 
 
@@ -59,10 +59,10 @@ class Welcome(Reply, messages.Reception):
 
 
 class Reserve(Request, messages.Room):
-    """Ask for a segment of up to `slots` slots; the reply is `Segment`, with its descriptor. `bounds` are the limits of this
-    rank's own memory, to whose control groups the slots are charged. `average_bytes` are left for the average of each of the
-    `averages` ranks that were started on this machine, which they ask for later: slots can be fewer, or on the disk, and an
-    average cannot.
+    """Request a segment of up to `slots` slots; the reply is `Segment`, with its descriptor. `bounds` are the limits of
+    this rank's own memory, to whose control groups the slots are charged. `average_bytes` are kept free for the average
+    of each of the `averages` ranks started on this machine, which reserve them later: slots can be fewer, or on disk,
+    but averages cannot.
     """
 
     type: Literal["reserve"] = "reserve"
@@ -72,8 +72,8 @@ class Reserve(Request, messages.Room):
 
 
 class Segment(Reply):
-    """The granted segment: at least one slot; a spilled segment is a file on disk. `notice` says why it is less than
-    requested.
+    """The granted segment: at least one slot; a spilled segment is a file on disk. `notice` states why it is smaller
+    than requested.
     """
 
     type: Literal["segment"] = "segment"
@@ -85,10 +85,10 @@ class Segment(Reply):
 
 
 class Attach(Request):
-    """Go on with a segment that another daemon made; its memfd is passed with it.
+    """Continue with a segment that another daemon made; its memfd comes with the message.
 
-    `open` are the steps whose end is awaited, and `turns` those of their intents, in the same order. An outcome follows for
-    each of them. Slots leased to this rank for any other step are freed.
+    `open` are the steps whose end is awaited, and `turns` those of their intents, in the same order. An outcome follows
+    for each of them. Slots leased to this rank for any other step are freed.
     """
 
     type: Literal["attach"] = "attach"
@@ -97,15 +97,15 @@ class Attach(Request):
 
 
 class Lease(Request, messages.SlotRequest):
-    """Ask for a slot for `step`. Under the policy `wait`, the rank waits for one for at most `wait_s` seconds."""
+    """Request a slot for `step`. Under the policy `wait`, the rank waits for at most `wait_s` seconds."""
 
     type: Literal["lease"] = "lease"
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
 class Withdraw(Request):
-    """The lease of this step, if it was not read before this message, is not wanted any more: its answer came too late. This
-    rank saves no part of the step then, and no other save is dropped for it. There is no reply but the lease's.
+    """Withdraw the lease of this step, whose answer came too late, if it was not processed yet. This rank saves no part
+    of the step then, and no other save is dropped for it. The lease's reply is the only one.
     """
 
     type: Literal["withdraw"] = "withdraw"
@@ -174,7 +174,7 @@ class Held(Request):
 
 
 class OfSave(Request):
-    """Of which save of the rank's own run a message is: there may have been others of the same step."""
+    """Identifies a save of the rank's own run: there may be others of the same step."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
@@ -183,8 +183,8 @@ class OfSave(Request):
 
 
 class HeldElsewhere(OfSave):
-    """Ask for what other nodes hold of this save, of ranks above `after`. The reply is `HeldSlots`, of memory of this node:
-    what stands in such a slot is the table, and of the data only what was fetched (`Fetch`).
+    """Request other nodes' slots of this save, of ranks above `after`. The reply is `HeldSlots`, of memory of this
+    node, with the tables, and of the data only what was fetched (`Fetch`).
     """
 
     type: Literal["held-elsewhere"] = "held-elsewhere"
@@ -192,21 +192,21 @@ class HeldElsewhere(OfSave):
 
 
 class Fetch(OfSave):
-    """Fetch ranges of slots that other nodes hold: rank, and begin and end counted from its first byte of data."""
+    """Fetch ranges of other nodes' slots: rank, begin and end, relative to its first byte of data."""
 
     type: Literal["fetch"] = "fetch"
     ranges: tuple[tuple[int, int, int], ...] = Field(max_length=RANGES_MAX)
 
 
 class Fetched(Reply):
-    """Everything is there that was asked for, except some of what these ranks have."""
+    """All requested ranges are there, except some of these ranks."""
 
     type: Literal["fetched"] = "fetched"
     lost: tuple[int, ...] = ()
 
 
 class HeldPart(Message):
-    """What one rank put into that save: its slot, and the digest of the slot's table."""
+    """A rank's part of that save: its slot, and the digest of the slot's table."""
 
     rank: int
     slot: int
@@ -214,7 +214,7 @@ class HeldPart(Message):
 
 
 class HeldSlots(Reply):
-    """One part for each rank that saved and is held here, with its memfd, in this order; empty if the step is not held.
+    """One part for each held rank, with its memfd, in this order; empty if the step is not held.
 
     A slot may be leased again at any time, unless the reader locks it first: docs/format.md § 11.
     """
@@ -224,14 +224,14 @@ class HeldSlots(Reply):
 
 
 class WatchLinks(Request):
-    """Links in this directory to checkpoints of the run keep them, as long as they stand."""
+    """Links in this directory keep the run's checkpoints that they lead to."""
 
     type: Literal["watch-links"] = "watch-links"
     directory: str = Field(min_length=1, max_length=PATH_MAX)
 
 
 class Measured(Request):
-    """How long this rank's training stood still for a save: in `save()`, and at the fence after it. There is no reply."""
+    """How long a save stalled this rank's training, in `save()` and at the fence. There is no reply."""
 
     type: Literal["measured"] = "measured"
     step: int = Field(ge=0)
@@ -239,7 +239,7 @@ class Measured(Request):
 
 
 class ReserveAverage(Request):
-    """Ask for memory for this rank's average; the reply is `Segment` with its memfd (`staging/average`), one slot."""
+    """Request memory for this rank's average; the reply is `Segment` with its memfd (`staging/average`), one slot."""
 
     type: Literal["reserve-average"] = "reserve-average"
     data_bytes: int = Field(ge=0)
@@ -248,19 +248,19 @@ class ReserveAverage(Request):
 
 
 class AttachAverage(Request):
-    """Go on with an average that another daemon made; its memfd is passed with it."""
+    """Continue with an average that another daemon made; its memfd comes with the message."""
 
     type: Literal["attach-average"] = "attach-average"
 
 
 class Waits(Request, messages.Waiting):
-    """Said again and again while the rank waits. There is no reply."""
+    """Repeated while the rank waits. There is no reply."""
 
     type: Literal["waits"] = "waits"
 
 
 class Stopping(Request, messages.PassedStep):
-    """Said again and again; the reply is `StopAt`. A rank that knows where to stop says so to the next daemon as well."""
+    """Repeated; the reply is `StopAt`. A rank that knows where to stop tells the next daemon as well."""
 
     type: Literal["stopping"] = "stopping"
 
@@ -276,13 +276,13 @@ class RingAverage(Request):
 
 
 class Ping(Request):
-    """Is there a daemon that runs? Any time, also before hello; the reply is `Done`, at once."""
+    """Is a daemon running? At any time, also before hello; the reply is `Done`, at once."""
 
     type: Literal["ping"] = "ping"
 
 
 class Farewell(Request):
-    """The last message of a rank that ends as planned: nothing need be kept for a restart. There is no reply."""
+    """The last message of a rank that ends regularly: nothing need be kept for a restart. There is no reply."""
 
     type: Literal["farewell"] = "farewell"
 
@@ -297,7 +297,7 @@ class Failed(Reply):
 
 
 class Outcome(Message):
-    """What became of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one. `left_out` are
+    """The end of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one. `left_out` are
     groups that were staged, or to be added by the daemon, and are not in the checkpoint.
     """
 
@@ -310,7 +310,7 @@ class Outcome(Message):
 
 
 class Stop(Message):
-    """Another rank of the launch has said `Stopping`: this one is to say it too. Comes without a request."""
+    """Another rank of the launch has sent `Stopping`; this one must send it too. Comes without a request."""
 
     type: Literal["stop"] = "stop"
 
@@ -359,14 +359,14 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Splits a byte stream into messages, however the bytes were split. Does no input or output itself."""
+    """Splits a byte stream into messages. Does no input or output itself."""
 
     def __init__(self, messages: TypeAdapter[Any]) -> None:
         self._messages = messages
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that are complete now; `InvalidRequest` or `LimitExceeded` ends the conversation."""
+        """Return the messages that are complete now; `InvalidRequest` or `LimitExceeded` ends the connection."""
         self._pending += data
         complete = []
         while len(self._pending) >= LENGTH_BYTES:
