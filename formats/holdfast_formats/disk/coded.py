@@ -1,4 +1,4 @@
-"""A compact checkpoint as its tensors were saved: which stored parts a box of a coded tensor needs, and its values."""
+"""A compact checkpoint as its tensors were saved: the stored parts that a box of a coded tensor needs, and its values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ IN_NO_FILE = ""  # where a coded tensor is, of the contents
 
 
 class StoredForm(NamedTuple):
-    """How a tensor is stored in fewer bytes: the coding, the names of its parts (without the weight of a master), their
-    bytes, and the error of what is decoded, as in `CodedTensor`.
+    """How a tensor is stored in fewer bytes: the coding, the names of its parts (without a master's weight), their
+    bytes, and the error after decoding, as in `CodedTensor`.
     """
 
     coding: str
@@ -41,8 +41,8 @@ class StoredForm(NamedTuple):
 
 
 def contents(made: Manifest) -> Manifest:
-    """The manifest with every tensor as it was saved: for planning, not for reading. A coded tensor is in no file; the
-    digests of its extents are that of the digests of all that it is decoded from, so that equal ones are found.
+    """The manifest with every tensor as it was saved: for planning, not for reading. A coded tensor is in no file; its
+    extents' digests are derived from those of its parts, so that equal ones are found.
 
     A checkpoint that is not compact is returned as it is.
     """
@@ -70,14 +70,14 @@ def _as_saved(made: Manifest, group: str, name: str, one: CodedTensor) -> Tensor
         cuts = [(at, min(EXTENT_BYTES_MAX, size - at)) for at in range(0, size, EXTENT_BYTES_MAX)]
         extents = tuple(Extent(at, length, digest_of_zeros(length)) for at, length in cuts)
     else:
-        # Cut as no stored tensor is: whether it equals one of those, only the values can tell.
+        # Unlike any stored tensor's extents: only the values can show whether it equals one of those.
         sum_of = digest(" ".join([one.coding, *(e.digest for part in parts.values() for e in part.extents)]).encode())
         extents = (Extent(0, 4, sum_of), Extent(4, size - 4, sum_of))
     return TensorEntry(one.dtype, one.shape, IN_NO_FILE, 0, extents, one.placement)
 
 
 def is_zeros(entry: TensorEntry) -> bool:
-    """Whether a tensor is nothing but zeros, by the digests of its extents."""
+    """Whether all extents of a tensor have the digest of zeros."""
     return all(extent.digest == digest_of_zeros(extent.length) for extent in entry.extents)
 
 
@@ -87,7 +87,6 @@ def digest_of_zeros(length: int) -> str:
 
 
 def count(made: Manifest) -> int:
-    """How many tensors were saved."""
     found = sum(map(len, made.tensors.values()))
     for group, held in made.compacted.tensors.items() if made.compacted is not None else ():
         found += len(held) - sum(len(stored_names(made, group, name)) for name in held)
@@ -95,7 +94,7 @@ def count(made: Manifest) -> int:
 
 
 def find(made: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:
-    """The stored name and the coding of a tensor, aliases resolved; None for one that is stored as it was saved."""
+    """The stored name and the coding of a tensor, aliases resolved; None for one stored as saved."""
     if made.compacted is None:
         return None
     coded = made.compacted.tensors.get(group, {})
@@ -112,7 +111,7 @@ def stored_names(made: Manifest, group: str, name: str) -> list[str]:
 
 
 def stored_form(made: Manifest, group: str, name: str) -> StoredForm | None:
-    """How a tensor is stored, aliases resolved; None for one that is stored as it was saved."""
+    """How a tensor is stored, aliases resolved; None for one stored as saved."""
     found = find(made, group, name)
     if found is None:
         return None
@@ -124,7 +123,7 @@ def stored_form(made: Manifest, group: str, name: str) -> StoredForm | None:
 def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBox]:
     """The boxes of stored tensors from which a box of a coded one is decoded, by part.
 
-    Raises `StateMismatch`, by name, for a coding of a later version, and for a master whose weight is not there.
+    Raises `StateMismatch` for a coding of a later version, and for a master without its weight.
     """
     one = _of(made)[group][name]
     parts = codings.PARTS.get(one.coding)
@@ -147,20 +146,20 @@ def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBo
 
 
 def decoded(made: Manifest, group: str, name: str, box: Box, parts: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """The values of a box of a coded tensor, from what `needs` names; integers and BF16 as numpy has them."""
+    """The values of a box of a coded tensor, from the boxes of `needs`; integers and BF16 as numpy has them."""
     one = _of(made)[group][name]
     arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in parts.items()}
     return codings.decode(one.coding, box, one.shape, arrays)
 
 
 def stored_boxes(made: Manifest, wanted: WantedBox) -> list[WantedBox]:
-    """What has to be read for a box of a tensor as it was saved."""
+    """The stored boxes to read for a box of a tensor as saved."""
     found = find(made, wanted.group, wanted.name)
     return [wanted] if found is None else list(needs(made, wanted.group, found[0], wanted.box).values())
 
 
 def refuse_apart(made: Manifest, wanted: Collection[tuple[str, str]]) -> None:
-    """Refuse, by name, states that an earlier version rounded without what a step subtracts, if both are wanted."""
+    """Refuse states that an earlier version rounded without what a step subtracts, if both are wanted."""
     for name in () if made.compacted is None else made.compacted.tensors.get(OPTIM, {}):
         beside = f"{name.removesuffix('/square_avg')}/grad_avg"
         if name.endswith("/square_avg") and (OPTIM, name) in wanted and (OPTIM, beside) in wanted:
@@ -173,7 +172,7 @@ def refuse_apart(made: Manifest, wanted: Collection[tuple[str, str]]) -> None:
 
 
 def told(compacted: Compacted) -> str:
-    """What is to be known of a compact checkpoint, for people."""
+    """A note about a compact checkpoint."""
     coded = sum(map(len, compacted.tensors.values()))
     left = sum(map(len, compacted.exact.values()))
     rest = f"; {left} that the rule is for stayed as they were saved" if left else ""

@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 
 
 class CodedPart(NamedTuple):
-    """A tensor in which a part of a coded one is stored: its name's end, its dtype, and whether elements or blocks."""
+    """One part of a coded tensor: its name's suffix, its dtype, and whether it has elements or blocks."""
 
     suffix: str
     dtype: str
@@ -52,7 +52,6 @@ TIES_PART = CodedPart(".low16.ties", "U64")
 
 
 def part_shape(part: CodedPart, shape: Shape) -> Shape:
-    """The shape of a part of a tensor of `shape`."""
     if not part.a_block:
         return shape
     blocks = -(-shape[-1] // BLOCK)
@@ -83,7 +82,7 @@ def encode(coding: str, values: Floats) -> dict[str, NDArray[Any]]:
 
 
 def slabs(box: Box, elements: int) -> Iterator[Box]:
-    """Cut a box, in order, into boxes of about so many elements, the last dimension at the beginnings of blocks only."""
+    """Cut a box, in order, into boxes of about so many elements, the last dimension only at block boundaries."""
     cut = next((d for d in range(len(box.shape)) if box.shape[d] > 1), None)
     if box.volume <= elements or cut is None:
         yield box
@@ -103,7 +102,9 @@ def slabs(box: Box, elements: int) -> Iterator[Box]:
 
 
 def _blocks(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
-    """The whole blocks of all rows, and the short ones at their ends: of elements, of blocks, as (…, blocks, elements)."""
+    """The whole blocks of all rows, and the short ones at their ends: slices of elements and blocks, values as (…,
+    blocks, elements).
+    """
     width = values.shape[-1]
     whole = width // BLOCK
     if whole:
@@ -154,8 +155,8 @@ def decode(coding: str, box: Box, shape: Shape, parts: Arrays) -> Floats:
 
 
 def split(master: NDArray[np.uint32], weight: NDArray[np.uint16]) -> tuple[NDArray[np.uint16], NDArray[np.bool_]] | None:
-    """The low bits of a master, and where it lies half-way and was rounded up; None unless every weight is its master's
-    rounding, to the nearest, ties to even, bit for bit.
+    """A master's low bits, and where it is exactly half-way and was rounded up; None unless every weight is its master
+    rounded to nearest even, bit for bit.
     """
     wide = master.astype(np.uint64)
     high = wide >> 16
@@ -166,7 +167,7 @@ def split(master: NDArray[np.uint32], weight: NDArray[np.uint16]) -> tuple[NDArr
 
 
 def join(low: NDArray[np.uint16], weight: NDArray[np.uint16], ties: NDArray[np.bool_] | None) -> NDArray[np.uint32]:
-    """The masters that were split so. A low half above the middle was rounded up; in the middle, `ties` say it."""
+    """The masters that `split` took apart. A low half above the middle was rounded up; in the middle, `ties` decide."""
     high = weight.astype(np.uint32) - (low > _HALF)
     if ties is not None:
         high -= ties
@@ -175,7 +176,7 @@ def join(low: NDArray[np.uint16], weight: NDArray[np.uint16], ties: NDArray[np.b
 
 
 def _marked(box: Box, shape: Shape, ties: NDArray[Any] | None) -> NDArray[np.bool_] | None:
-    """Which elements of a box are among these, which are counted row-major in the whole tensor."""
+    """Mask of a box's elements in this list of row-major indices of the whole tensor."""
     if ties is None or not len(ties):
         return None
     if int(ties.max()) >= prod(shape):

@@ -1,4 +1,4 @@
-"""What the manifest of a compact checkpoint says of the tensors that are stored in fewer bytes."""
+"""The manifest entries of a compact checkpoint about tensors stored in fewer bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class StoredTensor(Protocol):
-    """A tensor that the manifest lists."""
-
     @property
     def dtype(self) -> str: ...
     @property
@@ -26,8 +24,8 @@ class StoredTensor(Protocol):
 
 
 class CodedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor that is stored in fewer bytes, in the parts that `codings` says: its dtype and shape, and the error of what
-    is decoded: the norm of the difference, divided by that of the values; 0 for what is lossless.
+    """A tensor stored in fewer bytes, in the parts of `codings`: its dtype and shape, and the relative error after
+    decoding: the norm of the difference divided by that of the values; 0 if lossless.
     """
 
     coding: str
@@ -38,11 +36,11 @@ class CodedTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Compacted(msgspec.Struct, frozen=True):
-    """That tensors were stored again in fewer bytes after the commit: when, by which rule, how many bytes the manifest's
-    files had before, and the SHA-256 of the manifest that it had then.
+    """Tensors were stored again in fewer bytes after the commit: when, by which rule, the previous bytes of the
+    manifest's files, and the SHA-256 of the previous manifest.
 
-    `tensors` and `exact` are keyed by group, then by name: what is coded, and why the rule left a tensor as it was saved.
-    `aliases` are those of coded tensors.
+    `tensors` and `exact` are keyed by group, then by name: the coded ones, and why others stayed as saved. `aliases`
+    are those of coded tensors.
     """
 
     at: str
@@ -55,17 +53,15 @@ class Compacted(msgspec.Struct, frozen=True):
 
     @property
     def lossy(self) -> bool:
-        """Whether any value differs from what was saved."""
         return any(one.coding not in codings.LOSSLESS for held in self.tensors.values() for one in held.values())
 
     @property
     def error(self) -> float:
-        """The greatest error of a tensor."""
         return max((one.error for held in self.tensors.values() for one in held.values()), default=0.0)
 
 
 def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, StoredTensor]], size: int) -> None:
-    """Refuse what does not agree with the listed tensors, or with the bytes of all files. `StateMismatch`."""
+    """`StateMismatch` for contradictions with the listed tensors, or the bytes of all files."""
     if compacted.bytes < size or not _SHA256.fullmatch(compacted.manifest_sha256) or not compacted.tensors:
         raise StateMismatch("it does not say what was stored in fewer bytes")
     for group, coded in compacted.tensors.items():

@@ -1,7 +1,8 @@
-"""Compact checkpoints: which tensors of an old checkpoint are stored in fewer bytes by a rule, and what it then consists of.
+"""Compact checkpoints: the tensors of an old checkpoint that a rule stores in fewer bytes, and the resulting
+checkpoint.
 
-First and second moments of optimizers are rounded (`bf16`, `int8`) or left as they are (`exact`); full-precision masters
-become the low bits that their BF16 weights lack. What is not known by its name and dtype stays as it was saved.
+First and second moments of optimizers are rounded (`bf16`, `int8`) or left as they are (`exact`); full-precision
+masters become the low bits that their BF16 weights lack. Tensors with unknown names and dtypes stay as saved.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ RULES: tuple[OptimRule, ...] = get_args(OptimRule)
 OPTIM, MASTER = "optim", "master"
 FIRST = frozenset({"exp_avg", "momentum_buffer"})  # first moments: of both signs
 SECOND = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "acc_delta"})  # never below zero
-# The states of one parameter whose moments may be rounded, by key; single numbers and integers may be beside them. A step
-# subtracts, divides and compares states, so of any other set, such as a centered RMSprop's, all stay as they were saved.
+# Sets of states of one parameter whose moments may be rounded; single numbers and integers may be beside them. A step
+# subtracts, divides and compares states, so those of any other set, such as a centered RMSprop's, stay as saved.
 TOGETHER = (
     frozenset({"exp_avg", "exp_avg_sq"}),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
@@ -57,8 +58,8 @@ class CodingCandidate(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A candidate whose values were looked at: how it is coded, the error of what is decoded, and how many masters that lie
-    half-way were rounded up. `left` says why it stays as it was saved.
+    """A candidate whose values were examined: its coding, the error after decoding, and the number of half-way masters
+    rounded up. `left`: why it stays as saved.
     """
 
     candidate: CodingCandidate
@@ -81,15 +82,15 @@ def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a state in the group `optim` is kept of."""
+    """The parameter of a state in the group `optim`."""
     return name.rpartition("/")[0]
 
 
 def _moments(made: Manifest, rule: str) -> dict[str, str]:
-    """How a rule codes the states of optimizers, by name: all of a parameter's, or none.
+    """A rule's codings of optimizer states, by name: all of a parameter's, or none.
 
-    A first moment without a second one is in none of the sets: Lion takes its sign, and Muon makes its least directions as
-    long as its greatest, so what rounding changes is most of what they see (measured: 2 and 8 % of an update by bfloat16).
+    A lone first moment is in none of the sets: Lion takes its sign, and Muon scales its smallest directions up to its
+    largest, so rounding errors dominate what they see (measured: 2 and 8 % of an update by bfloat16).
     """
     states: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in made.tensors.get(OPTIM, {}).items() if rule != "exact" else ():
@@ -112,7 +113,7 @@ def _coding(key: str, rule: str, entry: TensorEntry, kept: Collection[str]) -> s
 
 
 def together(found: Sequence[Encoded]) -> list[Encoded]:
-    """What was looked at, where no state is coded beside one of the same parameter that stays as it was saved."""
+    """The candidates, without those beside an uncoded state of the same parameter."""
     left = {parameter_of(one.candidate.name): one for one in found if one.left and one.candidate.group == OPTIM}
 
     def kept(one: Encoded) -> Encoded:
@@ -132,7 +133,7 @@ def milder(made: Manifest, one: CodingCandidate) -> CodingCandidate | None:
 
 
 def _weight(made: Manifest, name: str, entry: TensorEntry) -> bool:
-    """Whether the BF16 weight of a master is there."""
+    """Whether a master's BF16 weight exists."""
     try:
         _, weight = resolve(made, MODEL, name)
     except StateMismatch:
@@ -142,14 +143,14 @@ def _weight(made: Manifest, name: str, entry: TensorEntry) -> bool:
 
 
 def _free(made: Manifest, group: str, name: str, coding: str) -> bool:
-    """Whether no tensor has the name of a part already."""
+    """Whether no part's name is taken."""
     parts = [*PARTS[coding].values(), *([TIES_PART] if coding == "low16" else [])]
     taken = made.tensors[group].keys() | made.aliases.get(group, {}).keys()
     return not any(name + part.suffix in taken for part in parts)
 
 
 def small_bytes(made: Manifest) -> dict[str, int]:
-    """About how many bytes each rule would leave, if it took all its candidates; without rules that save nothing."""
+    """About how many bytes each rule would leave, if all its candidates can be coded; without rules that save nothing."""
     found: dict[str, int] = {}
     for rule in RULES:
         saved = sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in candidates(made, rule))
@@ -159,14 +160,13 @@ def small_bytes(made: Manifest) -> dict[str, int]:
 
 
 def least_new_bytes(made: Manifest, chosen: Sequence[CodingCandidate]) -> int:
-    """About how many bytes have to be written again to code these, if all of them can be."""
+    """About how many bytes must be rewritten to code these, if all can be."""
     groups = {one.group for one in chosen}
     whole = sum(entry.nbytes for group in groups for entry in made.tensors[group].values())
     return whole - sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in chosen)
 
 
 def may_be_small(groups: Collection[str]) -> bool:
-    """Whether a checkpoint with these groups may have something that can be stored in fewer bytes."""
     return not {OPTIM, MASTER}.isdisjoint(groups)
 
 
@@ -175,8 +175,8 @@ def _nbytes(coding: str, shape: Shape) -> int:
 
 
 class CompactPlan(NamedTuple):
-    """What a compact checkpoint consists of, before it is written: files that stay as they are, files that are written, with
-    the whole manifest of what stays, and what its manifest will say.
+    """A compact checkpoint before it is written: files that stay, files that are written, the manifest of what stays,
+    and the statement for its own manifest.
     """
 
     full: Manifest
@@ -187,7 +187,7 @@ class CompactPlan(NamedTuple):
 
     @property
     def proof(self) -> Manifest:
-        """The manifest of what stays as it is, with which its bytes are verified."""
+        """The manifest of the files that stay, for their verification."""
         groups = self.compacted.tensors
         tensors = {group: held for group, held in self.full.tensors.items() if group not in groups}
         aliases = {group: names for group, names in self.full.aliases.items() if group not in groups}
@@ -195,9 +195,10 @@ class CompactPlan(NamedTuple):
 
 
 def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at: str) -> CompactPlan:
-    """The plan for a checkpoint whose manifest is `encoded` so, all of whose candidates were looked at.
+    """The plan for a checkpoint with the encoded manifest `encoded`, all of whose candidates were examined.
 
-    Raises `StateMismatch` if nothing gets smaller, or one file holds tensors of a group that stays and of one that does not.
+    Raises `StateMismatch` if nothing gets smaller, or one file holds tensors of a group that stays and of one that does
+    not.
     """
     what = f"{full.run}@{full.step}"
     coded = {(one.candidate.group, one.candidate.name): one for one in found if not one.left}
@@ -228,8 +229,8 @@ def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at
 
 
 def _file_bytes(full: Manifest) -> int:
-    """The data of its largest file: by what limit its run packs, no manifest says, but none that it has is over it, except
-    for a single large tensor.
+    """The data of its largest file. Manifests do not state the packing limit, but only a single large tensor's file
+    exceeds it.
     """
     sizes: Counter[str] = Counter()
     for held in full.tensors.values():
@@ -264,7 +265,7 @@ def _left(found: Sequence[Encoded]) -> dict[str, dict[str, str]]:
 
 
 def finish(planned: CompactPlan, files: Sequence[FileEntry], tensors: Mapping[str, Mapping[str, TensorEntry]]) -> Manifest:
-    """The manifest, once the files are written: their entries with those of the new indexes, and their tensors by group.
+    """The manifest, from the written files' entries with the new indexes, and their tensors by group.
 
     Raises `StateMismatch` if it is no smaller than before.
     """
@@ -284,7 +285,6 @@ def finish(planned: CompactPlan, files: Sequence[FileEntry], tensors: Mapping[st
 
 
 def indexes(planned: CompactPlan) -> dict[str, bytes]:
-    """The new indexes, by file name."""
     return {
         naming.index_file_name(group): index.encode(file for file in planned.files if file.group == group)
         for group in planned.compacted.tensors
@@ -292,7 +292,7 @@ def indexes(planned: CompactPlan) -> dict[str, bytes]:
 
 
 def part_of(planned: CompactPlan, spec: TensorSpec) -> tuple[Encoded, str] | None:
-    """The coded tensor of which a new tensor is a part, and which; None for one that is stored as it was."""
+    """The coded tensor of which a new tensor is a part, and which part; None for one stored as before."""
     for role, suffix in _SUFFIXES:
         one = planned.coded.get((spec.group, spec.name.removesuffix(suffix))) if spec.name.endswith(suffix) else None
         if one is not None and (role == codings.TIES or role in PARTS[one.candidate.coding]):

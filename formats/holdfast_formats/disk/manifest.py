@@ -62,8 +62,8 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Thinned(msgspec.Struct, frozen=True):
-    """That groups were taken out of a checkpoint after its commit: when, which, how many bytes the manifest's files had
-    before, and the SHA-256 of the manifest that it had then.
+    """Groups were removed from a checkpoint after its commit: when, which, the previous bytes of the manifest's files,
+    and the SHA-256 of the previous manifest.
     """
 
     at: str
@@ -73,11 +73,11 @@ class Thinned(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Everything that is needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
+    """Everything needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
     name.
 
     `restored`, `turn` and `rewinds` are its lineage; older manifests have none. `thinned` is missing while no group was
-    taken out, `compacted` while all tensors are stored as they were saved.
+    removed, `compacted` while all tensors are stored as saved.
     """
 
     format: int
@@ -110,14 +110,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """A manifest of which only that is decoded which its directory is named after."""
+    """Decodes only the fields that name the directory."""
 
     run: str
     step: int
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """A manifest of which only the files are decoded."""
+    """Decodes only the files."""
 
     files: tuple[FileEntry, ...]
 
@@ -151,7 +151,7 @@ _decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Place
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's bytes. It validates first, so a manifest that `decode` or a reader's limit refuses is never written."""
+    """The manifest's bytes. Validates first, so it never writes a manifest that `decode` or a reader's limit refuses."""
     validate(manifest)
     encoded = msgspec.json.encode(manifest)
     if len(encoded) > MANIFEST_BYTES_MAX:
@@ -163,7 +163,6 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def encode_commit(manifest: Manifest, manifest_bytes: bytes) -> bytes:
-    """The COMMIT file of a manifest that is already encoded."""
     sha256 = hashlib.sha256(manifest_bytes).hexdigest()
     return _encode_commit(sha256, manifest.bytes, len(manifest.files))
 
@@ -189,7 +188,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
 
 
 def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
-    """Only a checkpoint's place, after checking the manifest's bytes against COMMIT; the rest is not examined."""
+    """A checkpoint's place, after checking the manifest's bytes against COMMIT; the rest is not examined."""
     check_bytes(manifest_bytes, commit_bytes)
     try:
         return _decode_place(manifest_bytes)
@@ -198,8 +197,8 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
 
 
 def check_directory(manifest_bytes: bytes, commit_bytes: bytes, directory: str) -> None:
-    """Raise `CorruptManifest` for a sound manifest in a directory that is named after another step: a person has moved or
-    copied it. A directory that is named after no step may have any.
+    """Raise `CorruptManifest` if the directory is named after another step: a sound checkpoint was moved or copied by
+    hand. A directory whose name is no step may have any.
     """
     step = naming.parse_step_directory(PurePath(directory).name)
     if step is None:
@@ -207,7 +206,7 @@ def check_directory(manifest_bytes: bytes, commit_bytes: bytes, directory: str) 
     try:
         found = _decode_named(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        return  # what is wrong with it, `decode` says
+        return  # `decode` reports what is wrong with it
     if found.step != step and hashlib.sha256(manifest_bytes).hexdigest() == _read_commit(commit_bytes).manifest_sha256:
         raise CorruptManifest(
             f"{directory} contains {found.run}@{found.step}",
@@ -219,8 +218,8 @@ def check_directory(manifest_bytes: bytes, commit_bytes: bytes, directory: str) 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
     """Raise `CorruptManifest` unless COMMIT states the digest of these bytes and the right counts (I5).
 
-    Raises `NotCommitted` for an invalid COMMIT. This is for callers that pass the bytes on: of the manifest, only the files
-    are examined.
+    Raises `NotCommitted` for an invalid COMMIT. For callers that forward the bytes: only the manifest's files are
+    examined.
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
     try:
@@ -339,7 +338,6 @@ def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """Refuse, by name, a metric that JSON cannot hold."""
     for name, value in metrics.items():
         if not isfinite(value):
             raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="leave it out")

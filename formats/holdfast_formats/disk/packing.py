@@ -47,16 +47,16 @@ def _part_key(part: str) -> tuple[int, int | str]:
 
 
 def extent_bytes(data_bytes: int) -> int:
-    """The length of the extents of a checkpoint whose tensors have so many bytes: a power of two.
+    """The length of extents for tensors of so many bytes: a power of two.
 
-    If extents are short, a reader of a part of a tensor reads few other bytes. Each tensor's extents begin at multiples of
-    this.
+    Short extents mean that a reader of a part of a tensor reads few other bytes. Each tensor's extents begin at
+    multiples of this.
     """
     return _power_of_two(-(-data_bytes // EXTENTS_MAX), EXTENT_BYTES_MAX)
 
 
 def tensor_extent_bytes(tensor_bytes: int, extent_bytes: int) -> int:
-    """The length of the extents of one of its tensors: shorter for a small tensor, which would have few otherwise."""
+    """The extent length of one tensor: shorter for a small one, which would have few otherwise."""
     return _power_of_two(-(-tensor_bytes // TENSOR_EXTENTS), extent_bytes)
 
 

@@ -1,7 +1,7 @@
 """The read planner: determines which extents hold what the ranks of a node want, so that each is read once.
 
-Bytes must be verified before they are handed over, so whole extents are read (I7). Extents that are close together in a file
-are read together, because a request costs more than reading a few bytes that nobody wants.
+Bytes must be verified before they are handed over, so whole extents are read (I7). Extents that are close together in a
+file are read together, because a request costs more than a few unneeded bytes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class PlannedRead(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Reads by file and position. `needed` counts each wanted byte once, `read` counts all bytes of the reads, including
-    gaps.
-    """
+    """Reads by file and position. `needed` counts each wanted byte once, `read` all bytes of the reads with their gaps."""
 
     reads: tuple[PlannedRead, ...]
     needed: int
@@ -63,7 +61,6 @@ class ReadPlan(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Bytes read for each byte needed; 1 if nothing is needed."""
         return self.read / self.needed if self.needed else 1.0
 
 
@@ -148,7 +145,7 @@ def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tupl
 
 
 def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
-    """The index ranges of the extents that a tensor's boxes need, and the number of bytes in the boxes."""
+    """Index ranges of the extents that a tensor's boxes need, and the bytes in the boxes."""
     entry, boxes = tensor.entry, tensor.boxes
     extents = entry.extents
     if not extents:
@@ -183,7 +180,6 @@ def _joined(boxes: Collection[Box], shape: Shape) -> Collection[Box]:
 
 
 def _index(extents: Sequence[Extent], offset: int) -> int:
-    """The extent that holds a byte of the tensor."""
     return bisect_right(extents, offset, key=_offset) - 1
 
 

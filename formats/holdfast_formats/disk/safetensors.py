@@ -112,7 +112,7 @@ def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
 
 
 def validate(tensors: Sequence[FileTensor]) -> int:
-    """Check that the tensors tile the data from 0 on, in order, each of the length that dtype and shape give; return the
+    """Check that the tensors tile the data from 0 on, in order, each with the length of its dtype and shape; return the
     end.
     """
     names = {tensor.name for tensor in tensors}

@@ -22,9 +22,8 @@ Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
 
 
 class RankValues(NamedTuple):
-    """The contents of state.json for one rank, by the rule of `for_rank`. Names are `group/key`.
-
-    `remapped` names the values that another rank wrote, `ranked` all values that differ between ranks.
+    """The contents of state.json for one rank, by the rule of `for_rank`. Names are `group/key`. `remapped` are values
+    that another rank wrote, `ranked` all values that differ between ranks.
     """
 
     values: Values
@@ -54,20 +53,20 @@ def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks:
 
 
 def with_source(encoded: bytes, source: Mapping[str, Any]) -> bytes:
-    """The same state, of a checkpoint that was made of what `source` describes: a JSON object."""
+    """Add the JSON object `source`, which describes what the checkpoint was converted from."""
     document = {**json.loads(encoded), SOURCE: source}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def without_groups(encoded: bytes, groups: Collection[str]) -> bytes:
-    """The same state without these groups; `CorruptManifest` for an invalid document."""
+    """Remove these groups; `CorruptManifest` for an invalid document."""
     with _read(encoded) as held:
         document = {**json.loads(encoded), "groups": {name: held[name] for name in held if name not in groups}}
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def source_of(encoded: bytes) -> Mapping[str, Any] | None:
-    """What an imported checkpoint was made of; None for one that was saved. `CorruptManifest` for an invalid document."""
+    """The source of an imported checkpoint; None for a saved one. `CorruptManifest` for an invalid document."""
     with _read(encoded):
         found = json.loads(encoded).get(SOURCE)
         if found is not None and not isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Thin checkpoints: weights that stay when optimizer, masters and the ranks' own state are taken out of a checkpoint.
+"""Thin checkpoints: the weights that stay after optimizer, masters and rank state are removed from a checkpoint.
 
-Files hold whole tensors of one group, so what stays keeps its files, extents and digests as they are; only state.json and
-the manifest are written again.
+Files hold whole tensors of one group, so what stays keeps its files, extents and digests; only state.json and the
+manifest are written again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SMALL_USABLE_FOR = "everything, resuming too, from optimizer states that are clo
 
 
 class ThinCheckpoint(NamedTuple):
-    """A checkpoint as it is once thinned: its manifest, its state.json, and the files that stay as they are.
+    """A thinned checkpoint: its manifest, its state.json, and the files that stay.
 
-    `proof` is the manifest of what stays as it is, with which its bytes are verified before the rest goes.
+    `proof` is the manifest of what stays, by which its bytes are verified before the rest goes.
     """
 
     made: Manifest
@@ -37,12 +37,11 @@ class ThinCheckpoint(NamedTuple):
 
 
 def can_be_thinned(groups: Collection[str]) -> bool:
-    """Whether a checkpoint with these groups has something to lose, and something to keep."""
     return bool(GONE & set(groups)) and bool(set(groups) - GONE)
 
 
 def thin_bytes(made: Manifest) -> int | None:
-    """The bytes that would stay, but for a shorter state.json; None where nothing can be taken out."""
+    """The bytes that would stay, except for a shorter state.json; None if nothing can be removed."""
     if made.thinned is not None or not can_be_thinned(made.groups):
         return None
     gone = _files_of(made, GONE & made.tensors.keys())
@@ -50,9 +49,9 @@ def thin_bytes(made: Manifest) -> int | None:
 
 
 def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoint:
-    """What becomes of a checkpoint, whose manifest is `encoded` so; `state` is its state.json.
+    """The thinned form of a checkpoint with the encoded manifest `encoded` and state.json `state`.
 
-    Raises `StateMismatch` if nothing can be taken out, no weights would stay, or one file holds tensors of both.
+    Raises `StateMismatch` if nothing can be removed, no weights would stay, or one file holds tensors of both.
     """
     what = f"{full.run}@{full.step}"
     gone = GONE & full.tensors.keys()
@@ -82,7 +81,6 @@ def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoin
 
 
 def _files_of(made: Manifest, groups: Collection[str]) -> set[str]:
-    """The shard files and indexes of these groups."""
     tensors: Mapping[str, Mapping[str, object]] = made.tensors
     assert tensors.keys() >= set(groups)
     shards = {tensor.file for group in groups for tensor in made.tensors[group].values()}
@@ -90,7 +88,7 @@ def _files_of(made: Manifest, groups: Collection[str]) -> set[str]:
 
 
 def origin_sha256(made: Manifest, sha256: str) -> str:
-    """The SHA-256 of the manifest that a checkpoint had when it was whole; `sha256` is that of its manifest now."""
+    """The SHA-256 of the manifest before thinning or compaction; `sha256` is that of the present one."""
     for changed in (made.thinned, made.compacted):
         if changed is not None:
             return changed.manifest_sha256
@@ -98,5 +96,5 @@ def origin_sha256(made: Manifest, sha256: str) -> str:
 
 
 def lost(made: Manifest) -> int:
-    """How much was taken from it: 0 nothing, 1 it is compact, 2 only its weights are left."""
+    """What was removed: 0 nothing, 1 it is compact, 2 only its weights are left."""
     return 2 if made.thinned is not None else int(made.compacted is not None)

@@ -1,7 +1,7 @@
 """Verifies a checkpoint's files: every byte of every file is in exactly one piece, and every piece has a digest.
 
-A piece is a header, an extent of a tensor, or a whole small file. Code that hands bytes over reads whole pieces and checks
-them first (I7). This module works on values only, so the reader and the service use the same rule.
+A piece is a header, an extent of a tensor, or a whole small file. Code that hands bytes over reads whole pieces and
+checks them first (I7). This module works on values only, so client and service share the rule.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def check_size(manifest: Manifest, name: str, size: int | None) -> None:
 
 
 def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
-    """The tensors of every shard file, by name."""
     found: dict[str, dict[str, TensorEntry]] = {file.name: {} for file in manifest.files if file.header_bytes}
     for tensors in manifest.tensors.values():
         for name, entry in tensors.items():
