@@ -1,4 +1,4 @@
-"""Cuts an element tensor along an axis: the box of each rank, by the rule that its table states.
+"""Cuts an element tensor along an axis into each rank's box, by the rule of its table.
 
 Elements that are cut alike are of one kind, and a kind is cut once for each rank of its axis, because a model has many
 tensors and few kinds.
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Everything that a cut depends on; `known` says whether there is a rule at all."""
+    """The inputs of a cut; `known`: there is a rule."""
 
     shape: Shape
     dimension: int | None
@@ -61,7 +61,7 @@ class Cutter:
         return self._at(element, self._add(element) if cuts is None else cuts, at)
 
     def shapes(self, at: Coordinate) -> tuple[Shape, ...]:
-        """The local shape of every kind: if these are equal, ranks hold the same amount of the same elements."""
+        """The local shape of every kind: if equal, ranks hold the same amount of the same elements."""
         return tuple(self._at(first, cuts, at).shape for first, cuts in self._kinds.values())
 
     def _add(self, element: Element) -> dict[int, Cut]:
@@ -106,7 +106,6 @@ class Cutter:
 
 
 def slab(shape: Sequence[int], dimension: int, low: int, high: int) -> Box:
-    """[low, high) along one dimension, all of the others."""
     offset, size = [0] * len(shape), list(shape)
     offset[dimension], size[dimension] = low, high - low
     return Box(tuple(offset), tuple(size))
@@ -121,7 +120,7 @@ def _kind(element: Element) -> _Kind:
 
 
 def _odd(element: Element) -> bool:
-    """Whether the tensor's shape differs from the config's; a vocabulary may have been enlarged since."""
+    """Whether the tensor's shape differs from the config's, for example after a vocabulary was enlarged."""
     stated = element.rule.shape if element.rule is not None else None
     if stated is None or stated == element.shape:
         return False
@@ -134,9 +133,7 @@ def _uncut(shape: Shape, note: str = "") -> Cut:
 
 
 def _divided(element: Element, units: int, size: int, index: int) -> Cut:
-    """Divide `units` indivisible units along the rule's dimension over `size` ranks; if they do not divide, the rule
-    decides.
-    """
+    """Divide `units` indivisible units along the rule's dimension over `size` ranks; a remainder is left to the rule."""
     rule, shape = element.rule, element.shape
     assert rule is not None and rule.dimension is not None
     width, note = shape[rule.dimension] // units, ""

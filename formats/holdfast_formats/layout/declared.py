@@ -1,7 +1,7 @@
-"""Maps a rank's live tensors to stored tensors, if a layout says how they were made.
+"""Maps a rank's live tensors to stored tensors, by a layout that describes them.
 
-`rank_tensors` goes from stored tensors to a rank's tensors. Here the rank has its local tensors already, and the shapes of
-the stored ones come from the model's config: a save needs no other rank to know where its bytes belong.
+`rank_tensors` goes from stored tensors to a rank's tensors. Here the rank has its local tensors already, and the shapes
+of the stored ones come from the model's config: a save needs no other rank to know where its bytes belong.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def declare(
 ) -> dict[str, DeclaredTensor]:
     """For every live local tensor of a group, determine which boxes of which stored tensors it holds.
 
-    `local` gives their dtypes and local shapes by name. `parameters` names, in order, all parameters whose state the ranks
-    of a sharding group hold together, if this rank does not hold a part of each. Fused names among the live ones imply the
+    `local` gives their dtypes and local shapes by name. `parameters` names, in order, all parameters whose state the
+    ranks of a sharding group hold together, if this rank does not hold a part of each. Fused live names imply the
     layout's form. Raises `StateMismatch`, with tensor and numbers, if layout, config and live shapes disagree.
     """
     keyed = group == KEYED_GROUP
@@ -76,7 +76,7 @@ def with_forms(layout: Layout, parameters: Iterable[str], rules: Rules) -> Layou
 def _stored_specs(
     layout: Layout, rules: Rules, local: Specs, parameters: Iterable[str], keyed: bool
 ) -> dict[str, tuple[str, Shape]]:
-    """The stored tensors of everything that this rank holds or shares in, in the order in which they are distributed."""
+    """The stored tensors of everything that this rank holds or shares in, in distribution order."""
     specs: dict[str, tuple[str, Shape]] = {}
     aliases = rules.aliases()
     for name, dtype, shape in _expected(local, parameters, keyed):
@@ -97,7 +97,7 @@ def _stored_specs(
 
 
 def stored_shape(name: str, rules: Rules) -> Shape | None:
-    """The shape of a stored tensor by its rule, or by those of what is fused in it; None if the config does not say it."""
+    """The shape of a stored tensor by its rule, or its fused parts' rules; None if the config does not determine it."""
     fusion = rules.fusion(name)
     if fusion is None:
         rule = rules.rule(name)
@@ -109,7 +109,7 @@ def stored_shape(name: str, rules: Rules) -> Shape | None:
 
 
 def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[tuple[str, str, Shape | None]]:
-    """Names with dtypes and, for live tensors, local shapes: of all parameters, then of all other live tensors."""
+    """Names with dtypes and, for live tensors, local shapes: all parameters, then all other live tensors."""
     keys: dict[str, tuple[str, Shape | None]] = {}
     for name, (dtype, shape) in local.items():
         keys[split_key(name, keyed)[1]] = dtype, () if shape == () else None

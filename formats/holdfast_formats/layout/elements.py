@@ -1,7 +1,7 @@
-"""The element tensors of a group: its tensors after fused ones and stacks are taken apart.
+"""The element tensors of a group: its tensors after fused ones and stacks are split.
 
-Layouts refer to element tensors only. So a checkpoint with `qkv_proj` or stacked experts and one with their parts are the
-same to them. An optimizer's `<parameter>/<key>` is taken apart as its parameter is.
+Layouts refer to element tensors only, so a checkpoint with `qkv_proj` or stacked experts is equivalent to one with
+their parts. An optimizer's `<parameter>/<key>` is split as its parameter is.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ class Element(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A group's element tensors in the order of its own tensors, and which stored tensors contain those
-    that are not stored.
-    """
+    """A group's element tensors in the order of its own tensors, and the stored tensors that contain unstored ones."""
 
     by_name: dict[str, Element]
     sources: dict[str, list[Fused]]
 
 
 def split_key(name: str, keyed: bool) -> tuple[str, str]:
-    """Split an optimizer's name into parameter and `/key`; the whole name if the group's names have no keys."""
+    """Split an optimizer's name into parameter and `/key`; the whole name if the group has no keys."""
     parameter, slash, key = name.rpartition("/")
     return (parameter, slash + key) if keyed and slash else (name, "")
 
@@ -102,9 +100,9 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
 
 
 def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape, ...]) -> LocalTensor:
-    """The whole fused tensor, made of whole elements in the pattern in which checkpoints hold it.
+    """The whole fused tensor, made of whole elements in the checkpoint's pattern.
 
-    Raises `StateMismatch` if that pattern depends on heads whose number is not known.
+    Raises `StateMismatch` if that pattern depends on an unknown number of heads.
     """
     if not fusion.groups:
         raise heads_unknown(name)
@@ -127,7 +125,7 @@ def heads_unknown(name: str) -> StateMismatch:
 
 
 def one_for_all(name: str, dtype: str, elements: Sequence[str]) -> LocalTensor:
-    """A scalar of a fused parameter's optimizer state, which stands for the scalar of each of its parts."""
+    """A scalar of a fused parameter's optimizer state, shared by all its parts."""
     return LocalTensor(name, dtype, (), tuple(Part(element, Box((), ()), 0, ()) for element in elements))
 
 

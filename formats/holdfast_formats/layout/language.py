@@ -105,7 +105,7 @@ class Layout(NamedTuple):
         return virtual % self.mesh.pp, virtual // self.mesh.pp
 
     def notes(self, layers: int) -> tuple[str, ...]:
-        """Sentences about what this layout decides by itself for a model of so many layers."""
+        """Notes on this layout's defaults for a model of so many layers."""
         stages = self.mesh.pp * self.mesh.vpp
         if self.split or not layers % stages:
             return ()

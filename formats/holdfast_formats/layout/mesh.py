@@ -57,12 +57,10 @@ class Mesh(NamedTuple):
 
     @property
     def world(self) -> int:
-        """The number of ranks; experts are spread over the same ones."""
         return self.tp * self.cp * self.sharding * self.dp * self.pp
 
     @property
     def edp(self) -> int:
-        """The number of ranks of a stage that hold the same part of the same experts."""
         return self.tp * self.cp * self.sharding * self.dp // (self.etp * self.ep)
 
     @property
@@ -205,7 +203,7 @@ def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
 
 
 def _moving(mesh: Mesh) -> set[str]:
-    """The axes along which ranks differ on either grid. Only their order decides the coordinates of ranks."""
+    """Axes along which ranks differ on either grid. Only their order affects ranks' coordinates."""
     place = {"etp": "tp", "esharding": "sharding", "ereplica": "dp"}
     return {place.get(axis, axis) for axis, size, _ in (*dense_grid(mesh), *expert_grid(mesh)) if size > 1}
 

@@ -27,7 +27,6 @@ def gaps(local: LocalTensor) -> list[tuple[int, int]]:
 
 
 def _runs(part: Part) -> Runs:
-    """The part's elements as runs that are contiguous in the local tensor."""
     length, outer = 1, len(part.box.shape)
     while outer and (part.box.shape[outer - 1] == 1 or part.strides[outer - 1] == length):
         length *= part.box.shape[outer - 1]

@@ -1,8 +1,8 @@
 """A rank's local tensors in a layout, each made of parts of other tensors.
 
-A part says which box of another tensor is where in a local one. The place is a first element and a stride for each dimension
-of the box. This one form covers a shard, a fused tensor, a stack of experts and a flat range of any of them. Elements that
-no part covers are padding: zeros in memory, and not stored.
+A part maps a box of another tensor to places in a local one: a first element and a stride for each dimension of the
+box. This form covers a shard, a fused tensor, a stack of experts and a flat range of any of them. Uncovered elements
+are padding: zeros in memory, and not stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Part(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One after the last element's position."""
         return self.start + sum((n - 1) * stride for n, stride in zip(self.box.shape, self.strides, strict=True)) + 1
 
     @property
@@ -44,7 +43,7 @@ class Part(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as a rank holds it. Its parts do not overlap, except for a scalar that stands for several."""
+    """A tensor as a rank holds it. Its parts do not overlap, except for a scalar shared by several."""
 
     name: str
     dtype: str
@@ -57,7 +56,6 @@ class LocalTensor(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Elements that no part covers."""
         return max(self.volume - sum(part.box.volume for part in self.parts), 0)
 
 
@@ -188,9 +186,9 @@ def stack(name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
 
 
 def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> LocalTensor:
-    """The same local tensor with parts of stored tensors, if its own parts are of tensors that are inside others.
+    """The same local tensor with parts of stored tensors, if its own parts are of tensors inside others.
 
-    `sources` names, for a tensor, the stored ones that contain it; a tensor that is not named is stored itself. Raises
+    `sources` names, for a tensor, the stored ones that contain it; other tensors are stored themselves. Raises
     `StateMismatch` with the tensor of which a part is not stored.
     """
     parts: list[Part] = []
@@ -225,7 +223,7 @@ def _inside(part: Part, source: Fused) -> Iterable[Part]:
 
 
 def _place(part: Part, shape: Shape) -> tuple[Box, list[int | None]]:
-    """The box of a row-major tensor of `shape` that contains the part, and which dimension each of the part's became."""
+    """The box of a row-major tensor of `shape` that contains the part, and the dimension that each of the part's became."""
     steps = strides(shape)
     left, offset = part.start, []
     for step in steps:

@@ -1,8 +1,8 @@
-"""What each rank of a layout holds of a group: local tensors, and the parts of stored tensors that they are made of.
+"""What each rank of a layout holds of a group: local tensors, and the parts of stored tensors in them.
 
-This is pure arithmetic on names, shapes and a layout; no tensor is touched and no model's code is run. In order: stored
-tensors are taken apart into elements, pipeline and expert parallelism choose their ranks, tensor parallelism cuts them, the
-layout's own fused forms combine them again, and sharding distributes what is left.
+Pure arithmetic on names, shapes and a layout; no tensor is touched and no model's code is run. In order: stored tensors
+are split into elements, pipeline and expert parallelism choose their ranks, tensor parallelism cuts them, the layout's
+own fused forms combine them again, and sharding distributes the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast_formats.layout.rules import Fusion, Rules, choose
 from holdfast_formats.region import Box, Shape
 
 KEYED_GROUP = "optim"  # its names are <parameter>/<key>
-_MODEL = "model"  # the group whose names all others follow
+_MODEL = "model"  # the group whose names all others use
 _SHARDED_FROM_STAGE = {_MODEL: 3, "ema": 3, "master": 1, KEYED_GROUP: 1}
 _NEVER = 4
 _RANKS = "ranks/"  # tensors of one rank's process: random streams, data loaders
@@ -40,21 +40,19 @@ Remake = Callable[[list[LocalTensor], list[LocalTensor]], tuple[list[LocalTensor
 
 
 class HeldTensors(NamedTuple):
-    """What a rank holds: tensors with parts of stored ones, and notes on decisions for people."""
+    """A rank's holdings: tensors with parts of stored ones, and notes."""
 
     tensors: tuple[LocalTensor, ...]
     notes: tuple[str, ...]
 
 
 class HeldSize(NamedTuple):
-    """How much a rank holds: tensors, and their bytes with padding."""
-
     tensors: int
     bytes: int
 
 
 class _Dealt(NamedTuple):
-    """Tensors that are distributed over sharding ranks, and which rank keeps what.
+    """Tensors distributed over sharding ranks, and each rank's part.
 
     A scalar is kept by the ranks that keep a part of the tensor at its position in `beside`.
     """
@@ -67,9 +65,9 @@ class _Dealt(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """What the ranks of one place in pipeline, expert and tensor parallelism hold.
+    """Holdings of the ranks at one place in pipeline, expert and tensor parallelism.
 
-    `common` is held by every one of them; dense tensors and experts' are distributed. Parts are of stored tensors.
+    Each of them holds `common`; dense tensors and experts' are distributed. Parts are of stored tensors.
     """
 
     common: tuple[LocalTensor, ...]
@@ -83,7 +81,7 @@ _Cuts = dict[str, tuple[Element, Cut]]
 
 
 class LayoutHoldings:
-    """What the ranks of one layout hold of one group. Ranks that differ only in data parallelism are computed once."""
+    """The holdings of a layout's ranks of one group. Ranks that differ only in data parallelism are computed once."""
 
     def __init__(
         self,
@@ -96,8 +94,8 @@ class LayoutHoldings:
     ) -> None:
         """Raises `StateMismatch`, with tensor and numbers, if the layout does not fit the tensors.
 
-        `specs` are the group's stored tensors, `aliases` the names that are tied to one of them. If sharding distributes
-        tensors one after the other, their order is that of `specs`, or that in which `remake` makes others of them.
+        `specs` are the group's stored tensors, `aliases` the names that are tied to one of them. If sharding
+        distributes tensors one after the other, their order is that of `specs`, or of their results of `remake`.
         """
         self.layout = layout
         self._remake = remake
@@ -116,7 +114,6 @@ class LayoutHoldings:
         self._alike: dict[tuple[int, int, tuple[Shape, ...]], _Cell] = {}
 
     def of(self, rank: int) -> HeldTensors:
-        """What one rank holds; `InvalidRequest` for a rank outside the layout's world."""
         at = self._coordinate(rank)
         cell = self._cell(at)
         tensors: list[LocalTensor] = []
@@ -146,9 +143,7 @@ class LayoutHoldings:
         return HeldSize(count, octets)
 
     def _place(self) -> dict[tuple[int, int], list[tuple[int, Element]]]:
-        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for elements that all ranks
-        hold.
-        """
+        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for all ranks."""
         mesh = self.layout.mesh
         experts = self._rules.experts if self._rules.experts is not None else _count(self._elements, "expert")
         stages: dict[int | str, int] = {}
@@ -210,7 +205,6 @@ class LayoutHoldings:
         return _Cell((), 0, self._deal(dense, mesh.sharding), self._deal(experts, mesh.esharding), notes)
 
     def _formed(self, cuts: _Cuts, at: Coordinate) -> Iterator[tuple[LocalTensor, bool]]:
-        """Every local tensor of these elements in the layout's forms, and whether it belongs to experts."""
         done: set[str] = set()
         for element, cut in cuts.values():
             if element.name in done:
@@ -225,7 +219,6 @@ class LayoutHoldings:
                 yield self._fused(fusion, element, [cuts[name] for name in names if name in cuts], at), expert
 
     def _form(self, element: Element) -> Fusion | None:
-        """The fused tensor of which this element is a part in this layout, if any."""
         candidates = self._rules.fusions(element.parameter)
         stored = [fusion for fusion in candidates if fusion.name + element.key in self._specs]
         for fusion in (*stored, *candidates):
@@ -258,7 +251,7 @@ class LayoutHoldings:
         return stack(name, [self._joined(fusion, name, parts, at) for _, parts in sorted(experts.items())])
 
     def _joined(self, fusion: Fusion, name: str, held: Sequence[tuple[Element, Cut]], at: Coordinate) -> LocalTensor:
-        """Boxes of the fused elements as one local tensor, in the layout's pattern or, if it has none, the stored one."""
+        """Boxes of the fused elements as one local tensor, in the layout's or the stored pattern."""
         form = self.layout.form("gate_up" if fusion.kind == "experts" else fusion.kind)
         dtype = held[0][0].dtype
         if form == "contiguous":
@@ -271,7 +264,7 @@ class LayoutHoldings:
     def _slice(
         self, fusion: Fusion, name: str, held: Sequence[tuple[Element, Cut]], at: Coordinate
     ) -> list[tuple[str, Box]]:
-        """The rank's slice of the whole fused tensor: it may hold nothing of some of the parts."""
+        """The rank's slice of the whole fused tensor; some parts may be empty."""
         rule, mesh = held[0][0].rule, self.layout.mesh
         axis = "" if rule is None else rule.axis  # each rank holds the whole of a tensor that no axis cuts
         size, index = {"tp": (mesh.tp, at.tp), "etp": (mesh.etp, at.etp), "": (1, 0)}[axis]
@@ -288,7 +281,7 @@ class LayoutHoldings:
         return boxes
 
     def _ties(self, cuts: _Cuts, at: Coordinate) -> Iterator[LocalTensor]:
-        """Tied names on stages that do not hold the tensor itself: stored once, given to both."""
+        """Tied names on stages without the tensor itself: stored once, given to both."""
         if self.layout.mesh.pp == 1:
             return
         for alias, target in self._tied.items():
@@ -299,7 +292,7 @@ class LayoutHoldings:
             yield self._cutter.cut(tied._replace(name=alias), at).of(tied)._replace(name=alias)
 
     def _deal(self, tensors: list[LocalTensor], count: int) -> list[_Dealt]:
-        """Which of `count` sharding ranks keeps what. Of an optimizer, every key is distributed like its parameter."""
+        """Distribute tensors over `count` sharding ranks. An optimizer's keys are distributed like their parameter."""
         by_key: dict[str, list[LocalTensor]] = {}
         scalars: list[LocalTensor] = []
         for tensor in tensors:
@@ -326,10 +319,10 @@ def of_manifest(
     extra: Mapping[str, Any] | None = None,
     remake: Remake | None = None,
 ) -> LayoutHoldings:
-    """What the ranks of a layout hold of a checkpoint's group; every reader gets the same result.
+    """The holdings of a checkpoint's group; every reader gets the same result.
 
-    `config` is the model's config.json, `extra` a team's own rules. If sharding distributes tensors one after the other,
-    their order is the natural order of their names. Raises `NoSuchResource` for a group that does not exist.
+    `config` is the model's config.json, `extra` a team's own rules. If sharding distributes tensors one after the
+    other, their order is the natural order of their names. Raises `NoSuchResource` for a group that does not exist.
     """
     entries = manifest.tensors.get(group)
     if entries is None:
@@ -365,7 +358,7 @@ def _local_groups(fusion: Fusion, element: Element, cut: Cut, name: str) -> int:
 
 
 def _count(elements: Elements, what: str) -> int:
-    """One more than the highest layer or expert in the names, if no config says how many there are."""
+    """One more than the highest layer or expert in the names, for configs without a count."""
     numbers = (getattr(e.rule, what) for e in elements.by_name.values() if e.rule is not None)
     return max((n + 1 for n in numbers if isinstance(n, int)), default=0)
 

@@ -1,7 +1,7 @@
 """A rank's shard as one safetensors file: its header, its length, and the contents of any window of its bytes.
 
-Nothing is read here. A window is stated as parts of stored tensors and their places, so the sender of a file holds only one
-window of it, whatever its size.
+Nothing is read here. A window is described as parts of stored tensors and their places, so the sender of a file holds
+only one window of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WINDOW_ALIGNMENT_BYTES = 8  # the widest element; tensors are in descending orde
 class PlacedTensor(NamedTuple):
     """A local tensor and its bytes [start, stop) of the file.
 
-    `units` is the same tensor counted in what can be addressed, `itemsize` bytes each: its elements, or bytes if elements
-    are narrower. Its parts are in order of position; `starts` are their first positions, `reach` the largest stop up to
+    `units` is the same tensor in addressable units of `itemsize` bytes: its elements, or bytes if elements are
+    narrower. Its parts are in order of position; `starts` are their first positions, `reach` the largest stop up to
     each.
     """
 
@@ -61,8 +61,6 @@ class Strip(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A file that can be sent: its header, its tensors in order, its length in bytes."""
-
     header: bytes
     tensors: tuple[PlacedTensor, ...]
     bytes: int
@@ -95,7 +93,7 @@ def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadat
 def windows(file: ShardFile, start: int, stop: int, window_bytes: int) -> Iterator[tuple[int, int]]:
     """Windows that cover bytes [start, stop) of the file after its header, cut at multiples of `window_bytes`.
 
-    The first begins at or before `start` and the last may end after `stop`, so that none cuts an element.
+    The first may begin before `start` and the last end after `stop`, so that none cuts an element.
     """
     low = max(start, len(file.header))
     low -= low % WINDOW_ALIGNMENT_BYTES

@@ -1,15 +1,15 @@
-"""How data-parallel ranks share out the tensors that all of them would hold: who keeps which elements of which tensor.
+"""How data-parallel ranks divide tensors that all of them would hold.
 
-One rule serves every method: a tensor stands at `at` in a buffer of which rank r keeps [r·share, (r+1)·share).
+One rule serves every method: a tensor is at `at` in a buffer of which rank r keeps [r·share, (r+1)·share).
 
 - `whole`: a tensor has one keeper, the one with the fewest bytes so far (ties: the lowest index), the largest tensor first.
   This is Paddle's `DygraphShardingOptimizer` (sharding v1), which counts elements: the same where tensors have one dtype.
   `sort=none` takes them in order, as Paddle does with FLAGS_sharding_sort_parameters=0.
-- `flat`: tensors stand one after the other in fused buffers, one dtype a buffer. Megatron-core's distributed optimizer is
+- `flat`: tensors follow one another in fused buffers, one dtype a buffer. Megatron-core's distributed optimizer is
   `align=64:pad=128:bucket=…` (`_ParamAndGradBuffer`), but takes parameters from the last to the first of the module's order
   and gives shared embeddings a bucket of their own; Paddle's sharding v2 is `align=` 256 bytes times the ranks with `pad=1`,
-  in the order of registration. The order here is the list's, which can be known without the model's code: who keeps what
-  may differ from a live optimizer's, and each shard's range says it. DeepSpeed's stage 3 cuts every parameter: `bucket=1`.
+  in the order of registration. The order here is the list's, which is known without the model's code: a live optimizer may
+  divide otherwise, and each shard states its range. DeepSpeed's stage 3 cuts every parameter: `bucket=1`.
 - `dim0`: rows of each tensor as `torch.chunk` gives them (FSDP2); a tensor without dimensions is kept by all.
 - `flat-param`: as `flat`, a buffer for each layer and one for the rest (FSDP1; `align` is 16 bytes with use_orig_params).
 
@@ -39,7 +39,7 @@ _LAYER = re.compile(r"(?:^|\.)([0-9]+)\.")
 
 
 class Sized(Protocol):
-    """What must be known of a tensor to shard it: a `LocalTensor`, a `TensorSpec`."""
+    """The part of a tensor's description needed to shard it: a `LocalTensor`, a `TensorSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -58,9 +58,9 @@ class Shard(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Which rank keeps what of a list of tensors, for all ranks at once.
+    """The division of a list of tensors among all ranks.
 
-    It has the place of each tensor in its buffer, and how much of the buffer a rank keeps; a share of 0 is kept by all.
+    It has the place of each tensor in its buffer, and each rank's share of the buffer; a share of 0 is kept by all.
     """
 
     ranks: int
@@ -79,7 +79,6 @@ class Cuts(NamedTuple):
         return kept, start[kept], stop[kept]
 
     def of(self, index: int) -> list[Shard]:
-        """The shards of one rank, as values."""
         return [Shard(*shard) for shard in zip(*(column.tolist() for column in self.ranges(index)), strict=True)]
 
 

@@ -1,11 +1,10 @@
 """Determines which saved rank's values a rank of another world continues, if both have a layout.
 
-There are two kinds of values that a rank keeps for itself. A *position* (a data loader's, a sampler's) belongs to a
-data-parallel index, which is `sharding` and `dp` counted together as the ranks are. The rank that has that index now goes on
-from there, whatever its number and the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the
-same tp, cp, pp and data-parallel index. If there was no such index or place, the coordinates are taken modulo the saved
-sizes, and the heir is not exact: a stream is then mixed with the rank's number, and a position starts where another one
-started.
+Ranks have two kinds of own values. A *position* (a data loader's, a sampler's) belongs to a data-parallel index, which
+is `sharding` and `dp` counted together as the ranks are. The rank that has that index now continues it, whatever its
+number and the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the same tp, cp, pp and
+data-parallel index. If there was no such index or place, the coordinates are taken modulo the saved sizes, and the heir
+is not exact: a stream is then mixed with the rank's number, and a position starts where another one started.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BEHIND = ("etp", "vpp")  # axes that number no ranks
 
 
 class Heir(NamedTuple):
-    """The saved rank that is continued. `exact` says that it had the same index or place."""
+    """The saved rank that is continued. `exact`: it had the same index or place."""
 
     rank: int
     exact: bool
@@ -32,7 +31,7 @@ def stated(mesh: Mesh) -> dict[str, int]:
 
 
 def read(mesh: Mapping[str, int]) -> Mesh | None:
-    """The mesh that a manifest states; None if it is not a layout's, but one that was read off the tensors."""
+    """The mesh in a manifest; None if it was derived from the tensors, without a layout."""
     order = tuple(axis for axis in mesh if axis not in _BEHIND)
     if sorted(order) != sorted(ORDER) or not set(_BEHIND) <= set(mesh):
         return None
@@ -43,12 +42,10 @@ def read(mesh: Mapping[str, int]) -> Mesh | None:
 
 
 def indices(mesh: Mesh) -> int:
-    """The number of data-parallel indices."""
     return mesh.sharding * mesh.dp
 
 
 def index(mesh: Mesh, at: Coordinate) -> int:
-    """The data-parallel index of a place."""
     if mesh.order.index("sharding") < mesh.order.index("dp"):
         return at.sharding + at.dp * mesh.sharding
     return at.dp + at.sharding * mesh.dp

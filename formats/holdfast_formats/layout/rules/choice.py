@@ -22,7 +22,7 @@ _NONE = compile_table([Document(name="none")])
 
 @cache
 def packaged() -> tuple[str, ...]:
-    """The names of the tables that come with Holdfast; the most specific ones first."""
+    """The packaged tables' names; the most specific ones first."""
     documents = [check(decode(entry.read_bytes())) for entry in _tables() if entry.name.endswith(".toml")]
     return tuple(doc.name for doc in sorted(documents, key=lambda doc: (-len(doc.marks), doc.name)))
 
@@ -42,7 +42,6 @@ def _table(name: str) -> RuleTable:
 
 
 def _lineage(document: Document) -> list[Document]:
-    """The document and all that it extends, nearest first; if it extends several, the last one has precedence."""
     found = [document]
     waiting = _bases(document)
     while waiting:
@@ -75,10 +74,11 @@ def choose(
 ) -> Rules:
     """The rules for a checkpoint with this config.json and these tensors.
 
-    `extra` is a decoded rules file: its table is used, unless `table` names another. Without either, the table is the one
-    with the config's architecture, else with its model type, else the one whose marks are all among the names, else "none".
-    Layers and experts that no config counts are counted by the names and by the `shapes` of experts' stacks. Raises
-    `InvalidRequest` for a table that does not exist or is invalid, and for sizes in the config that are not numbers.
+    `extra` is a decoded rules file: its table is used, unless `table` names another. Without either, the table is the
+    one with the config's architecture, else with its model type, else the one whose marks are all among the names, else
+    "none". Layers and experts missing in the config are counted by the names and by the `shapes` of experts' stacks.
+    Raises `InvalidRequest` for a table that does not exist or is invalid, and for sizes in the config that are not
+    numbers.
     """
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
@@ -125,13 +125,11 @@ def _texts(value: Any) -> list[str]:
 
 
 def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config and, for a model of several parts, that of its text model."""
     nested = config.get("text_config")
     return [config, nested] if isinstance(nested, Mapping) else [config]
 
 
 def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | None:
-    """The first table all of whose marks match the names."""
     wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
     for table in tables:
         for i, mark in enumerate(table.marks):
@@ -169,7 +167,6 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
 
 
 def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The number of layers and of experts that the tensors show."""
     known: dict[str, list[tuple[Pattern, bool]]] = {}
     for pattern in table.tensors:
         known.setdefault(pattern.key, []).append((pattern, False))
@@ -189,7 +186,7 @@ def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]
 
 
 def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[str]) -> dict[str, str]:
-    """Tied names and the stored name of each. Without a checkpoint, the target counts as stored. If both are stored, it is
+    """Tied names and the stored name of each. Without a checkpoint, the target counts as stored. Two stored names are
     no tie.
     """
     found: dict[str, str] = {}

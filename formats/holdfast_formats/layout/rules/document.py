@@ -55,7 +55,7 @@ class FusionRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tie(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[ties]]`: two names of one tensor if config.json says so, or `default` if it does not say."""
+    """One `[[ties]]`: two names of one tensor, if config.json's flag, or else `default`, is true."""
 
     alias: Text
     target: Text
@@ -64,8 +64,8 @@ class Tie(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Synonyms(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[synonyms]]`: names of one tensor, of which a checkpoint has one, because some programs rename
-    when they save.
+    """One `[[synonyms]]`: names of one tensor, of which a checkpoint has one, because some programs rename when they
+    save.
     """
 
     names: Annotated[list[Text], Meta(min_length=2, max_length=8)]
@@ -80,8 +80,6 @@ class Scales(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Document(Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole table, as it is written."""
-
     name: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$")]
     extends: Text | Texts = []
     architectures: Words = []

@@ -72,7 +72,6 @@ def _unwind(waiting: list[str], postfix: list[int | str], binding: int) -> None:
 
 
 def names_in(expression: Expression) -> frozenset[str]:
-    """The names that an expression uses."""
     return frozenset(term for term in expression if isinstance(term, str) and term not in _BINDING)
 
 

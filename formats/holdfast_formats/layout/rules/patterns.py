@@ -1,7 +1,7 @@
-"""Patterns of tensor names: `{layer}` and `{expert}` stand for numbers, `{root}` and `{part}` for listed words.
+"""Patterns of tensor names: `{layer}` and `{expert}` match numbers, `{root}` and `{part}` listed words.
 
-Words are expanded, into one pattern each. A name is then looked up by its text without the numbers, so a table of hundreds
-of patterns costs one look into a dictionary.
+Words are expanded, into one pattern each. Names are indexed by their text without numbers, so a table of hundreds of
+patterns costs one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -32,34 +32,29 @@ class NameNumbers(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """A name in which only numbers are open: `pieces`, and between them `slots`, a placeholder's word or a fixed number."""
+    """A name in which only numbers are open: `pieces`, and between them `slots`, a placeholder or a fixed number."""
 
     pieces: tuple[str, ...]
     slots: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        """The text that all names of this pattern have without their numbers."""
+        """The text of all names of this pattern without their numbers."""
         return _GAP.join(self.pieces)
 
     @property
     def open(self) -> int:
-        """The number of its open numbers."""
         return sum(slot in NUMBERED for slot in self.slots)
 
     @property
     def text(self) -> str:
-        """The pattern as it is written in a table."""
         return self._with([f"{{{slot}}}" if slot in NUMBERED else slot for slot in self.slots])
 
     def name(self, place: NameNumbers) -> str:
-        """The name with these numbers."""
         return self._with([str(getattr(place, slot)) if slot in NUMBERED else slot for slot in self.slots])
 
     def match(self, numbers: Sequence[str]) -> NameNumbers | None:
-        """The numbers of a name with this pattern's key, by meaning; None if the name belongs to another
-        pattern after all.
-        """
+        """The numbers of a name with this pattern's key, by meaning; None if another pattern matches instead."""
         if len(numbers) != len(self.slots):
             return None
         layer = expert = None
@@ -80,13 +75,11 @@ class Pattern(NamedTuple):
 
 
 def split(name: str) -> tuple[str, list[str]]:
-    """Split a name into its key and its numbers."""
     pieces = _NUMBER.split(name)
     return _GAP.join(pieces[::2]), pieces[1::2]
 
 
 def places(text: str) -> frozenset[str]:
-    """The words in braces."""
     return frozenset(_PLACE.findall(text))
 
 

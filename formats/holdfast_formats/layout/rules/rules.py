@@ -40,7 +40,7 @@ class Fusion(NamedTuple):
     dimension: int  # along which they are joined, in each of them; a stack's experts are along a new dimension 0
     units: tuple[int, int] | None  # query heads and key-value heads, if they are known
     stacked: bool
-    groups: int  # how a checkpoint's own one is cut: 1 is one after the other; 0: by heads whose number is not known
+    groups: int  # the checkpoint's pattern: 1 is one after the other; 0: by an unknown number of heads
 
 
 class Rules:
@@ -87,7 +87,7 @@ class Rules:
         return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
 
     def fusion(self, name: str) -> Fusion | None:
-        """The fused tensor of this name; None if there is none, and for a stack of experts whose number is not known."""
+        """The fused tensor of this name; None if there is none, and for a stack of an unknown number of experts."""
         made = self._made.get(name)
         if made is None:
             found = _find(self._fusions, name)
@@ -101,7 +101,6 @@ class Rules:
         return tuple(fusion for fusion in made if fusion is not None)
 
     def stored(self, name: str) -> Fusion | None:
-        """The fused tensor in which a save stores the tensor `name`; None if it is stored itself."""
         return next((self._fuse(row, place) for row, place in self._holders(name) if row.stored), None)
 
     def aliases(self) -> dict[str, str]:

@@ -43,7 +43,7 @@ class FusionRow(NamedTuple):
 
 
 class TieRow(NamedTuple):
-    """A name that is one tensor with one of `targets` if config.json's `when` is true, or `default` if it does not say."""
+    """A name that is one tensor with one of `targets` if config.json's `when`, or else `default`, is true."""
 
     alias: str
     targets: tuple[str, ...]
@@ -131,7 +131,6 @@ def _expression(size: str | int) -> Expression:
 
 
 def _sized(size: str | int, known: Iterable[str]) -> Expression:
-    """An expression over the table's own sizes."""
     expression = _expression(size)
     unknown = sorted(names_in(expression) - set(known))
     if unknown:
@@ -236,7 +235,7 @@ def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Map
 
 
 def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> dict[Pattern, TensorRow]:
-    """The rows of the per-block numbers beside weights, cut as these are."""
+    """The rows of per-block numbers beside weights, cut as the weights are."""
     found = {}
     for pattern, row in tensors.items():
         if row.shape is not None and len(row.shape) == 2 and not row.vocabulary and pattern.text.endswith(".weight"):
