@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by group and name: as they are stored, or as a mapping program makes them of these."""
+"""The tensors of a checkpoint by group and name, as stored or as a mapping program makes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import read_program
 
 CONFIG = "config.json"
-_READ_BYTES = 2**24  # at once, of tensors that a program says are zeros
+_READ_BYTES = 2**24  # read at once, of tensors that a program expects to be zeros
 
 
 class Arranged(NamedTuple):
-    """Tensors by group and name. `names` says what became of each parameter that a program named; of others, nothing."""
+    """Tensors by group and name. `names` maps the parameters that a program named to their results."""
 
     groups: Mapping[str, Mapping[str, MappedTensor]]
     names: Mapping[str, tuple[str, ...]] = {}
@@ -37,14 +37,13 @@ class Arranged(NamedTuple):
         return self.groups.get(group, {})
 
     def became(self, name: str) -> tuple[str, ...]:
-        """The names that a parameter of the checkpoint has now."""
         return self.names.get(name, (name,))
 
 
 def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
-    """All tensors, without aliases. What the program takes for granted is checked.
+    """All tensors, without aliases, after checking the program's assumptions.
 
-    Raises `StateMismatch`, by name, for tensors that a program needs to be equal, or zeros, and that are not.
+    Raises `StateMismatch` for tensors that a program requires to be equal, or zeros, and that are not.
     """
     groups: dict[str, dict[str, MappedTensor]] = defaultdict(dict)
     if program is None:
@@ -65,9 +64,9 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
 
 
 def compiled(source: ExportSource, given: str) -> CompiledProgram:
-    """A program for this checkpoint: by its text, or by the name of one that is shipped.
+    """A program for this checkpoint: by its text, or by the name of a shipped one.
 
-    Raises `InvalidRequest` for a program that cannot be right, `StateMismatch` for one that does not fit the checkpoint.
+    Raises `InvalidRequest` for an invalid program, `StateMismatch` for one that does not fit the checkpoint.
     """
     program = read_program(given) if "\n" in given or "=" in given else choice.load(given)
     aliases = {TensorKey(group, alias) for group, held in source.aliases.items() for alias in held}
@@ -76,7 +75,7 @@ def compiled(source: ExportSource, given: str) -> CompiledProgram:
 
 
 def config_of(source: ExportSource) -> Mapping[str, Any]:
-    """The checkpoint's config.json; empty where there is none, or it is no object."""
+    """The checkpoint's config.json; empty if there is none, or it is no object."""
     try:
         found = json.loads(source.read_asset(CONFIG)) if CONFIG in source.assets else {}
     except (ValueError, RecursionError):
@@ -87,7 +86,7 @@ def config_of(source: ExportSource) -> Mapping[str, Any]:
 def renamed_documents(source: ExportSource, arranged: Arranged) -> dict[str, dict[str, Any]]:
     """The checkpoint's documents with the parameters of optimizers under their new names.
 
-    Raises `StateMismatch`, by name, where what belonged to several groups of parameters is one tensor now.
+    Raises `StateMismatch` if parameters of several groups became one tensor.
     """
     documents: dict[str, dict[str, Any]] = {group: dict(held) for group, held in source.listing.documents.items()}
     if arranged.names and optimizer_state.GROUP in documents:

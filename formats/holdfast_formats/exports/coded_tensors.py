@@ -1,4 +1,4 @@
-"""Tensors of compact checkpoints as those of a listing: what is coded from a tensor, and what is decoded from its parts."""
+"""Tensors of compact checkpoints as entries of a listing: parts encoded from a tensor, and tensors decoded from parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 
 SLAB_ELEMENTS = 2**20  # at a time: the arithmetic takes some 50 bytes for each
-BAND_BYTES = 2**24  # what an executor asks for at once
+BAND_BYTES = 2**24  # requested at once by an executor
 
 
 class PartEncoder(NamedTuple):
@@ -40,7 +40,6 @@ class PartEncoder(NamedTuple):
         return self.coding, self.role
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        """The codes, or the scales, of a box of this part."""
         part = PARTS[self.coding][self.role]
         made: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(part.dtype))
         for slab in codings.slabs(box, max(SLAB_ELEMENTS // (BLOCK if part.a_block else 1), 1)):
@@ -75,7 +74,7 @@ class PartEncoder(NamedTuple):
 
 
 class KnownIntegers(NamedTuple):
-    """Integers that were found before."""
+    """Integers that were computed before."""
 
     values: NDArray[np.uint64]
 
@@ -121,7 +120,7 @@ class CodedValues(NamedTuple):
 def decoded(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
     """A coded tensor of a compact checkpoint, whose `stored` tensors are those of its files.
 
-    Raises `StateMismatch`, by name, for a coding of a later version.
+    Raises `StateMismatch` for a coding of a later version.
     """
     found = coded.find(made, key.group, key.name)
     assert found is not None

@@ -15,9 +15,9 @@ DEFAULT_LAYOUT = LAYOUTS[0]
 
 
 def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
-    """Everything in the names of `options.layout`, with the checkpoint's small files beside it.
+    """Everything under the names of `options.layout`, with the checkpoint's small files.
 
-    With `options.dtype` the model's weights are converted, and what trains them is not.
+    `options.dtype` converts the model's weights only.
     """
     if options.weights != "model":
         raise InvalidRequest("a directory of torch.distributed.checkpoint holds all groups", hint="leave --weights out")

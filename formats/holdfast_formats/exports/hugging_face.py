@@ -33,8 +33,8 @@ _OF_ADAPTERS = "adapter_config.json"  # beside a model, transformers would take 
 def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     """The weights in safetensors files with an index, and the checkpoint's small files beside them.
 
-    Tied tensors are stored once where config.json ties them, as transformers does, else under each name. With
-    `options.dtype` the dtype in config.json is that one.
+    Tied tensors are stored once if config.json ties them, as transformers does, else under each name. `options.dtype`
+    is set in config.json, too.
     """
     if options.layout is not None:
         raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
@@ -49,7 +49,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
 
 
 def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
-    """What is tied and has to be stored under its other name too, because config.json does not tie it; and what is said."""
+    """Ties that config.json lacks, whose tensors need a copy under the other name; and notes."""
     config, ties = config_of(source), source.ties(weights.GROUP)
     inner = config.get("text_config")
     ties_head = any(held.get(_TIES_KEY) is True for held in (config, inner) if isinstance(held, dict))
@@ -59,7 +59,7 @@ def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
 
 
 def configured(source: ExportSource, dtype: str | None, without: frozenset[str]) -> tuple[list[TargetFile], list[str]]:
-    """The checkpoint's small files, with the dtype in config.json where one was asked for, and what is said about it."""
+    """The checkpoint's small files, with a requested dtype in config.json, and notes."""
     assets = copied_assets(source, without)
     if dtype is None or CONFIG not in source.assets:
         return assets, []
@@ -71,7 +71,7 @@ def configured(source: ExportSource, dtype: str | None, without: frozenset[str])
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes | None:
-    """A config.json with this dtype wherever it names one, also in the parts of a model of several; None if nowhere."""
+    """A config.json with this dtype wherever it has one, including those of its parts; None if nowhere."""
     try:
         document = json.loads(config)
     except (ValueError, RecursionError):

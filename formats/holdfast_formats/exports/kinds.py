@@ -11,7 +11,6 @@ NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
 
 
 def kind_named(name: str) -> ExportKind:
-    """The way that has this name; `InvalidRequest` with all names if there is none."""
     for kind in KINDS:
         if kind.name == name:
             return kind

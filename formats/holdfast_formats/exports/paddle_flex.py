@@ -1,4 +1,4 @@
-"""Exports a FlexCheckpoint of Paddle: pickles of numpy arrays, with metadata that says which file holds which array.
+"""Exports a FlexCheckpoint of Paddle: pickles of numpy arrays, with metadata of the file of each array.
 
 All of it is in Paddle's layout. The arrays' bytes are streamed; the opcodes around them are known before.
 """
@@ -63,7 +63,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
 
 
 def array_files(directory: str, tensors: Iterable[Held], file_bytes_max: int = FILE_BYTES_MAX) -> list[TargetFile]:
-    """The arrays of a set in files of about `file_bytes_max` bytes, and the metadata that tells where each of them is."""
+    """The arrays of a set in files of about `file_bytes_max` bytes, and the metadata with their places."""
     writer = _ArrayFiles(directory, file_bytes_max)
     for tensor in sorted(tensors, key=lambda one: natural_key(one.spec.name)):
         writer.add(tensor)
@@ -71,15 +71,11 @@ def array_files(directory: str, tensors: Iterable[Held], file_bytes_max: int = F
 
 
 class _Placed(NamedTuple):
-    """An array, and the name of its file."""
-
     tensor: Held
     file: str
 
 
 class _ArrayFiles:
-    """Fills files one after the other."""
-
     def __init__(self, directory: str, file_bytes_max: int) -> None:
         self._directory, self._file_bytes_max = directory, file_bytes_max
         self._made: list[TargetFile] = []
@@ -87,7 +83,7 @@ class _ArrayFiles:
         self._open()
 
     def add(self, tensor: Held) -> None:
-        """Add an array; `StateMismatch`, by name, for a dtype that Paddle does not have."""
+        """Add an array; `StateMismatch` for a dtype that Paddle does not have."""
         before, after = _around(tensor)
         if self._tensors and self._at + len(self._literal) + len(before) + tensor.spec.nbytes > self._file_bytes_max:
             self._close()
@@ -144,7 +140,7 @@ def _around(tensor: Held) -> tuple[bytes, bytes]:
 
 
 def _opcodes(value: Any) -> bytes:
-    """What puts a value onto the stack: its pickle without the protocol and the stop. It needs nothing that came before."""
+    """The opcodes that push the value: its pickle without the protocol and the stop. They use no memo of earlier ones."""
     return pickle_writer.dumps(value)[2:-1]
 
 

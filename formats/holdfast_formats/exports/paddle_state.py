@@ -1,4 +1,4 @@
-"""A checkpoint in PaddlePaddle's terms: names, the layout of its Linear weights, the state of its AdamW and of its trainer.
+"""A checkpoint in PaddlePaddle's terms: names, the layout of its Linear weights, the state of its AdamW and trainer.
 
 A Linear weight is [in, out] there; moments are `moment1_0` and `moment2_0`; `beta1_pow_acc_0` is β^(t+1) after t steps,
 multiplied up in F32.
@@ -56,8 +56,8 @@ class ParameterState(NamedTuple):
 
 
 class PaddleState(NamedTuple):
-    """What an export for Paddle consists of. Masters and moments are in F32 and in Paddle's layout; the model's weights are
-    as the checkpoint has them. Tied parameters are there under both names.
+    """The contents of an export for Paddle. Masters and moments are in F32 and in Paddle's layout; the model's weights
+    are the checkpoint's. Tied parameters have both names.
     """
 
     model: Mapping[str, MappedTensor]
@@ -69,19 +69,19 @@ class PaddleState(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The number of steps of all parameters; None where there is no state, or they differ."""
+        """Steps of all parameters; None without state, or if they differ."""
         steps = {one.step for one in self.optimizer.values()}
         return steps.pop() if len(steps) == 1 else None
 
 
 class PaddleLayout(NamedTuple):
-    """Which matrices Paddle holds transposed; with `made` none any more: a program has brought them into its layout."""
+    """The matrices that Paddle holds transposed; with `made` none: a program has converted them."""
 
     config: Mapping[str, Any]
     made: bool
 
     def of(self, name: str, mapped: MappedTensor) -> MappedTensor:
-        """A tensor of the parameter `name` in Paddle's layout; `StateMismatch` for a model class that is not known."""
+        """A tensor of the parameter `name` in Paddle's layout; `StateMismatch` for an unknown model class."""
         if self.made or len(mapped.spec.shape) != 2 or not name.endswith(".weight"):
             return mapped
         table = linears(self.config, ())
@@ -97,8 +97,8 @@ class PaddleLayout(NamedTuple):
 def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> PaddleState:
     """The checkpoint for Paddle. A program makes masters and optimizer; with `model_too` the model's weights as well.
 
-    Raises `StateMismatch`, by name, for optimizer state that Paddle's AdamW has no place for, and where moments, steps and
-    weights do not belong together; `InvalidRequest` for options that mean nothing here.
+    Raises `StateMismatch` for optimizer state without a place in Paddle's AdamW, and if moments, steps and weights do
+    not belong together; `InvalidRequest` for unsupported options.
     """
     if options.layout is not None or options.weights != "model":
         raise InvalidRequest("--layout and --weights are not for Paddle's checkpoints", hint=_HINT)
@@ -126,7 +126,6 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
 
 
 def transposed(mapped: MappedTensor) -> MappedTensor:
-    """A matrix with its two dimensions exchanged, made of the same sources."""
     spec = mapped.spec
     moves = tuple(
         move._replace(
@@ -140,7 +139,6 @@ def transposed(mapped: MappedTensor) -> MappedTensor:
 
 
 def power_tensor(group: str, name: str, value: float) -> KnownTensor:
-    """A power of beta as Paddle stores it, F32 of shape [1]."""
     return KnownTensor(TensorSpec(group, name, "F32", (1,)), np.array([value], "<f4").tobytes())
 
 
@@ -158,7 +156,7 @@ def power(beta: float, step: int) -> float:
 
 
 def model_config(source: ExportSource) -> Mapping[str, Any]:
-    """config.json; `NoSuchResource` where there is none or it is no object: Paddle's layout follows from it."""
+    """config.json; `NoSuchResource` if it is missing or no object: Paddle's layout follows from it."""
     found = config_of(source)
     if not found:
         raise NoSuchResource(
@@ -169,7 +167,7 @@ def model_config(source: ExportSource) -> Mapping[str, Any]:
 
 
 def full(mapped: MappedTensor, key: TensorKey) -> MappedTensor:
-    """In F32, which Paddle's masters and moments always are; `StateMismatch` where that would lose digits."""
+    """Converted to F32, as Paddle's masters and moments are; `StateMismatch` if that loses digits."""
     spec = mapped.spec
     if spec.dtype not in FLOATS or spec.dtype == "F64":
         raise StateMismatch(
@@ -206,7 +204,7 @@ def _optimizer(
 
 
 def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
-    """`StateMismatch`, by name, for what belongs to no weight, or has not its shape; a number of steps has none."""
+    """`StateMismatch` for state that belongs to no weight, or has another shape; step counts have none."""
     if parameter not in model:
         raise StateMismatch(f"{group} has {parameter!r}, which the model does not have", hint=_HINT, tensor=parameter)
     name, shape = mapped.spec.name, model[parameter].spec.shape
@@ -242,8 +240,8 @@ def _step(source: ExportSource, mapped: MappedTensor) -> int:
 def _of_groups(
     documents: Mapping[str, Mapping[str, Any]], arranged: Arranged, of: Callable[[Mapping[str, Any]], Known | None]
 ) -> dict[str, Known]:
-    """A hyper-parameter of every parameter that has it, by its name now; `StateMismatch` for one made of parameters with
-    different ones.
+    """A hyper-parameter of every parameter that has it, by its new name; `StateMismatch` for one made of parameters
+    with different values.
     """
     found: dict[str, Known] = {}
     for group in parameter_groups(documents):
@@ -257,7 +255,6 @@ def _of_groups(
 
 
 def parameter_groups(documents: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The groups of parameters of all optimizers, as their documents have them."""
     found: list[Mapping[str, Any]] = []
     for document in documents.get(optimizer_state.GROUP, {}).values():
         groups = document.get("groups") if isinstance(document, dict) else None
@@ -266,7 +263,7 @@ def parameter_groups(documents: Mapping[str, Mapping[str, Any]]) -> list[Mapping
 
 
 def _pair(value: Any) -> Betas | None:
-    """Two numbers below 1, as JSON documents of optimizers have them: a list, or a tuple."""
+    """Two numbers below 1, a list or tuple in an optimizer's JSON document."""
     listed = value.get("$tuple") if isinstance(value, dict) else value
     if not isinstance(listed, list) or len(listed) != 2:
         return None
@@ -276,7 +273,7 @@ def _pair(value: Any) -> Betas | None:
 
 
 def _count(value: Any) -> int | None:
-    """The steps of a group, as fused optimizers count them."""
+    """A group's step count, as fused optimizers have it."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= STEP_MAX else None
 
 

@@ -1,4 +1,4 @@
-"""The small files with which PaddleFormers' trainer goes on: its state, and that of its learning-rate scheduler."""
+"""PaddleFormers' small files for resuming: the trainer's state, and its learning-rate scheduler's."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class TrainerFiles(NamedTuple):
 
 
 def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
-    """The files for the number of steps that the optimizer's state is of; none for a checkpoint without such state.
+    """The files for the optimizer's number of steps; none for a checkpoint without such state.
 
-    What an import from Paddle has kept goes back as it came, if it is of the same step.
+    Files kept by an import from Paddle are written back unchanged, if they are of the same step.
     """
     if not state.optimizer:
         return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, and not resume",))
@@ -70,7 +70,7 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
 
 
 def _rate(source: ExportSource) -> float | None:
-    """The learning rate of the first group of parameters, where it is a plain number."""
+    """The learning rate of the first parameter group, if it is a plain number."""
     for group in parameter_groups(source.listing.documents):
         rate = group.get("lr")
         if isinstance(rate, int | float) and not isinstance(rate, bool):

@@ -29,9 +29,9 @@ _FILE_BYTES_MAX = 2**62  # PEFT reads one file
 
 
 def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
-    """adapter_model.safetensors under the names that the checkpoint has, which are PEFT's, with adapter_config.json.
+    """adapter_model.safetensors under the checkpoint's names, which are PEFT's, with adapter_config.json.
 
-    Raises `NoSuchResource` for a checkpoint without an adapter or without its configuration.
+    Raises `NoSuchResource` for a checkpoint without an adapter or its configuration.
     """
     if options.layout is not None or options.weights != "model" or options.program is not None:
         raise InvalidRequest("an adapter is exported as it is", hint="leave --layout, --weights and --program out")

@@ -1,4 +1,4 @@
-"""What an export is asked for, and what it writes."""
+"""The options of an export, and what it writes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SPELLED |= {name.upper(): dtype for dtype, name in FLOATS.items()}
 
 
 class ExportOptions(NamedTuple):
-    """What a user asks of an export: which weights, in which dtype (a safetensors name), in which layout, and in the names
-    that a mapping program makes, which was compiled for the checkpoint.
+    """Options of an export: which weights, in which dtype (a safetensors name), in which layout, and under the names of
+    a mapping program, compiled for the checkpoint.
     """
 
     weights: Weights = "model"
@@ -31,14 +31,12 @@ class ExportOptions(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """Something of the checkpoint that is not exported, and why."""
-
     what: str
     reason: str
 
 
 class ExportPlan(NamedTuple):
-    """The files of an export, and what people are told: `notes` are sentences about what was changed or chosen."""
+    """The files of an export, and `notes`: sentences about changes and choices."""
 
     files: tuple[TargetFile, ...]
     notes: tuple[str, ...] = ()
@@ -54,7 +52,7 @@ class ExportPlan(NamedTuple):
 
 
 class ExportKind(NamedTuple):
-    """A way to export: its name as `--as` takes it, what people call it, and what it makes of a checkpoint."""
+    """A kind of export: its name for `--as`, its description, and its function."""
 
     name: str
     title: str
@@ -62,10 +60,7 @@ class ExportKind(NamedTuple):
 
 
 def dtype_named(text: str) -> str:
-    """The safetensors name of a dtype as people write it: `bf16`, `bfloat16`, `BF16`.
-
-    `InvalidRequest` for anything but floats.
-    """
+    """The safetensors name of a float dtype: `bf16`, `bfloat16`, `BF16`. `InvalidRequest` for others."""
     upper = text.upper()
     found = _SPELLED.get(upper, upper)
     if found not in FLOATS:
@@ -74,7 +69,6 @@ def dtype_named(text: str) -> str:
 
 
 def weights_named(text: str) -> Weights:
-    """Which weights are meant; `InvalidRequest` for a name that is none."""
     for known in get_args(Weights):
         if text == known:
             return known  # type: ignore[no-any-return]
@@ -82,17 +76,15 @@ def weights_named(text: str) -> Weights:
 
 
 def small_file(name: str, data: bytes) -> TargetFile:
-    """A file of which every byte is known."""
     return TargetFile(name, len(data), (LiteralBytes(0, data),))
 
 
 def copied_assets(source: ExportSource, without: frozenset[str] = frozenset()) -> list[TargetFile]:
-    """The checkpoint's small files as they are."""
     return [small_file(name, source.read_asset(name)) for name in source.assets if name not in without]
 
 
 def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({"model"})) -> list[LeftOut]:
-    """What modules keep beside their weights (`get_extra_state`), which files of weights have no place for."""
+    """Values of modules beside their weights (`get_extra_state`), which files of weights cannot hold."""
     held = {f"{group}/{key}" for group in groups for key in source.listing.documents.get(group, {})}
     held |= {name for name in source.ranked if name.partition("/")[0] in groups}
     apart = sorted(f"{group}/{name}" for group in groups for name in source.group(group) if is_of_rank(name))
@@ -101,7 +93,7 @@ def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({
 
 
 def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> list[LeftOut]:
-    """The groups that an export has no place for, and their values that are not tensors."""
+    """Groups that an export cannot hold, and their values that are not tensors."""
     found = [
         LeftOut(f"group {group} ({len(named)} tensors)", reason)
         for group, named in ((group, source.group(group)) for group in sorted(source.groups))

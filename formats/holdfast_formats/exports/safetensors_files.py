@@ -16,21 +16,20 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class KnownTensor(NamedTuple):
-    """A small tensor whose bytes are known before anything is read."""
+    """A small tensor whose bytes need no reading."""
 
     spec: TensorSpec
     data: bytes
 
 
 class ShardSet(NamedTuple):
-    """The files of a set of tensors, and which of them holds which."""
+    """The files of a set of tensors, and each tensor's file."""
 
     files: tuple[TargetFile, ...]
     weight_map: Mapping[str, str]
     total_bytes: int
 
     def index_file(self, name: str, more: Mapping[str, Any] | None = None) -> TargetFile:
-        """The set's index, with further members at its top."""
         document = {"metadata": {"total_size": self.total_bytes}, "weight_map": self.weight_map, **(more or {})}
         return small_file(name, json.dumps(document, indent=2).encode() + b"\n")
 
@@ -44,8 +43,7 @@ def shard_set(
 ) -> ShardSet:
     """The tensors in files `STEM.safetensors` or `STEM-00001-of-0000N.safetensors`, the latter always if `numbered`.
 
-    `form` is the metadata's `format`, by which libraries know whose layout it is. `StateMismatch` for a name that is there
-    twice.
+    `form` is the metadata's `format`, by which libraries recognise the layout. `StateMismatch` for a duplicate name.
     """
     listed = list(tensors)
     held = {one.spec.name: one for one in listed}

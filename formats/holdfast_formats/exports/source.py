@@ -1,4 +1,4 @@
-"""What is exported: a committed checkpoint, or one of another program that was only listed, as if it were one."""
+"""The source of an export: a committed checkpoint, or the listing of another program's."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COMPARED_BYTES = 2**23  # at once, of tensors without digests
 
 
 class ExportSource(NamedTuple):
-    """A checkpoint to be exported: its files, and the listing of what they hold.
+    """A checkpoint to export: its files, and the listing of their contents.
 
-    `aliases` (by group: a tied tensor's other name, and its first one) are in the listing as tensors like others. `ranked`
-    names the values (group/key) that differ between ranks and so are not in the listing's documents. `equal` says whether
-    two tensors hold the same bytes.
+    The listing has `aliases` (by group: a tied tensor's other name, and its first one) as tensors like others. `ranked`
+    names the values (group/key) that differ between ranks and so are not in the listing's documents. `equal` compares
+    the bytes of two tensors.
     """
 
     files: ForeignFiles
@@ -43,7 +43,6 @@ class ExportSource(NamedTuple):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups that have tensors."""
         return tuple(dict.fromkeys(key.group for key in self.listing.tensors))
 
     def group(self, group: str) -> dict[str, ForeignTensor]:
@@ -58,17 +57,16 @@ class ExportSource(NamedTuple):
 
     @property
     def assets(self) -> tuple[str, ...]:
-        """The small files that are copied: the source's own, and those that were translated from its own."""
+        """The small files that are copied: the source's own, and translated ones."""
         return (*self.listing.assets, *self.listing.made_assets)
 
     def read_asset(self, name: str) -> bytes:
-        """A small file of the checkpoint."""
         made = self.listing.made_assets.get(name)
         return self.files.read(name) if made is None else made
 
 
 def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
-    """The checkpoint that this manifest describes; of its files only state.json is read."""
+    """The checkpoint of this manifest; of its files only state.json is read."""
     documents: dict[str, dict[str, Any]] = {}
     ranked: tuple[str, ...] = ()
     if made.file(naming.STATE) is not None:
@@ -94,8 +92,8 @@ def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
 def of_listing(files: ForeignFiles, listing: ForeignListing) -> ExportSource:
     """Another program's checkpoint, with its tensors in the order that an import would store them in.
 
-    Nothing is read for it; what has to be compared later is read then. `StateMismatch` for names that no checkpoint can
-    have, and `InvalidRequest` for such names of files.
+    Reads nothing; comparisons read later. `StateMismatch` and `InvalidRequest` for impossible names of tensors and
+    files.
     """
     packed = pack(tensor.spec for tensor in listing.tensors.values())
     keys = [TensorKey(spec.group, spec.name) for plan in packed for spec, _ in plan.tensors]
@@ -111,7 +109,7 @@ def of_listing(files: ForeignFiles, listing: ForeignListing) -> ExportSource:
 
 
 def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
-    """The documents as they would come out of an import's state.json, the order of keys included."""
+    """The documents as they would come out of an import's state.json, including the order of keys."""
     groups = tuple(sorted({key.group for key in listing.tensors} | listing.documents.keys()))
     values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in listing.documents.items()}
     stored = state_json.for_rank(state_json.merge(listing.step or 0, {}, groups, {0: values}), 0)
@@ -119,7 +117,7 @@ def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
 
 
 def _equal(files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], one: TensorKey, other: TensorKey) -> bool:
-    """Whether two tensors hold the same bytes, by reading both: bit by bit, so that NaN equals itself."""
+    """Whether two tensors hold the same bytes, by reading both: NaN equals itself."""
     spec, theirs = tensors[one].spec, tensors[other].spec
     if (spec.dtype, spec.shape) != (theirs.dtype, theirs.shape):
         return False
@@ -133,7 +131,7 @@ def _equal(files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], one:
 
 
 def _stored_entries(made: Manifest, key: TensorKey) -> dict[str, TensorEntry]:
-    """The stored tensors that a tensor's values follow from, by what each is of it."""
+    """The stored tensors from which a tensor is decoded, by part."""
     found = coded.find(made, *key)
     if found is None:
         return {"": resolve(made, *key)[1]}
@@ -162,7 +160,6 @@ def _keys(shown: Manifest) -> list[TensorKey]:
 
 
 def _as_saved(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
-    """A tensor as it was saved: decoded, if it is stored in fewer bytes."""
     return stored[key] if coded.find(made, *key) is None else decoded(made, key, stored)
 
 

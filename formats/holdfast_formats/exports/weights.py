@@ -1,6 +1,4 @@
-"""Chooses the weights of an export: those of the model, their averages or their full-precision masters, under the model's
-names.
-"""
+"""Chooses the weights of an export, under the model's names: the model's, their averages or their full-precision masters."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _EXACT = frozenset({("BF16", "F32"), ("BF16", "F64"), ("F16", "F32"), ("F16", "F
 
 
 class ChosenWeights(NamedTuple):
-    """The weights by name, in group `model`, and what is to be said about them."""
+    """The weights by name, in group `model`, and notes."""
 
     tensors: Mapping[str, MappedTensor]
     notes: tuple[str, ...]
@@ -34,10 +32,10 @@ class ChosenWeights(NamedTuple):
 
 
 def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> ChosenWeights:
-    """The weights that were asked for, in the model's dtypes or in `options.dtype`.
+    """The requested weights, in the model's dtypes or in `options.dtype`.
 
-    Raises `NoSuchResource` for a group that is not there, `StateMismatch`, by name, for names or shapes that do not
-    correspond, and for dtypes that cannot be converted.
+    Raises `NoSuchResource` for a missing group, `StateMismatch` for mismatched names or shapes, and for dtypes that
+    cannot be converted.
     """
     model = _weights(arranged, GROUP)
     if not model:
@@ -53,13 +51,12 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
 
 
 def named(names: list[str]) -> str:
-    """The first of many names, for a sentence."""
     shown = ", ".join(names[:SHOWN_MAX])
     return f"{shown} and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else shown
 
 
 def roundings(source: ExportSource, made: Iterable[MappedTensor]) -> list[str]:
-    """Sentences about values that are converted; `StateMismatch`, by name, for types that cannot be."""
+    """Notes on converted values; `StateMismatch` for types that cannot be converted."""
     counted: Counter[tuple[str, str]] = Counter()
     for mapped in made:
         name, after = mapped.spec.name, mapped.spec.dtype
@@ -77,7 +74,7 @@ def roundings(source: ExportSource, made: Iterable[MappedTensor]) -> list[str]:
 def _instead(
     source: ExportSource, arranged: Arranged, group: str
 ) -> tuple[dict[str, MappedTensor], list[str], list[LeftOut]]:
-    """For each tensor of the model that of another group, or its own; which have none there; what else the group has."""
+    """For each of the model's tensors that of another group, or its own; those missing there; and the group's others."""
     model, held = _weights(arranged, GROUP), _weights(arranged, group)
     if not arranged.names:  # what is tied there only; a program has made one of such tensors
         held = tied(held, source.ties(group))
@@ -105,12 +102,12 @@ def _instead(
 
 
 def _weights(arranged: Arranged, group: str) -> dict[str, MappedTensor]:
-    """The tensors of a group but for those of values that modules keep beside their weights."""
+    """The tensors of a group, except modules' values beside their weights."""
     return {name: mapped for name, mapped in arranged.group(group).items() if not is_of_rank(name)}
 
 
 def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[str]) -> None:
-    """Refuse a group whose names are others than the model's: its weights would be exported as the averages."""
+    """Refuse a group with names unlike the model's: its weights would be exported as the averages."""
     model = _weights(arranged, GROUP)
     unknown = [name for name in left if name not in NOT_WEIGHTS]
     lost = [name for name in missing if model[name].spec.dtype in FLOATS]
@@ -125,7 +122,7 @@ def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[
 
 
 def _check_ties(source: ExportSource, group: str) -> None:
-    """Refuse what is tied in the model and differs in the other group: only one of the two would be exported."""
+    """Refuse tensors that are tied in the model but differ in the other group: one of them would be lost."""
     entries = source.group(group)
     for alias, target in source.ties(GROUP).items():
         if alias in entries and target in entries and not source.equal(TensorKey(group, alias), TensorKey(group, target)):
@@ -135,6 +132,6 @@ def _check_ties(source: ExportSource, group: str) -> None:
 
 
 def _cast(mapped: MappedTensor, group: str, name: str, dtype: str, wanted: str | None) -> MappedTensor:
-    """The tensor under this key, in the model's dtype, or if that is a float in the one that was asked for."""
+    """The tensor under this key, in the model's dtype, or if that is a float in the requested one."""
     made = wanted if wanted is not None and dtype in FLOATS else dtype
     return mapped._replace(spec=msgspec.structs.replace(mapped.spec, group=group, name=name, dtype=made))
