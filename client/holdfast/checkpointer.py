@@ -65,7 +65,7 @@ from holdfast_formats.staging.wire import Welcome, Withdraw
 
 from . import checkpointer_options as options
 from . import launch as launches
-from .link import run_info
+from .link import address, run_info
 from .link.run_info import RunInfo
 from .tickets import SaveTicket, Tickets, settle
 
@@ -106,8 +106,7 @@ class Checkpointer:
     `model="from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master of
     their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to nearest
     even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits and raises
-    `StateMismatch` where weights are anything else. `old` are the names that options had before: each works until 0.2.0,
-    with a warning that says what to write.
+    `StateMismatch` where weights are anything else.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eleven options, named
@@ -126,16 +125,14 @@ class Checkpointer:
         model: ModelSource | None = None,
         ema: Ema | None = None,
         info: Mapping[str, Any] | None = None,
-        **old: Unpack[options.OldOptions],
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
         options.check(slots, policy, file_bytes_max, keep_last, model)
-        meant = options.settle(at, layout, old)
-        self._policy, self._check = policy, meant.check
-        self._launch = launches.current(run, meant.launch)
-        found = asset_files.collect(assets) if self._launch.rank == 0 or meant.layout is not None else {}
-        declared = None if meant.layout is None else declare(meant.layout, self._launch, found)
+        daemon, laid_out = address.place(at), options.declared_layout(layout)
+        self._policy, self._launch = policy, launches.current(run)
+        found = asset_files.collect(assets) if self._launch.rank == 0 or laid_out is not None else {}
+        declared = None if laid_out is None else declare(laid_out, self._launch, found)
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
         rounded = None if model is None else FromMasters(state)
         stored = found if self._launch.rank == 0 else {}
@@ -148,7 +145,7 @@ class Checkpointer:
         told_to_stop = weakref.WeakMethod(self._told_to_stop)  # no cycle: a closed Checkpointer is free at once
         self._session = Session(
             who,
-            meant.place,
+            daemon,
             self._tickets,
             RunInfo(said) if who.rank == 0 else None,
             lambda: None if (stop := told_to_stop()) is None else stop(),
@@ -270,7 +267,7 @@ class Checkpointer:
         if every is not None:
             groups, note = self._rhythm.due(every, groups, self._groups())
             ticket.notes = () if note is None else (note,)
-        how = check_check(self._check if check is None else check) == "full"
+        how = check_check("sampled" if check is None else check) == "full"
         chosen = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out)
         with child_deaths.delayed():
             return self._carried_out(chosen)
@@ -338,7 +335,6 @@ class Checkpointer:
         *,
         groups: Collection[str] | None = None,
         needs: Collection[str] = (),
-        ignore: Sequence[str] = (),
         strict: bool = True,
         healthy: bool = False,
         prove_first: bool = False,
@@ -357,7 +353,7 @@ class Checkpointer:
         all of them have read it. Where one turns out damaged, all take the one before it, and the log,
         `notices` and `last_restore` say so; a step that is named is restored or it is an error.
 
-        `exclude` takes patterns over `group/name`, as `save()` does; `ignore` is its older name. `keep` takes patterns over
+        `exclude` takes patterns over `group/name`, as `save()` does. `keep` takes patterns over
         `key/name` of hyper-parameters that stay as they are live, such as `optim/lr`. With `strict`, missing and
         unexpected names raise `StateMismatch`; without it they are in `last_restore`, as is in any case what another program
         kept in the group `extra` of an imported checkpoint. Shapes and dtypes that differ are
@@ -372,11 +368,10 @@ class Checkpointer:
         `masters="from-model"` sets the masters from them.
         """
         asked = None if step is None else check_step(step)
-        told = exclusion.check(exclude, "exclude")
-        left_out = (*told, *exclusion.check(ignore, "ignore"))
+        left_out = exclusion.check(exclude, "exclude")
         check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast)
         kept = exclusion.check(keep, "keep")
-        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, told, kept)
+        part = WantedPart(groups, left_out, strict, prove_first, masters, cast, kept)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored
@@ -569,7 +564,7 @@ class Checkpointer:
         self._contents.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
-        needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
+        needed = tuple(group for group in wanted if not is_ignored(group, part.exclude))
         if groups is None and part.masters is not None:
             needed = tuple(group for group in needed if group != MASTER)  # where there are none, the weights make them
         needed = tuple(dict.fromkeys((*needed, *needs)))

@@ -1,33 +1,17 @@
-"""What `Checkpointer` is told: whether it can be, and the names that options had before, which are taken until 0.2.0."""
+"""The options of `Checkpointer`, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast, get_args
+from typing import Any, TypedDict, get_args
 
-from holdfast.config import check_launch_name
-from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSource
-from holdfast.link import address
-from holdfast.link.address import DaemonAddress
-from holdfast.save_warning import warn
+from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
 from holdfast.stage.averaging import Ema
 from holdfast.stage.from_master import ModelSource
-from holdfast.stage.save_request import Check, check_check
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging.arena import SLOTS_MAX
 from holdfast_formats.staging.messages import Policy
-
-_INSTEAD = {
-    "root": 'at= with the same directory; where it is new and ends in ".sock", make it first',
-    "socket": 'at= with the same path, which ends in ".sock" or exists',
-    "url": "at= with the same address",
-    "launch": "HOLDFAST_LAUNCH in the environment of every rank",
-    "check": "save(…, check=…)",
-    "rules": "layout=holdfast.ParallelLayout(layout, rules=…)",
-    "config": "layout=holdfast.ParallelLayout(layout, config=…)",
-}
 
 
 class Options(TypedDict, total=False):
@@ -46,44 +30,6 @@ class Options(TypedDict, total=False):
     info: Mapping[str, Any] | None
 
 
-class OldOptions(TypedDict, total=False):
-    """Options under their old names."""
-
-    root: str | Path | None
-    socket: str | Path | None
-    url: str | None
-    launch: str | None
-    check: Check
-    rules: RulesSource
-    config: Mapping[str, Any] | None
-
-
-class Settled(NamedTuple):
-    """What is meant, under whichever name it was said."""
-
-    place: DaemonAddress
-    layout: ParallelLayout | None
-    launch: str | None
-    check: str
-
-
-def settle(at: str | PathLike[str] | None, layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> Settled:
-    """A `DeprecationWarning` for each old name says what to write.
-
-    Raises `InvalidRequest` for what is said under both names, `TypeError` for a name that never was one.
-    """
-    for name in old:
-        if name not in _INSTEAD:
-            raise TypeError(f"Checkpointer.__init__() got an unexpected keyword argument {name!r}")
-    old = cast(OldOptions, {name: value for name, value in old.items() if value is not None})  # None said nothing
-    launch = check_launch_name(old["launch"], "launch=") if "launch" in old else None
-    meant = Settled(_place(at, old), _layout(layout, old), launch, check_check(old.get("check", "sampled")))
-    for name in old:
-        text = f"Checkpointer({name}=…) is deprecated and ends with 0.2.0: use {_INSTEAD[name]}"
-        warn(text, DeprecationWarning)
-    return meant
-
-
 def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, model: str | None = None) -> None:
     """`InvalidRequest` naming the option that cannot be what it is."""
     if slots > SLOTS_MAX:
@@ -99,32 +45,11 @@ def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, m
         )
 
 
-def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:
-    root, socket, url = old.get("root"), old.get("socket"), old.get("url")
-    given = {"at=": at, "root=": root, "socket=": socket, "url=": url}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise InvalidRequest(f"{' and '.join(named)} each say where the daemon is", hint="give at= alone")
-    if not named or at is not None:
-        return address.place(at)
-    if root is not None:
-        return address.place_of_root(root)
-    return address.place_of_socket(socket) if socket is not None else DaemonAddress(url=url)
-
-
-def _layout(layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> ParallelLayout | None:
-    rules, config = old.get("rules"), old.get("config")
-    if not isinstance(layout, ParallelLayout):
-        return None if layout is None else _checked(ParallelLayout(layout, rules, config))
-    if rules is not None or config is not None:
-        raise InvalidRequest(
-            f"{'rules=' if rules is not None else 'config='} stands beside layout=ParallelLayout(…), which says it too",
-            hint="say it in the ParallelLayout alone",
-        )
-    return _checked(layout)
-
-
-def _checked(layout: ParallelLayout) -> ParallelLayout:
+def declared_layout(layout: LayoutSource | ParallelLayout | None) -> ParallelLayout | None:
+    """The layout with its rules and config, None without one; `InvalidRequest` for rules or a config of another kind."""
+    if layout is None:
+        return None
+    layout = layout if isinstance(layout, ParallelLayout) else ParallelLayout(layout)
     if not isinstance(layout.config, Mapping | None):
         raise InvalidRequest(
             f"config of a ParallelLayout must be a mapping, not {type(layout.config).__name__}",

@@ -125,17 +125,12 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
 
 def _launch_name(environment: Mapping[str, str]) -> str | None:
     name = environment.get("HOLDFAST_LAUNCH", "").strip()
-    return check_launch_name(name, "HOLDFAST_LAUNCH") if name else None
-
-
-def check_launch_name(name: object, said_as: str) -> str:
-    """The name of a launch; `InvalidRequest` for one that no daemon would take, by what it was said as."""
-    if not isinstance(name, str) or not name or len(name) > LAUNCH_CHARACTERS_MAX or not name.isprintable():
+    if len(name) > LAUNCH_CHARACTERS_MAX or not name.isprintable():
         raise InvalidRequest(
-            f"{said_as} is no name for a launch",
+            "HOLDFAST_LAUNCH is no name for a launch",
             hint=f"1 to {LAUNCH_CHARACTERS_MAX} printable characters, the same on all ranks and new at every start",
         )
-    return name
+    return name or None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

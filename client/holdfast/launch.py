@@ -60,23 +60,19 @@ def alone() -> Iterator[None]:
         yield
 
 
-def current(run: str, given: str | None) -> Launch:
+def current(run: str) -> Launch:
     """The launch of this process. Every rank must construct its checkpointers of a run in the same order.
 
     HOLDFAST_LAUNCH names it where it is set. Else, with torch.distributed initialised, rank 0 makes up a name and the
     others read it from the job's store (no collective). Without it, torchrun's run id and restart count serve. A single
-    process is a launch of its own. `given` is the old way to state a name. Raises `InvalidRequest` when it and the
-    environment both do, and when several ranks have nothing in common from which a name could be made.
+    process is a launch of its own. Raises `InvalidRequest` when several ranks have nothing in common from which a name could
+    be made.
     """
     assigned_now = _assigned.get()
     if assigned_now is not None:
-        if given is not None:
-            raise InvalidRequest("launch= names a launch of several ranks", hint="leave it out: one rank alone needs none")
         return assigned_now()
     information = launch_info()
-    if given is not None and information.launch is not None:
-        raise InvalidRequest("launch= and HOLDFAST_LAUNCH both name the launch", hint="leave launch= out: it is the old way")
-    rank, world, name = _identity(run, given, information)
+    rank, world, name = _identity(run, information)
     return Launch(rank, world, name, min(information.local_world or world, world))
 
 
@@ -111,7 +107,7 @@ def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) ->
     return found["answer"]
 
 
-def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int, int, str]:
+def _identity(run: str, information: LaunchInfo) -> tuple[int, int, str]:
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if together else information.rank
     world = torch.distributed.get_world_size() if together else information.world
@@ -119,8 +115,6 @@ def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int
         ordinal = next(_constructed[run, information.launch, str(rank)])
         return rank, world, f"{information.launch}/{information.restart_count}/{ordinal}"
     ordinal = next(_constructed[run,])
-    if given is not None:
-        return rank, world, given
     if together:
         return rank, world, _agree(f"holdfast/{run}/{information.restart_count}/{ordinal}", rank, world)
     if world == 1:

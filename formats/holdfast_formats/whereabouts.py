@@ -57,7 +57,7 @@ class DaemonFile(Body):
     pid: int
     socket: str
     url: str | None = None
-    root: RootMark | None = None  # None: by a daemon from before roots had ids
+    root: RootMark
 
 
 def encode(content: BaseModel) -> bytes:

@@ -75,8 +75,6 @@ def test_what_makes_no_sense_is_refused(daemon: RunningDaemon) -> None:
     state = {"model": torch.nn.Linear(2, 2)}
     with pytest.raises(TypeError, match="world"):
         Checkpointer.alone("run", state, world=2)  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="launch="), pytest.warns(DeprecationWarning):
-        Checkpointer.alone("run", state, launch="both")  # type: ignore[call-arg]
     with pytest.raises(InvalidRequest):
         Checkpointer.alone("run", state, at=daemon.socket, layout="tp=2")
     with pytest.raises(InvalidRequest, match="slots"):

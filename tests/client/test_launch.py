@@ -22,11 +22,11 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_environment_names_the_launch(stated: pytest.MonkeyPatch) -> None:
     """All ranks have the same name, also in one process, and every further checkpointer of a run has the next."""
-    first = [current("named", None)]
-    second = [current("named", None)]
+    first = [current("named")]
+    second = [current("named")]
     stated.setenv("RANK", "1")
-    first.append(current("named", None))
-    second.append(current("named", None))
+    first.append(current("named"))
+    second.append(current("named"))
     assert [rank.rank for rank in first] == [0, 1]
     assert first[0].name == first[1].name != second[0].name == second[1].name
     assert first[0].name.startswith("job-7/")
@@ -38,14 +38,8 @@ def test_a_restart_under_the_same_name_is_another_launch(stated: pytest.MonkeyPa
     for count in ("0", "0", "1"):
         stated.setattr("holdfast.launch._constructed", defaultdict(itertools.count))
         stated.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        names.append(current("restarted", None).name)
+        names.append(current("restarted").name)
     assert names[0] == names[1] != names[2]
-
-
-def test_a_name_is_stated_once() -> None:
-    """The old option beside the variable is refused by name."""
-    with pytest.raises(InvalidRequest, match="launch= and HOLDFAST_LAUNCH"):
-        current("twice", "other")
 
 
 def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatch) -> None:
@@ -53,9 +47,8 @@ def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatc
     stated.delenv("HOLDFAST_LAUNCH")
     stated.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(InvalidRequest, match="no launch ID in common") as caught:
-        current("unnamed", None)
+        current("unnamed")
     assert "HOLDFAST_LAUNCH" in caught.value.hint
-    assert current("unnamed", "given").name == "given"
 
 
 def test_one_rank_alone_is_a_launch_of_its_own(stated: pytest.MonkeyPatch) -> None:
@@ -63,14 +56,12 @@ def test_one_rank_alone_is_a_launch_of_its_own(stated: pytest.MonkeyPatch) -> No
     stated.setenv("RANK", "1")
     stated.setenv("LOCAL_WORLD_SIZE", "2")
     with alone():
-        first, second = current("lone", None), current("lone", None)
+        first, second = current("lone"), current("lone")
         stated.setenv("WORLD_SIZE", "many")
-        third = current("lone", None)
-        with pytest.raises(InvalidRequest, match="launch="):
-            current("lone", "given")
+        third = current("lone")
     assert {(one.rank, one.world, one.peers) for one in (first, second, third)} == {(0, 1, 1)}
     assert len({first.name, second.name, third.name}) == 3 and not any("job-7" in one.name for one in (first, second))
     stated.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="mine"), alone():
         raise ValueError("mine")
-    assert current("lone", None)[:2] == (1, 2)
+    assert current("lone")[:2] == (1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -75,24 +74,12 @@ def test_over_http(tmp_path: Path) -> None:
 def test_another_protocol_is_refused_by_name(tmp_path: Path) -> None:
     """A trainer that is older or newer than the daemon is told so, before anything is staged."""
     with running(tmp_path / "root") as daemon:
-        for protocol in (1, wire.PROTOCOL - 1, wire.PROTOCOL + 1):
+        for protocol in (wire.PROTOCOL - 1, wire.PROTOCOL + 1):
             link = _link(daemon)
             hello = wire.Hello(id=0, protocol=protocol, run="r", rank=0, world=1, launch=f"of {protocol}")
             with pytest.raises(InvalidRequest, match=f"protocol {protocol}"):
                 link.request(hello, wire.Welcome)
             link.close()
-
-
-def test_a_trainer_of_protocol_4_is_told_so(tmp_path: Path) -> None:
-    """Its hello, as it was sent then, can be read far enough to be refused by name."""
-    hello = {"id": 0, "type": "hello", "protocol": 4, "run": "r", "rank": 0, "world": 1, "launch": "l", "pid": 42}
-    also = {"keep_last": None, "process": "p", "session": "s", "root": None, "take_over": False}
-    body = json.dumps({**hello, **also}).encode()
-    with running(tmp_path / "root") as daemon, socket.socket(socket.AF_UNIX) as trainer:
-        trainer.connect(str(daemon.socket))
-        trainer.sendall(len(body).to_bytes(4, "little") + body)
-        (answer,) = wire.FrameDecoder(wire.TO_RANK).feed(trainer.recv(65_536))
-    assert "protocol 4" in answer.problem["detail"]
 
 
 def test_what_is_told_to_nobody_is_lost_without_a_word(tmp_path: Path) -> None:

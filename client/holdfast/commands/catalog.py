@@ -88,9 +88,7 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
         console.out().print(f"{made.checkpoints} checkpoints in {made.runs} runs are listed", markup=False)
         if made.set_aside is not None:
             kept = ", ".join(f"{count} {table}" for table, count in made.salvaged.items()) or "nothing"
-            console.out().print(
-                f"the damaged catalog was moved to {made.set_aside}; rows kept from it: {kept}", markup=False
-            )
+            console.out().print(f"the old catalog was moved to {made.set_aside}; rows kept from it: {kept}", markup=False)
         _print(made.mended, len(made.mended), "mended", "green")
         _print(made.left, len(made.left), "left", "red")
     if made.left:

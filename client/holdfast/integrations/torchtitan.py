@@ -38,6 +38,7 @@ from torchtitan.tools import filesystem
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.torchtitan_state import DataPosition, ModelParts, explained
+from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.given import Taken
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
@@ -178,7 +179,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         """Restore everything. A seed checkpoint, step 0, has only the model."""
         if step != _SEED_STEP:
             try:
-                self.checkpointer.restore(step, ignore=self._ignored())
+                self.checkpointer.restore(step, exclude=self._ignored())
             except StateMismatch as error:
                 # Only where there is nothing but the seed: else a run that does not fit would be left for a new one.
                 if step is not None or error.members.get("best") != _SEED_STEP or not self._seeded():
@@ -187,10 +188,10 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         self.checkpointer.restore(_SEED_STEP, groups=(MODEL,))
         return True
 
-    def _ignored(self) -> list[str]:
+    def _ignored(self) -> OwnPatterns:
         """Patterns of names to leave alone: excluded ones, and other ranks' positions in the data."""
         others = [f"extra/{key}" for key in (self._position.others if self._position is not None else ())]
-        return others + [pattern for name in self._config.exclude_from_loading for pattern in _patterns(name)]
+        return OwnPatterns(others + [pattern for name in self._config.exclude_from_loading for pattern in _patterns(name)])
 
     def _seeded(self) -> bool:
         try:
@@ -211,7 +212,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         alone = self._config.initial_load_model_only
         state = {MODEL: self._state[MODEL]} if alone else self._state
         with Checkpointer(run, state, at=root) as source:
-            source.restore(step, groups=(MODEL,) if alone else None, ignore=self._ignored())
+            source.restore(step, groups=(MODEL,) if alone else None, exclude=self._ignored())
 
     def _moving_over(self, step: int | None) -> bool:
         """Whether the requested step is one that torchtitan saved itself."""

@@ -64,19 +64,6 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
     return DaemonAddress(root=_directory(path))
 
 
-def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
-    """`root=`: a directory, whether it exists or not."""
-    text = os.fspath(root)
-    if not isinstance(text, str) or not text.strip() or _SCHEME.match(text):
-        raise InvalidRequest(f"root={root!r} is not a directory", hint="give at= alone: a directory, a socket or an address")
-    return DaemonAddress(root=_directory(_path(text)))
-
-
-def place_of_socket(socket: str | os.PathLike[str]) -> DaemonAddress:
-    """`socket=`: a socket, whatever its name, whether it exists or not."""
-    return DaemonAddress(socket=_absolute(Path(socket)))
-
-
 def _path(text: str) -> Path:
     if text != text.strip():
         raise InvalidRequest(f"at={text!r} begins or ends with a blank", hint='write "./" in front of a name that does')

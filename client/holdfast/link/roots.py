@@ -36,7 +36,7 @@ def is_at(directory: Path, meant: RootMark) -> bool:
 def running_socket(root: Path) -> Path | None:
     """Socket of the local daemon that claims to serve `root`, or None. It may be gone; only connecting tells."""
     for file in _daemon_files(root):
-        if file.root is not None and is_at(root, file.root):
+        if is_at(root, file.root):
             return Path(file.socket)
     return None
 
@@ -63,7 +63,7 @@ def _daemon_files(root: Path) -> list[DaemonFile]:
     except OSError:
         return []
     read = [(name, _read(root / name, DaemonFile)) for name in names]
-    found = [(name, file) for name, file in read if file is not None and file.root is not None and is_at(root, file.root)]
+    found = [(name, file) for name, file in read if file is not None and is_at(root, file.root)]
     if len(found) < 2:
         return [file for _, file in found]
     return [file for _, file in found if answers(Path(file.socket))]
@@ -72,7 +72,7 @@ def _daemon_files(root: Path) -> list[DaemonFile]:
 def other_daemon(root: Path) -> str | None:
     """A message if the daemon file in `root` names a daemon that serves another directory; otherwise None."""
     file = _read(root / naming.DAEMON_FILE, DaemonFile)
-    if file is None or file.root is None or is_at(root, file.root):
+    if file is None or is_at(root, file.root):
         return None
     return (
         f"{root} is a copy of another root: its daemon file names the socket {file.socket}, whose daemon "

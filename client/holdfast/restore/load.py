@@ -18,6 +18,7 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
 from holdfast.restore.rank_values import RankState, state_of_rank
 from holdfast.restore.targets import finish, targets_of
+from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
@@ -49,16 +50,15 @@ class RestoreReport(NamedTuple):
 
 class WantedPart(NamedTuple):
     """Which part of a checkpoint to restore, whether names may be missing, whether to verify everything first, and what
-    to do about full-precision masters and other float dtypes. Notes report patterns of `told` that match nothing.
+    to do about full-precision masters and other float dtypes.
     """
 
     groups: Collection[str] | None
-    ignore: Sequence[str]
+    exclude: Sequence[str]
     strict: bool
     prove_first: bool = False
     masters: Masters | None = None
     cast: bool = False
-    told: Sequence[str] = ()
     keep: Sequence[str] = ()
 
 
@@ -82,13 +82,12 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     own = state_of_rank(reader.contents, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     stored = _stored(reader.contents, own, config)._replace(imported=state_json.source_of(reader.state) is not None)
-    told_notes = _told(wanted.told, stored, state.groups())
+    left_out_notes = _left_out_notes(wanted.exclude, stored, state.groups())
     groups = wanted.groups
     if average is not None:  # the group is the daemon's: nothing live has it
         stored = stored._replace(specs={group: of for group, of in stored.specs.items() if group != EMA})
         groups = None if groups is None else set(groups) - {EMA}
     restoration = state.prepare(stored, groups, *wanted[1:3], wanted.masters, wanted.cast, wanted.keep)
-    coded.refuse_apart(reader.manifest, {leaf.key for leaf in restoration.leaves})
     _check_assumed(state, reader.contents, {leaf.group for leaf in restoration.leaves})
 
     def fill_apart(leaves: Sequence[Leaf]) -> None:
@@ -121,7 +120,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *told_notes, *said),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *left_out_notes, *said),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -150,11 +149,11 @@ def _changed(manifest: Manifest) -> list[str]:
     return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]
 
 
-def _told(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
+def _left_out_notes(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:
     """Notes on what the user's patterns leave out, and on patterns that match nothing, which are mostly misspelled. A
     pattern for a whole live group is deliberate if the checkpoint lacks that group.
     """
-    if not patterns:
+    if not patterns or isinstance(patterns, OwnPatterns):
         return []
     names = {
         (group, name) for of in (stored.specs, stored.aliases, stored.values) for group, held in of.items() for name in held

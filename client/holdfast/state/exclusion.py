@@ -16,8 +16,14 @@ LISTED_MAX = 20
 Texts = Mapping[str, Mapping[str, str]]
 
 
+class OwnPatterns(tuple[str, ...]):
+    """Patterns of an adapter, which leaves these names out on purpose: no note says so."""
+
+
 def check(patterns: object, option: str) -> tuple[str, ...]:
     """The patterns of this option; `InvalidRequest` for anything but a sequence of texts."""
+    if isinstance(patterns, OwnPatterns):
+        return patterns
     if isinstance(patterns, str):
         raise InvalidRequest(
             f"{option} must be a sequence of patterns, not the text {patterns!r}", hint=f"{option}=({patterns!r},)"

@@ -30,9 +30,7 @@ def found(directory: Path) -> Iterator[Finding]:
         except (ConnectionRefusedError, FileNotFoundError):
             continue  # of a holder that was killed: the next one takes its place
         except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-            advice = (
-                "it may be a holder of an earlier version, or another user's; a daemon of its root takes over what it has"
-            )
+            advice = "it may be another user's; a daemon of its root takes over what it has"
             yield Finding("holder", "warn", f"{path} does not say what it holds: {error}", advice)
     for path in sorted(directory.glob("*.lost")):
         yield from _lost(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -156,19 +156,6 @@ def stored_boxes(made: Manifest, wanted: WantedBox) -> list[WantedBox]:
     """The stored boxes to read for a box of a tensor as saved."""
     found = find(made, wanted.group, wanted.name)
     return [wanted] if found is None else list(needs(made, wanted.group, found[0], wanted.box).values())
-
-
-def refuse_apart(made: Manifest, wanted: Collection[tuple[str, str]]) -> None:
-    """Refuse states that an earlier version rounded without what a step subtracts, if both are wanted."""
-    for name in () if made.compacted is None else made.compacted.tensors.get(OPTIM, {}):
-        beside = f"{name.removesuffix('/square_avg')}/grad_avg"
-        if name.endswith("/square_avg") and (OPTIM, name) in wanted and (OPTIM, beside) in wanted:
-            raise StateMismatch(
-                f"{OPTIM}/{name} of {made.run}@{made.step} was rounded when the checkpoint was compacted, and {beside} was "
-                "not: a step would take the root of numbers below zero, and weights would become NaN",
-                hint="restore a newer step, or this one without its optimizer: restore(step=…, groups=['model'])",
-                tensor=name,
-            )
 
 
 def told(compacted: Compacted) -> str:

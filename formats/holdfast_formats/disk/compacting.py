@@ -166,10 +166,6 @@ def least_new_bytes(made: Manifest, chosen: Sequence[CodingCandidate]) -> int:
     return whole - sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in chosen)
 
 
-def may_be_small(groups: Collection[str]) -> bool:
-    return not {OPTIM, MASTER}.isdisjoint(groups)
-
-
 def _nbytes(coding: str, shape: Shape) -> int:
     return sum(TensorSpec("", "", part.dtype, part_shape(part, shape)).nbytes for part in PARTS[coding].values())
 

@@ -22,6 +22,7 @@ EVENTS: dict[str, str] = {
     "node-lost": "a node was lost: it has said nothing for the length of its lease, and no goodbye",
     "node-forgotten": "a node that is gone was removed from the list of nodes",
     "secret-rotated": "the nodes of the catalog got a new secret, by which they know each other",
+    "catalog-rebuilt": "the catalog was damaged or made by an unreleased version: it was moved away and made again",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
     "attempt-declared": "a new launch of a training run connected",
     "run-ended": "all ranks of a run closed their Checkpointer",

@@ -19,7 +19,7 @@ from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 12
+PROTOCOL = 1
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
@@ -48,7 +48,6 @@ class Hello(Request, messages.Introduction):
 
     type: Literal["hello"] = "hello"
     protocol: int = PROTOCOL
-    pid: int = 0  # unused; trainers of protocol 4 send it, and must get the error about their protocol
     root: RootMark | None = Field(default=None, description="the expected root; a daemon of another root refuses")
 
 

@@ -51,10 +51,12 @@ class FollowingCatalog:
 
         `claim` raises where it is another root's.
         """
-        database = self._catalog.database
+        database, rebuilt = self._catalog.database, None
         if database.unsound:
-            salvage.mend(database)
+            rebuilt = salvage.mend(database)
         claim()
+        if rebuilt is not None:
+            self._events.record("catalog-rebuilt", rebuilt, level="warning")
         if not self._started:
             self._events.skip_lost_ids()
         self._rounds.look_again()

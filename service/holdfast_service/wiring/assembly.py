@@ -135,19 +135,21 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     identity = settle(tier, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
-        catalog = salvage.open_catalog(config.catalog_url).catalog
+        catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url)
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         if shared and catalog_of(tier) is None:  # with a mistake in the URL, it would be the root's for all who come
             raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
-        catalog = Catalog(Database.at(config.catalog_url))
+        catalog, rebuilt = Catalog(Database.at(config.catalog_url)), None
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
     settle(tier, shared_by)
     cluster = Cluster(catalog.database, config.node) if shared else None
     decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
     decisions.keep_usually(config.usual_policy)
+    if rebuilt is not None:
+        decisions.events.add("catalog-rebuilt", rebuilt, level="warning")
 
     def claim() -> None:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())

@@ -154,7 +154,7 @@ def load(root: str, found: dict[str, Any], kinds: list[str]) -> None:
                 tensor.zero_()
     model, optimizer = trained("fsdp2", 0)
     with Checkpointer("fsdp2", {"model": model, "optim": optimizer, "step": 0}, at=root) as checkpointer:
-        assert checkpointer.restore(ignore=["extra/loader*"]) == 7
+        assert checkpointer.restore(exclude=["extra/loader*"]) == 7
     assert_same(shared(state_dict("fsdp2", model, optimizer, 0)), found["fsdp2"])
     other = {"loader": {"rank_1": {"seen": [], "rows": torch.zeros(4, dtype=torch.int64)}}}
     dcp.load(other, storage_reader=HoldfastStorageReader("fsdp2", at=root))

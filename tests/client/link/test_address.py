@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.link.address import DaemonAddress, place, place_of_root, place_of_socket
+from holdfast.link.address import DaemonAddress, place
 from holdfast_formats.errors import InvalidRequest
 
 
@@ -45,7 +45,7 @@ def test_where_nothing_stands_yet_the_name_decides(here: Path, kind: type) -> No
     assert place(kind(f"{here}/run/holdfast.sock")) == DaemonAddress(socket=here / "run/holdfast.sock")
     assert place(kind(f"{here}/data")) == DaemonAddress(root=here / "data")
     assert place(kind("data.d")) == DaemonAddress(root=here / "data.d")
-    assert place("new.sock/") == place_of_root("new.sock") == DaemonAddress(root=here / "new.sock")
+    assert place("new.sock/") == DaemonAddress(root=here / "new.sock")
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,12 @@ def test_a_path_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.Monke
     """A program may change its directory before it saves; a home directory is that of its user."""
     (here / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(here / "home"))
-    said, said_of_none, said_of_sockets = place("data"), place(None), (place("d.sock"), place_of_socket("d"))
+    said, said_of_none, said_of_a_socket = place("data"), place(None), place("d.sock")
     monkeypatch.chdir(here / "elsewhere")
     assert said.root == here / "data"
     assert said_of_none.directory == here / "holdfast-data"
-    assert [said.socket for said in said_of_sockets] == [here / "d.sock", here / "d"]
+    assert said_of_a_socket.socket == here / "d.sock"
     assert place("~/data").root == here / "home" / "data"
-    assert place_of_root("data.sock").root == here / "elsewhere" / "data.sock"
 
 
 def test_a_slash_at_the_end_means_a_directory(here: Path) -> None:
@@ -192,10 +191,3 @@ def test_an_address_says_no_more_than_where(url: str) -> None:
     """A query or a password in it would be dropped, or sent to nobody who asks for it."""
     with pytest.raises(InvalidRequest, match="not the address of a daemon"):
         place(url)
-
-
-@pytest.mark.parametrize("root", ["", " ", "http://127.0.0.1:8420"])
-def test_the_old_root_is_a_directory(root: str) -> None:
-    """It named the current directory, or one called "http:"."""
-    with pytest.raises(InvalidRequest, match="is not a directory"):
-        place_of_root(root)

@@ -159,18 +159,12 @@ def test_a_full_check_sees_one_bit(turned: bool) -> None:
     assert not torn_by(live, lambda: None, full=True)
 
 
-@pytest.mark.parametrize("give", ["save", "checkpointer"])
-def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon, give: str) -> None:
-    """At each save, or as the old option of all; another word is refused."""
+def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon) -> None:
+    """At each save; another word is refused."""
     state = {"x": torch.zeros(2**22)}
-    if give == "checkpointer":
-        with pytest.warns(DeprecationWarning, match="check="):
-            made = Checkpointer("full-of-all", state, at=daemon.socket, fenced=True, check="full")
-    else:
-        made = Checkpointer("full", state, at=daemon.socket, fenced=True)
-    with made as checkpointer:
+    with Checkpointer("full", state, at=daemon.socket, fenced=True) as checkpointer:
         for step in range(1, 31):
-            ticket = checkpointer.save(step, check="full" if give == "save" else None)
+            ticket = checkpointer.save(step, check="full")
             state["x"].numpy()[-1] += 1
             try:
                 ticket.result(60)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event
+from sqlalchemy import event, text
 
 from holdfast_formats.errors import (
     InvalidRequest,
@@ -26,13 +28,16 @@ from holdfast_formats.errors import (
     StateMismatch,
     StorageFailed,
 )
+from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.database import migrations
+from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import connect
 from holdfast_service.control.database.schema import CatalogTable
 from tests.control.published import a_row
 
+TABLES = ("unreleased_1", "ad9527f7")  # the version, and a digest of its tables
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
 
 
@@ -81,26 +86,38 @@ class TestOpening:
         config.set_main_option("script_location", str(Path(migrations.__file__).parent))
         assert ScriptDirectory.from_config(config).get_heads() == [migrations.HEAD]
 
-    def test_catalog_can_be_taken_down_again(self, path: Path) -> None:
-        """The migrations go both ways."""
-        engine = connect(f"sqlite:///{path}")
-        config = Config()
-        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-        with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            command.downgrade(config, "base")
-        engine.dispose()
+    def test_other_tables_have_another_version(self, path: Path) -> None:
+        """Until the first release `schema` is the only statement of the tables: HEAD says that they are others."""
         with closing(sqlite3.connect(path)) as connection:
-            left = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        assert left <= {"alembic_version", "sqlite_sequence"}
+            columns = connection.execute(
+                'SELECT t.name, c.name, c.type, c."notnull", c.pk FROM sqlite_master t, pragma_table_info(t.name) c '
+                "WHERE t.type = 'table' ORDER BY t.name, c.cid"
+            ).fetchall()
+        digest = hashlib.sha256(repr(columns).encode()).hexdigest()[:8]
+        assert (migrations.HEAD, digest) == TABLES, "other tables: give HEAD the next number, and state both"
 
-    def test_catalog_of_a_newer_version_is_refused(self, path: Path) -> None:
+    @pytest.mark.parametrize("opened", [Catalog.open, salvage.open_catalog])
+    def test_catalog_of_a_newer_version_is_refused(self, path: Path, opened: Callable[[str], object]) -> None:
         """A version this one does not know is named, and left as it is."""
-        set_version(path, "9999")
-        with pytest.raises(StateMismatch, match="9999"):
-            Catalog.open(f"sqlite:///{path}")
+        set_version(path, "0.2.0")
+        with pytest.raises(StateMismatch, match=r"0\.2\.0"):
+            opened(f"sqlite:///{path}")
         with closing(sqlite3.connect(path)) as connection:
-            assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("9999",)
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("0.2.0",)
+
+    def test_a_server_with_tables_of_an_unreleased_version_is_refused(self, database: Database) -> None:
+        """Daemons of other nodes may use them: the error has the lines with which an operator puts them away."""
+        with database.write() as session:
+            session.execute(text("UPDATE alembic_version SET version_num = '0023'"))
+        try:
+            with pytest.raises(StateMismatch, match="revision 0023") as refused:
+                database.prepare()
+            assert ("ALTER DATABASE" if database.is_shared else "catalog rebuild") in refused.value.hint
+            with database.read() as session:
+                assert session.execute(text("SELECT version_num FROM alembic_version")).scalar() == "0023"
+        finally:
+            with database.write() as session:
+                session.execute(text("UPDATE alembic_version SET version_num = :head"), {"head": migrations.HEAD})
 
     def test_what_is_no_catalog_is_named(self, tmp_path: Path) -> None:
         """A damaged file and an impossible directory are StorageFailed, a wrong address InvalidRequest."""

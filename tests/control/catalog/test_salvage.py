@@ -9,9 +9,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
+from holdfast import Api, Checkpointer
+from holdfast_formats import naming
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
+from tests.daemons import running
 
 NOW = "2030-01-01T00:00:00.000Z"
 
@@ -101,3 +105,33 @@ def test_a_damaged_catalog_takes_its_own_log_along(tmp_path: Path) -> None:
     damage_at(path, page)
     assert opened(path) == {"mine", "newest"}
     assert [name for name in names(path) if not name.endswith("-wal")] == ["catalog.sqlite", "catalog.sqlite.damaged-1"]
+
+
+@pytest.mark.parametrize("revision", ["0001", "0023", "unreleased_0"])
+def test_a_catalog_of_an_unreleased_version_is_put_aside(tmp_path: Path, revision: str) -> None:
+    """Whole, with its log, under a name that says why; nothing of it is in the new one, and people are told what is lost."""
+    path = tmp_path / "catalog.sqlite"
+    for number in (1, 2):
+        made(path, "mine")
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        before = path.read_bytes()
+        found = salvage.open_catalog(f"sqlite:///{path}")
+        assert found.catalog.known_runs() == {} and found.salvaged == {}
+        found.catalog.close()
+        aside = path.with_name(f"catalog.sqlite.revision-{revision}-{number}")
+        assert found.set_aside == aside and aside.read_bytes() == before
+        assert found.notice is not None and all(word in found.notice for word in (aside.name, "Tokens", "token create"))
+
+
+def test_a_daemon_tells_of_a_catalog_that_it_put_aside(tmp_path: Path) -> None:
+    """Its checkpoints are listed again, and an event says what is lost."""
+    root = tmp_path / "root"
+    with running(root) as daemon, Checkpointer("run", {"x": torch.ones(3)}, at=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    with closing(sqlite3.connect(root / naming.CATALOG)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0023'")
+    with running(root, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        assert [one.step for one in api.checkpoints("run")] == [1]
+        told = next(api.events(after=0, kind="catalog-rebuilt"))
+        assert told.level == "warning" and "catalog.sqlite.revision-0023-1" in told.text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import coded, codings, compacting, manifest
+from holdfast_formats.disk import coded, codings, manifest
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
 from holdfast_formats.disk.compacting import RULES, CodingCandidate, Encoded, candidates, plan, small_bytes, together
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
@@ -174,26 +174,8 @@ def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
     assert [coded.is_zeros(shown[name]) for name in ("a/exp_avg", "b/exp_avg", "c/exp_avg")] == [False, False, True]
 
 
-def test_states_that_were_rounded_apart_are_refused(tmp_path: Path) -> None:
-    """As the first version did with a centered RMSprop: by name, unless one of the two is left out."""
-    values = np.ones((8, 64), np.float32)
-    stored = {"w/square_avg.bf16": codings.encode("bf16", values)["codes"], "w/grad_avg": values}
-    whole = build(tmp_path / "stored", {"model": {}, "optim": stored}).manifest
-    told = {"optim": {"w/square_avg": CodedTensor("bf16", "F32", (8, 64), 0.001)}}
-    made = msgspec.structs.replace(whole, compacted=Compacted(AT, "bf16", whole.bytes, "0" * 64, told))
-    manifest.validate(made)
-    both = {("optim", "w/square_avg"), ("optim", "w/grad_avg")}
-    with pytest.raises(StateMismatch, match=r"w/square_avg .*w/grad_avg") as refusal:
-        coded.refuse_apart(made, both)
-    assert "groups=" in refusal.value.hint
-    for one in both:
-        coded.refuse_apart(made, both - {one})
-    coded.refuse_apart(whole, both)
-
-
 def test_contents_are_those_that_were_saved(built: Built) -> None:
     """Of one that is not compact, the manifest itself."""
     assert coded.contents(built.manifest) is built.manifest
     assert coded.find(built.manifest, "optim", "embed.weight/exp_avg") is None
     assert naming.STATE in {file.name for file in built.manifest.files}
-    assert compacting.may_be_small({"model", "optim"}) and not compacting.may_be_small({"model"})

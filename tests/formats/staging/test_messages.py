@@ -23,7 +23,6 @@ PATH, HEADER = "stands in the path of the request", "the slot's header says it, 
 # By the socket's message and what stands for it over HTTP: the fields that one of them alone has, and why.
 PAIRS: dict[tuple[Model, Model], dict[str, str]] = {
     (wire.Hello, bodies.RankHello): {
-        "pid": "what protocol 4 said, so that it can be refused by name",
         "root": "a rank on the daemon's machine sees the directory, and compares its numbers as well as its id",
         "root_id": "a rank on another machine knows the root's id alone",
     },

@@ -18,6 +18,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.deepspeed.optimizer import PartitionedOptimizer
 from holdfast.integrations.deepspeed.partitions import stage_3_part, units, whole_shape
 from holdfast.integrations.deepspeed.refusals import PARTITIONED, STAGE_3, check
+from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.modules import module_state, parameter_names
 from holdfast.state.named import Named
 from holdfast.tensors.fragments import Fragment
@@ -193,24 +194,24 @@ class AttachedEngine:
             if not strict and self._is_foreign(step, how):
                 left_out += [f"extra/{key}{more}" for key in (SCHEDULER, SCALER) for more in ("", "/*")]
             return self.checkpointer.restore(
-                step, ignore=left_out, strict=strict, masters=None if how.optimizer else "from-model"
+                step, exclude=OwnPatterns(left_out), strict=strict, masters=None if how.optimizer else "from-model"
             )
         return self.checkpointer.restore(
-            step, groups=("model", "extra"), ignore=self._all_but_progress(), strict=strict, masters="from-model"
+            step, groups=("model", "extra"), exclude=self._all_but_progress(), strict=strict, masters="from-model"
         )
 
     def _is_foreign(self, step: int | None, how: LoadRequest) -> bool:
         """Whether another program saved the step, whose scheduler is not the engine's."""
         self._progress.how = how._replace(module_only=True)  # counters stay as they are until everything is restored
-        found = self.checkpointer.restore(step, groups=("extra",), ignore=self._all_but_progress(), strict=False)
+        found = self.checkpointer.restore(step, groups=("extra",), exclude=self._all_but_progress(), strict=False)
         self._progress.how = how
         report = self.checkpointer.last_restore
         return bool(found) and report is not None and f"extra/{PROGRESS}" in report.missing
 
-    def _all_but_progress(self) -> tuple[str, ...]:
+    def _all_but_progress(self) -> OwnPatterns:
         """Patterns of this state's group `extra` except the engine's counters."""
         rest = [key for key in self._state if key not in ("model", "optim", PROGRESS)]
-        return ("extra/rng", *(f"extra/{key}{more}" for key in rest for more in ("", "/*")))
+        return OwnPatterns(("extra/rng", *(f"extra/{key}{more}" for key in rest for more in ("", "/*"))))
 
     def _entries(self) -> dict[str, Any]:
         engine = self._engine

@@ -14,6 +14,7 @@ from holdfast.integrations.lightning.contents import AVERAGED, KEY, OPTIMIZERS, 
 from holdfast.integrations.lightning.live_state import WEIGHTS, LiveState, is_flat
 from holdfast.integrations.lightning.positions import EpochPosition
 from holdfast.stage.save_request import Wait
+from holdfast.state.exclusion import OwnPatterns
 from holdfast.tensors import json_values
 from holdfast.tickets import SaveTicket, settle
 from holdfast_formats import naming
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAVING = "holdfast_leaving"  # in a callback's state: names that go when the save is committed
-_OF_TRAINING = ("extra/rng", "extra/data", "extra/ranks/*/rng/*", "extra/ranks/*/data/*")
+_OF_TRAINING = OwnPatterns(("extra/rng", "extra/data", "extra/ranks/*/rng/*", "extra/ranks/*/data/*"))
 
 
 class AskedStep(NamedTuple):
@@ -98,7 +99,7 @@ class LightningRun:
             return
         with_nothing = Checkpointer(self.run, {}, at=self._options.get("at"))
         try:
-            newest = with_nothing.restore(groups=("extra",), ignore=("extra/*",), strict=False)
+            newest = with_nothing.restore(groups=("extra",), exclude=OwnPatterns(("extra/*",)), strict=False)
         finally:
             with_nothing.close(wait=False)
         if with_nothing.last_restore is not None:
@@ -304,14 +305,14 @@ class LightningRun:
         entries[KEY] = self._live.document
         checkpointer = self._checkpointer = Checkpointer(self.run, entries, **self._chosen())
         try:
-            step = checkpointer.restore(wanted.step, groups=("extra",), ignore=_OF_TRAINING, strict=False)
+            step = checkpointer.restore(wanted.step, groups=("extra",), exclude=_OF_TRAINING, strict=False)
             if checkpointer.last_restore is None:
                 return None
             module = self.trainer.strategy.model if is_flat(self.trainer) else self.trainer.lightning_module
             averaged = bool(self._live.document.value.get(AVERAGED))
             self._live.entries.update({"ema": module} if averaged else self._live.modules())
             groups = tuple(group for group in WEIGHTS if group in self._live.entries)
-            checkpointer.restore(step, groups=groups, ignore=("ema/n_averaged",), strict=self._strict)
+            checkpointer.restore(step, groups=groups, exclude=OwnPatterns(("ema/n_averaged",)), strict=self._strict)
             self._root = checkpointer.root()
         finally:
             self._checkpointer = None

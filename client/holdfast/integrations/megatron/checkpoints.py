@@ -11,6 +11,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.megatron import process_state
 from holdfast.integrations.megatron.optimizer import MegatronOptimizerByName, members
 from holdfast.integrations.megatron.pieces import Stored, empty, read
+from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.masters import Masters
 from holdfast.tensors.fragments import Fragment
 from holdfast.tickets import SaveTicket
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.integrations.megatron.names import Names
 
 PROGRESS, EXTRA_STATES = "megatron", "extra_states"  # keys; the first is read before anything else
-_ONLY_PROGRESS = ("extra/[!m]*", "extra/m[!e]*")
+_ONLY_PROGRESS = OwnPatterns(("extra/[!m]*", "extra/m[!e]*"))
 _STREAMS = ("extra/rng", "extra/ranks/*/rng/*", "extra/rng_tracker", "extra/rng_tracker/*")
 _SIZES = {
     "tp": "get_tensor_model_parallel_world_size",
@@ -94,7 +95,7 @@ class MegatronCheckpoints:
         With `foreign`, steps of other programs count too; their progress is None.
         """
         try:
-            found = self.checkpointer.restore(step, groups=("extra",), ignore=_ONLY_PROGRESS, strict=False)
+            found = self.checkpointer.restore(step, groups=("extra",), exclude=_ONLY_PROGRESS, strict=False)
         except StateMismatch as error:  # no step has a group `extra`: then `best` is the newest of all
             if "best" not in error.members:
                 raise
@@ -157,7 +158,7 @@ class MegatronCheckpoints:
             if self._by_name is not None:
                 self._by_name.others = self._stepped_elsewhere(others)
             found = self.checkpointer.restore(
-                step, groups=part.groups, ignore=tuple(ignored), strict=part.strict, masters=part.masters
+                step, groups=part.groups, exclude=OwnPatterns(ignored), strict=part.strict, masters=part.masters
             )
         finally:
             for name in known:

@@ -17,6 +17,7 @@ from holdfast.config import uploads_checkpoints
 from holdfast.integrations.transformers import refusals, resuming, trainer_state
 from holdfast.integrations.transformers.data_streams import DataStreams
 from holdfast.integrations.transformers.resuming import STATE_FILE, Wanted
+from holdfast.state.exclusion import OwnPatterns
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.lineage import Existing
@@ -189,7 +190,8 @@ class TrainerRun:
         with self._probe() as probe:
             if wanted.place is not None and probe.step_at(wanted.place) is None:
                 raise resuming.not_of(self.run, wanted.place)
-            step = probe.restore(wanted.step, groups=("extra",), ignore=("extra/*",), strict=False, healthy=wanted.healthy)
+            nothing = OwnPatterns(("extra/*",))
+            step = probe.restore(wanted.step, groups=("extra",), exclude=nothing, strict=False, healthy=wanted.healthy)
             own = resuming.own_checkpoint(self.trainer.args.output_dir) if wanted == Wanted(needed=True) else None
             if own is not None and own[0] > step:
                 log.info("%s is newer than what %s has: transformers resumes from it", own[1], self.run)

@@ -135,7 +135,7 @@ class _File(BaseModel):
 class Attempts:
     """The attempts of one root. Thread-safe; asking never waits for the disk, declaring is durable when it returns.
 
-    Without its file, of an older version or lost, they are not `complete` before `merge` has brought what the catalog knows.
+    Without its file they are not `complete` before `merge` has brought what the catalog knows.
     """
 
     def __init__(self, tier: Tier, path: str = naming.ATTEMPTS) -> None:

@@ -33,7 +33,7 @@ from holdfast_service.control.database.schema import AnswerRow, AttemptRow, Chec
 
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 
-ANY_FILES = "*"  # a checkpoint that was read back by a version that did not note its files
+ANY_FILES = "*"  # a verified checkpoint of which it is not known as which files it was read back
 UNSAVED = ("aborted", "dropped")
 NEWEST = 64  # rounds of a run, among which is one that another node has just ended
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS

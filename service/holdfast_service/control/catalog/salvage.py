@@ -1,4 +1,5 @@
-"""Replace a damaged catalog by a new one, and copy the rows that can still be read.
+"""Replace a damaged catalog by a new one, and copy the rows that can still be read. One that an unreleased version made is
+replaced as well, and nothing of it is copied.
 
 Only for SQLite files; a database server looks after its own.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Boolean, Column, Float, Integer, LargeBinary
 from sqlalchemy import Table as SqlTable
@@ -23,11 +24,17 @@ from holdfast_formats import naming
 from holdfast_formats.errors import StorageFailed
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import DAMAGED, Database
+from holdfast_service.control.database.migrations import is_unreleased
 from holdfast_service.control.database.schema import CatalogTable, JsonText, RunRow
 from holdfast_service.storage.posix import set_aside
 
 log = logging.getLogger(__name__)
 
+_UNRELEASED = (
+    "the catalog {} was made by an unreleased version of holdfast (revision {}). It was moved to {}, and is made again from "
+    "the directories. Tokens, audit log, events and the history of jobs and saves are in the old file alone: create new "
+    "tokens with `holdfast token create`. Checkpoints are read back and verified again"
+)
 _LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made again
 _PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
@@ -35,11 +42,13 @@ _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 _NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None, "proven": None}}
 
 
-class Opened:
-    """A catalog, and what became of a damaged one that stood in its place."""
+class Opened(NamedTuple):
+    """A catalog, and what became of the one that stood in its place and could not be used; `notice` says it to people."""
 
-    def __init__(self, catalog: Catalog, set_aside: Path | None = None, salvaged: dict[str, int] | None = None) -> None:
-        self.catalog, self.set_aside, self.salvaged = catalog, set_aside, salvaged or {}
+    catalog: Catalog
+    set_aside: Path | None = None
+    salvaged: dict[str, int] = {}  # noqa: RUF012 - nothing changes it
+    notice: str | None = None
 
 
 def open_sound(url: str) -> Catalog:
@@ -60,40 +69,49 @@ def open_sound(url: str) -> Catalog:
 
 
 def open_catalog(url: str) -> Opened:
-    """The catalog at `url`. A SQLite file that is damaged is moved away first, and a new one gets what was readable of it.
+    """The catalog at `url`. A SQLite file that is damaged is moved away first, and a new one gets what was readable of it;
+    one of an unreleased version is moved away, too.
 
     Errors are those of `Catalog.open`. What is listed after this is whatever was: reconcile it with the directories.
     """
     path = file_of(url)
     if path is not None and not path.exists():
-        aside = _move_away(path)  # a log that was left behind would be taken for that of the new file
+        aside = _move_away(path, "damaged")  # a log that was left behind would be taken for that of the new file
         if aside.with_name(aside.name + _LOG).exists():
             log.warning("%s is gone; its write-ahead log was left and is kept as %s%s", path.name, aside.name, _LOG)
         path = None
     if path is None:
         return Opened(Catalog.open(url))
+    if (revision := _unreleased_revision(path)) is not None:
+        aside = _move_away(path, f"revision-{revision}")
+        notice = _UNRELEASED.format(path.name, revision, aside.name)
+        log.warning("%s", notice)
+        return Opened(Catalog.open(url), aside, notice=notice)
     try:
         return Opened(open_sound(url))
     except StorageFailed as error:
         if not any(word in error.detail for word in DAMAGED):
             raise
         why = error.detail
-    aside = _move_away(path)
-    log.error("%s: rebuilding it; the damaged one is kept as %s", why, aside.name)
-    made = Opened(Catalog.open(url), aside)
+    aside = _move_away(path, "damaged")
+    notice = f"{why}: rebuilding it; the damaged one is kept as {aside.name}"
+    log.error("%s", notice)
+    catalog = Catalog.open(url)
     with closing(sqlite3.connect(aside)) as old:
         old.text_factory = lambda encoded: encoded.decode(errors="replace")
-        made.salvaged = salvage(old, path)
+        salvaged = salvage(old, path)
     set_aside(aside.with_name(aside.name + _INDEX), None)
-    log.info("rows read from the damaged catalog: %s", made.salvaged or "nothing")
-    return made
+    log.info("rows read from the damaged catalog: %s", salvaged or "nothing")
+    return Opened(catalog, aside, salvaged, notice)
 
 
-def mend(database: Database) -> None:
-    """As `open_catalog`, for a database that is in use: it goes on with what stands there then."""
+def mend(database: Database) -> str | None:
+    """As `open_catalog`, for a database that is in use: it goes on with what stands there then. Returns the notice."""
     database.engine.dispose()
-    open_catalog(database.engine.url.render_as_string(hide_password=False)).catalog.close()
+    opened = open_catalog(database.engine.url.render_as_string(hide_password=False))
+    opened.catalog.close()
     database.prepare()
+    return opened.notice
 
 
 def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
@@ -130,9 +148,17 @@ def _quick_check(path: Path, catalog: Catalog) -> None:
         )
 
 
-def _move_away(path: Path) -> Path:
+def _unreleased_revision(path: Path) -> str | None:
+    """The revision of a catalog that an unreleased version of holdfast made; None for any other file."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as file:
+        (revision,) = file.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
+        return str(revision) if is_unreleased(revision) else None
+    return None
+
+
+def _move_away(path: Path, why: str) -> Path:
     """Give a file and its log, or what is left of the two, another name, beside which no other's log stands."""
-    aside = next(made for n in count(1) if not _has_parts(made := path.with_name(f"{path.name}.damaged-{n}")))
+    aside = next(made for n in count(1) if not _has_parts(made := path.with_name(f"{path.name}.{why}-{n}")))
     set_aside(path.with_name(path.name + _INDEX), None)
     for suffix in _PARTS:
         source = path.with_name(path.name + suffix)

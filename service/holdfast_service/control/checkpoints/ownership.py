@@ -1,7 +1,7 @@
 """Ownership of a catalog. It lists the checkpoints of one root; another root's daemon would list them as gone.
 
-The first root that starts with a catalog owns it. An older catalog without an owner goes to the root whose
-checkpoints it lists.
+The first root that starts with a catalog owns it. One that lost its owner by damage goes to the root whose checkpoints
+it lists.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _lists(store: Store, catalog: Catalog) -> bool:
 def _stands(store: Store, catalog: Catalog, run: str, stamps: dict[int, str | None]) -> bool:
     if roots.look(store, run, stamps).stands:
         return True
-    unstamped = [step for step, stamp in stamps.items() if stamp is None]  # listed before there were stamps
+    unstamped = [step for step, stamp in stamps.items() if stamp is None]  # salvage believes no stamp
     return any(_is_listed_so(store, catalog, run, step) for step in unstamped)
 
 

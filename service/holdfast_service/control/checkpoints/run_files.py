@@ -22,7 +22,6 @@ RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
 PATH_MAX = 4096
 BY_LENGTH_MAX = 128
-NEWER = ("keep_full", "optim", "optim_full")  # members of a policy that earlier versions refuse
 ANY_TAG = "*"  # If-Match: whatever is there now
 
 
@@ -101,13 +100,7 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     """Replace run.json, atomically and durably; `LimitExceeded` for more marks than it may hold."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
-    # Versions before these members read the file of who has none.
-    seen = ("acknowledged", "acknowledged_by", "acknowledged_at")
-    later = ("link_directories", "owner", "notes", "archived", *seen)
-    unused: dict[str, bool | set[str]] = {name: True for name in later if not getattr(file, name)}
-    if file.policy is not None:
-        unused["policy"] = {name for name in NEWER if getattr(file.policy, name) is None}
-    encoded = file.model_dump_json(indent=1, exclude=unused).encode() + b"\n"
+    encoded = file.model_dump_json(indent=1).encode() + b"\n"
     if marks > STEPS_MAX or len(file.labels) > LABELS_MAX or len(encoded) > RUN_FILE_BYTES_MAX:
         raise LimitExceeded(
             f"{path} would hold {marks} marks and {len(file.labels)} labels in {len(encoded)} bytes",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from holdfast_formats.disk.compacting import RULES, may_be_small
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -568,8 +567,7 @@ def _candidate(c: bodies.CheckpointInfo, seen_s: float, file: RunFile, busy: str
     verified = c.verified and busy != _FRESH  # what was verified was the one before
     gone = frozenset(c.thinned.groups) if c.thinned is not None else frozenset[str]()
     judged = Candidate(c.step, seen_s, verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
-    unknown = c.small_bytes is None and may_be_small(groups)  # an earlier version listed it
-    return judged._replace(small=frozenset(RULES if unknown else c.small_bytes or ()), compact=c.compacted is not None)
+    return judged._replace(small=frozenset(c.small_bytes or ()), compact=c.compacted is not None)
 
 
 def _newest_commit(candidates: Sequence[Candidate]) -> float:

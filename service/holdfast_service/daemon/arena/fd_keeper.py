@@ -45,7 +45,6 @@ class OfRoot:
 
     def __init__(self, keeper: DescriptorKeeper, root_id: str) -> None:
         self._keeper, self._prefix = keeper, f"{root_id}-"
-        self._unmarked: set[str] = set()  # kept by a daemon from before roots had ids
 
     @property
     def place(self) -> str:
@@ -55,15 +54,13 @@ class OfRoot:
         self._keeper.keep(self._prefix + name, fd)
 
     def drop(self, name: str) -> None:
-        self._keeper.drop(name if name in self._unmarked else self._prefix + name)
+        self._keeper.drop(self._prefix + name)
 
     def take(self) -> list[tuple[str, int]]:
         """The descriptors kept for this root. Those of other roots stay kept."""
         found = []
         for name, fd in self._keeper.take():
-            if "-" not in name:
-                self._unmarked.add(name)
-            elif not name.startswith(self._prefix):
+            if not name.startswith(self._prefix):
                 log.warning("shared memory %s belongs to another root and is left alone", name)
                 continue  # open: the keeper may have to hand it to another holder
             found.append((name.removeprefix(self._prefix), fd))
@@ -155,10 +152,7 @@ class HolderProcess:
                 request = f"serve {json.dumps(told._asdict())}"
                 if len(request) < holder.PACKET_BYTES_MAX:
                     break
-            try:
-                self._ask(connection, request)
-            except ConnectionError as error:  # a holder of an earlier version
-                log.warning("if this daemon is killed, nothing starts another one for its staged saves: %s", error)
+            self._ask(connection, request)
         return connection
 
     def _ask(self, connection: socket.socket, request: str, *fds: int) -> None:
