@@ -482,7 +482,7 @@ class Checkpointer:
         """Save the step after which training stops, within the time that is left."""
         ticket = SaveTicket(self.run, step, 0, self._session.until)
         within_s = max(left_s, LAST_SAVE_S_MIN)
-        asked = SaveRequest(ticket, None, metrics, "durable", self._check == "full", "same", within_s=within_s)
+        asked = SaveRequest(ticket, None, metrics, "durable", False, "same", within_s=within_s)
         try:
             with child_deaths.delayed():
                 self._carried_out(asked)
