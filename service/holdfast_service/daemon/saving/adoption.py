@@ -1,8 +1,7 @@
-"""Adopt shared memory of an earlier daemon: write sealed saves, once, and wait for the ranks to reconnect.
+"""Adopts shared memory of an earlier daemon: writes sealed saves, once, and waits for the ranks to reconnect.
 
-A sealed, complete slot belongs to a save. A save that all ranks have sealed is written at once, unless its step is
-already a checkpoint; an incomplete one waits for the missing ranks, and so do leased slots. All other slots are
-free.
+A sealed, complete slot belongs to a save. A save that all ranks have sealed is written at once, unless its step is already a
+checkpoint; an incomplete one waits for the missing ranks, and so do leased slots. All other slots are free.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RETURN_S = 60.0  # how long a rank may take to find the next daemon
 
 
 class _Absent(NamedTuple):
-    """A rank that has not come back yet, and the segments that wait for it."""
+    """A rank that has not reconnected yet, and its segments."""
 
     who: Participant
     segments: list[ArenaSegment]
@@ -36,7 +35,7 @@ class _Absent(NamedTuple):
 
 
 class TakenUp(NamedTuple):
-    """The ids of the rounds that go on, and why steps do not."""
+    """IDs of the continued rounds, and the reasons why other steps are not continued."""
 
     rounds: set[int]
     refused: dict[int, CheckpointError]
@@ -69,7 +68,7 @@ class Adoption:
         return going_on
 
     def take_up(self, segment: ArenaSegment, taken: Sequence[int], who: Participant) -> TakenUp:
-        """The saver goes on with what stands in these slots of a segment."""
+        """Make the saver continue the saves in these slots of a segment."""
         found = TakenUp(set(), {})
         headers = [(arena.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
         for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
@@ -100,8 +99,8 @@ class Adoption:
                     self._arena.drop(other)
 
     def expire(self, now: float) -> None:
-        """Give up ranks that have not reconnected by `now`: their incomplete saves end, their memory is freed. What had been
-        staged when the last daemon ended, and is nowhere now, is lost.
+        """Give up ranks that have not reconnected by `now`: their incomplete saves end, their memory is freed. Saves staged
+        when the last daemon ended and not found since are lost.
         """
         self._give_up(now)
         if now > self._settle_at:
@@ -116,12 +115,12 @@ class Adoption:
                     self._arena.drop(segment)
 
     def close(self) -> None:
-        """Give up all ranks that are still missing. They may bring their memory to the next daemon."""
+        """Give up all missing ranks. They may bring their memory to the next daemon."""
         self._give_up(float("inf"))
 
 
 class _Unheard(Participant):
-    """A rank that an earlier daemon knew. Whether it lives shows when it comes back: until then it keeps no job out."""
+    """A rank of an earlier daemon. Until it reconnects it may be dead, so it keeps no job out."""
 
     heard = False
 

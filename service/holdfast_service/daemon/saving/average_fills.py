@@ -1,4 +1,4 @@
-"""Has averages put into the slots of saves, before these are written or brought to other nodes."""
+"""Requests averages for the slots of saves, before these are written or sent to other nodes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Done = Callable[[SaveRound, Mapping[int, SealedSlot], CheckpointError | None], N
 
 
 class AverageFills:
-    """Every method is called with the saver's lock. `averages` is None until the node has any."""
+    """Methods are called with the saver's lock. `averages` is None until the node has any."""
 
     def __init__(self, done: Done) -> None:
-        """`done` is called without the lock, in another thread, when nothing is written into these slots any more."""
+        """`done` is called without the lock, in another thread, when nothing writes into these slots any more."""
         self.averages: Averages | None = None
         self._done = done
 
     def wants(self, current: SaveRound) -> bool:
-        """Whether averages are still to be put into the slots of a save; then that is seen to, and `done` is called."""
+        """Whether slots of a save still need averages; then they are requested, and `done` is called later."""
         if self.averages is None or all(sealed.table.average is None for sealed in current.sealed.values()):
             return False
         ranks = set(current.sealed)
@@ -38,7 +38,7 @@ class AverageFills:
         return True
 
     def leave(self, current: SaveRound) -> None:
-        """The save has ended. Slots into which something is put just now are for `done` to free, not for the caller."""
+        """The save has ended. `done`, not the caller, frees the slots that are being filled."""
         if current.averaging is None or self.averages is None:
             return
         if self.averages.withdraw(_crew_of(current), current.key.step):

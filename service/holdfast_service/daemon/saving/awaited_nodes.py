@@ -1,5 +1,5 @@
-"""Whether a round waits in vain: for a node that is lost, or for ranks that are gone from all nodes. And what becomes of a
-share that its node cannot write.
+"""Ends rounds that wait in vain for a lost node, or for ranks that left all nodes; hands over shares that a node cannot
+write.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ BeginHelp = Callable[[JoinedRound, str], Future[None]]  # begins to write the sh
 
 
 class AwaitedNodes:
-    """Judges the rounds of this node; for one thread."""
+    """Checks the rounds of this node; for one thread."""
 
     def __init__(self, rendezvous: Rendezvous, crews: CrewsOf, node: str) -> None:
         self._rendezvous, self._crews, self._node = rendezvous, crews, node
 
     def lost(self, joint: JoinedRound) -> CheckpointError | None:
-        """Why a round ends that waits for a node which is gone, or which has come back without its part; or for one that is
-        silent, and was to write the share of another.
+        """The error of a round that waits for a node that is gone, or that returned without its part; or for a silent helper
+        of another node's share.
         """
         seen = self._seen(joint)
         if seen is None:
@@ -59,14 +59,16 @@ class AwaitedNodes:
                 return RoundAborted(f"node {one.node} was lost while it wrote its share of the save")
         if handover is None:
             return None
-        at_work = any(one.live and one.node != handover.node for one in seen.missing)  # who may help when that is done
+        at_work = any(one.live and one.node != handover.node for one in seen.missing)  # candidates for helping
         if self._are_gone(joint, _HELPERS, handover.overdue and (handover.helper is not None or not at_work)):
             silent = "no other node has begun" if handover.helper is None else f"node {handover.helper} has not gone on"
             return failed(handover, f"{silent} to write its share of the save")
         return None
 
     def deserted(self, joint: JoinedRound) -> CheckpointError | None:
-        """Why a round ends that this node cannot commit, since it has not written, and the others are gone that could."""
+        """The error of a round that this node cannot commit, because it has not written, and the nodes that could
+        are gone.
+        """
         seen = self._seen(joint)
         if seen is not None and self._are_gone(
             joint, _OTHERS, not any(one.live for one in seen.parts if one.node != self._node)
@@ -75,7 +77,7 @@ class AwaitedNodes:
         return None
 
     def _seen(self, joint: JoinedRound) -> JointRound | None:
-        """The round, if it is time to look at it."""
+        """The round, if it is due for a look."""
         now = time.monotonic()
         if now < joint.nodes_at:
             return None
@@ -83,7 +85,7 @@ class AwaitedNodes:
         return self._rendezvous.look(joint.id)
 
     def _are_gone(self, joint: JoinedRound, which: str, now_gone: bool) -> bool:
-        """Whether they have been for so long that they are not waited for."""
+        """Whether these have been gone for longer than the grace."""
         if not now_gone:
             joint.dead_since.pop(which, None)
             return False
@@ -91,8 +93,8 @@ class AwaitedNodes:
         return now - joint.dead_since.setdefault(which, now) > DEAD_S
 
     def absent(self, joint: JoinedRound) -> RoundAborted | None:
-        """Why a round ends of which ranks are missing that were connected to a node and are to none any more. Those that
-        never were may be on their way to their first save.
+        """The error of a round whose missing ranks were connected to a node and are to none any more. Ranks that never
+        connected may still come.
         """
         now, key = time.monotonic(), joint.current.key
         if now < joint.crews_at:
@@ -116,17 +118,17 @@ class AwaitedNodes:
 
 
 class ShareHandovers:
-    """Shares that a node cannot write: another one writes them, from the slots of the first, once in a round. For the
-    thread that meets other nodes.
+    """Shares that a node cannot write: another node writes them, from the slots of the first, once in a round. For the
+    thread that talks to other nodes.
 
-    A node says that it cannot only when nothing of it writes any more, and offers its slots until the round ends.
+    A node offers its share only when it writes nothing of it any more, and serves its slots until the round ends.
     """
 
     def __init__(self, rendezvous: Rendezvous, node: str, begin_help: BeginHelp) -> None:
         self._rendezvous, self._node, self._begin_help = rendezvous, node, begin_help
 
     def hand_over(self, joint: JoinedRound, seen: RoundState, error: BaseException) -> bool:
-        """Whether another node may write what this one cannot: it has said so, now or before."""
+        """Offer this node's share to another node; False if that is impossible."""
         if seen.handover is not None:
             return seen.handover.node == self._node
         if not _is_of_storage(error):
@@ -139,7 +141,7 @@ class ShareHandovers:
         return asked
 
     def go_on(self, joint: JoinedRound, seen: RoundState) -> CheckpointError | None:
-        """Take over what another node cannot write, or go on with it; why the round ends where this one cannot either."""
+        """Take over another node's share, or continue it; returns an error if this node cannot write it either."""
         handover = seen.handover
         if handover is None or handover.node == self._node or not joint.delivered:
             return None
@@ -157,7 +159,7 @@ class ShareHandovers:
         return None
 
     def alone(self, joint: JoinedRound, error: BaseException) -> CheckpointError:
-        """Why the round ends: this node cannot go on, and perhaps another one could not before."""
+        """The error if this node cannot continue, and perhaps another one could not before."""
         named = on_node(error, self._node)
         handover = self._rendezvous.state(joint.id).handover
         if handover is None or handover.node == self._node:
@@ -166,7 +168,7 @@ class ShareHandovers:
 
 
 def failed(handover: ShareHandover, why: str) -> CheckpointError:
-    """The error of a node that cannot write its share, which none has written for it: that says `why`."""
+    """The error of a node that cannot write its share, which no other node has written because of `why`."""
     problem = handover.problem
     said = str(problem.get("detail", f"node {handover.node} cannot write"))
     helper = {} if handover.helper is None else {"helper": handover.helper}
@@ -174,7 +176,7 @@ def failed(handover: ShareHandover, why: str) -> CheckpointError:
 
 
 def on_node(error: BaseException, node: str) -> CheckpointError:
-    """The error with the name of the node, where it is of a machine: others would look for its path on their own disks."""
+    """Add the node's name to an error of its machine: its paths are on that machine's disks."""
     if not isinstance(error, CheckpointError):
         log.error("a save with other nodes failed", exc_info=error)
         return RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {node}", hint="see the daemon's log")
@@ -184,7 +186,7 @@ def on_node(error: BaseException, node: str) -> CheckpointError:
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Whether a call to the disk has failed, which may be well on another node."""
+    """Whether a disk operation failed, which may succeed on another node."""
     if isinstance(error, CatalogUnavailable) or not isinstance(error, (StorageFailed, NoSpace)):
         return False
     return "errno" in error.members

@@ -1,4 +1,4 @@
-"""Repairs that a restore waits for: one thread for each checkpoint, and an answer every few seconds."""
+"""Repairs that a restore waits for: one thread for each checkpoint, and a progress answer every few seconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast_formats.naming import CheckpointId
 
 log = logging.getLogger(__name__)
 
-ASK_S = 1.5  # after so long a rank is told that it goes on, and asks again
+ASK_S = 1.5  # interval of telling a rank that the repair continues
 ASKED_MAX = 1000
 LIMIT_S = 900.0  # after so long a restore goes on without it
 
 Repair = Callable[[str, int, Damaged | None], object]
 
 
-Question = tuple[str, int, int]  # run, attempt and turn: what a launch asks
+Question = tuple[str, int, int]  # run, attempt and turn of a launch's question
 
 
 class _Repair:
@@ -29,7 +29,7 @@ class _Repair:
 
 
 class AwaitedRepairs:
-    """Thread-safe. `repair` mends a checkpoint that has this damage, or copies back one that is gone."""
+    """Thread-safe. `repair` repairs a checkpoint with this damage, or copies back a missing one."""
 
     def __init__(self, repair: Repair, ask_s: float = ASK_S, limit_s: float = LIMIT_S) -> None:
         self._repair, self._ask_s, self._limit_s = repair, ask_s, limit_s
@@ -38,7 +38,7 @@ class AwaitedRepairs:
         self._asked: dict[tuple[Question, int], _Repair] = {}  # the newest questions last: nothing is tried twice for one
 
     def settle(self, question: Question, step: int, error: Damaged | None) -> None:
-        """Return when the repair has ended, well or not, or has taken too long. `DeadlineExceeded` while it goes on."""
+        """Return when the repair has ended, well or not, or timed out. `DeadlineExceeded` while it continues."""
         run = question[0]
         place = CheckpointId(run, step)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Connected ranks, the processes of their job, and ranks that disappeared without closing their Checkpointer."""
+"""Connected ranks, the processes of their job, and ranks that disconnected without closing their Checkpointer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be b
 
 
 class _Crew:
-    """The ranks of an attempt. A disconnected process belongs to the job as long as another rank of it is
-    connected.
-    """
+    """The ranks of an attempt. A disconnected process belongs to the job as long as another rank is connected."""
 
     def __init__(self) -> None:
         self.present: set[Participant] = set()
@@ -26,25 +24,26 @@ class ConnectedRanks:
 
     def __init__(self) -> None:
         self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of which a rank is here
-        self._missing: dict[str, tuple[int, set[int]]] = {}  # by run: its newest attempt, and who is gone without a goodbye
+        self._missing: dict[
+            str, tuple[int, set[int]]
+        ] = {}  # by run: its newest attempt, and ranks that left without a goodbye
 
-        self._heard: dict[str, int] = {}  # by run: the newest attempt of which somebody has said something to this daemon
+        self._heard: dict[str, int] = {}  # by run: the newest attempt with a rank that connected to this daemon
 
     @property
     def runs(self) -> set[str]:
         return {run for run, _ in self._crews}
 
     def of(self, run: str) -> list[Participant]:
-        """The ranks of a run, of whatever attempt."""
+        """The ranks of a run, of any attempt."""
         return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
 
     def ranks(self, run: str, attempt: int) -> set[int]:
-        """The ranks of an attempt."""
         return {who.rank for who in self.of(run) if who.attempt == attempt}
 
     def counts(self) -> dict[str, tuple[int, int, int, float | None]]:
-        """Of each run's newest attempt that has ranks here: its number, its world, how many they are, and in how many
-        seconds all of them count as gone unless one speaks again; None where one certainly lives.
+        """For each run's newest attempt with ranks here: its number, its world, how many there are, and the seconds until
+        all count as gone without a sign of life; None if one certainly lives.
         """
         found: dict[str, tuple[int, int, int, float | None]] = {}
         for (run, attempt), crew in sorted(self._crews.items()):
@@ -81,13 +80,13 @@ class ConnectedRanks:
         return crew.present
 
     def gone(self, run: str, attempt: int) -> set[int]:
-        """Ranks that will not return: they closed in order, or have been away for `BACK_S`."""
+        """Ranks that will not return: they closed regularly, or have been away for `BACK_S`."""
         crew = self._crews.get((run, attempt))
         return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
-        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Of ranks that
-        only an earlier daemon knew, nothing is said: whether they live shows when they come back, or do not.
+        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Omits ranks
+        known only to an earlier daemon, until they reconnect or time out.
         """
         return {
             run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
@@ -96,7 +95,7 @@ class ConnectedRanks:
         }
 
     def forget(self, run: str) -> None:
-        """Nobody of this run is here, and nobody asks what became of its ranks."""
+        """Forget a run without connected ranks."""
         self._missing.pop(run, None)
         self._heard.pop(run, None)
 

@@ -1,4 +1,4 @@
-"""Reading back gives way to ranks: they need memory's bandwidth, or the disk for the catalog, and training waits."""
+"""Verification gives way to ranks, which need the memory bandwidth, or the disk for the catalog, and stall training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a r
 
 
 class GivingWay:
-    """Called before each piece that is read: returns when no rank is busy staging or restoring, or has just come."""
+    """Called before each piece that is read: returns when no rank is staging or restoring, or has just connected."""
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
-        self._came = -ARRIVAL_S  # when the last rank said its first word
+        self._came = -ARRIVAL_S  # when the last rank connected
 
     def expect(self) -> None:
-        """A rank is about to join."""
         self._came = time.monotonic()
 
     def __call__(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The saves that go on and the ranks that are here: what one lock guards, and which of it concerns other nodes too."""
+"""Open saves and connected ranks: the state under the saver's lock, and which of it concerns other nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMED_MAX = 8
 
 
 class GoingSaves:
-    """The saver's state. A method takes the lock itself, unless it says that it is called with it."""
+    """The saver's state. A method takes the lock itself, unless its docstring says that it is called with it."""
 
     def __init__(self, jointly: bool) -> None:
-        """`jointly`: ranks of a save may be on other nodes as well."""
+        """`jointly`: ranks of a save may be on other nodes."""
         self._jointly = jointly
         self.lock = threading.Condition()
         self.connected = ConnectedRanks()
@@ -28,7 +28,7 @@ class GoingSaves:
         self._apart = float("-inf")  # when the other nodes could last not be met (monotonic)
 
     def complete(self, current: SaveRound) -> None:
-        """All ranks have sealed: the save is written from now on. Called with the lock."""
+        """All ranks have sealed: the write begins. Called with the lock."""
         current.completed = time.monotonic()
         self.pending[current.key] = self.open.pop(current.key)
 
@@ -37,12 +37,12 @@ class GoingSaves:
             return self.open.get(current.key) is current
 
     def parts(self) -> list[SaveRound]:
-        """The saves of which all ranks that are here have sealed, and others are on other nodes."""
+        """Saves whose ranks here have all sealed, with other ranks on other nodes."""
         with self.lock:
             return [current for current in self.open.values() if self.is_part(current)]
 
     def is_part(self, current: SaveRound) -> bool:
-        """Whether all ranks that are here have sealed, and others are on other nodes. Called with the lock."""
+        """Whether all ranks here have sealed, and others are on other nodes. Called with the lock."""
         if not self._jointly or not current.sealed or current.leases:
             return False
         return self._here(current) <= current.sealed.keys() and not current.complete
@@ -52,17 +52,17 @@ class GoingSaves:
         return self._jointly and len(self._here(current) | current.sealed.keys()) < current.world
 
     def spanning(self) -> set[LaunchKey]:
-        """The launches with ranks here that may have others at other nodes."""
+        """Launches with ranks here that may have others on other nodes."""
         with self.lock:
             return {LaunchKey(run, count[0]) for run, count in self.connected.counts().items() if count[2] < count[1]}
 
     def saves(self, key: LaunchKey) -> OpenSaves:
-        """The open saves of a launch, and what its ranks here wait for. Called with the lock."""
+        """The open saves of a launch, and the waits of its ranks here. Called with the lock."""
         rounds = [current for of, current in self.open.items() if (of.run, of.attempt) == key]
         return OpenSaves.of(rounds, [who for who in self.connected.of(key.run) if who.attempt == key.attempt])
 
     def renew(self) -> None:
-        """The other nodes cannot be met: what is sealed waits."""
+        """Extend deadlines while other nodes cannot be reached: sealed saves wait."""
         with self.lock:
             self._apart = time.monotonic()
             for current in self.parts():
@@ -99,7 +99,7 @@ class GoingSaves:
             return len(self.connected.ranks(who.run, who.attempt)) < who.world
 
     def is_told_elsewhere(self, who: Participant) -> bool:
-        """Whether the node of this launch's first rank, which is another one, records how its saves go on."""
+        """Whether another node, that of the launch's first rank, records the progress of its saves."""
         if not self._jointly or who.rank == 0 or not self.is_elsewhere(who):
             return False
         with self.lock:

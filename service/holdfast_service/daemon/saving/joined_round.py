@@ -1,4 +1,4 @@
-"""A round of several nodes, as one of them follows it: what it has written, and when it looks again."""
+"""A round of several nodes, from one node's view: what it has written, and when it looks again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_formats.staging.joint import JointRound, ShareHandover
 from holdfast_service.daemon.saving.joint_writing import ShareWritten
 from holdfast_service.daemon.saving.rounds import SaveRound
 
-POLL_S = (1.0, 5.0)  # beside what it hears (`JointSaves.look_at_all`): after a change, and at most
+POLL_S = (1.0, 5.0)  # besides notifications (`JointSaves.look_at_all`): after a change, and at most
 
 Result = Manifest | CheckpointError | None  # None: another node has committed it
 
@@ -48,13 +48,13 @@ class JoinedRound:
 
     @property
     def news(self) -> bool:
-        """Whether something that it writes has ended, and nothing has been done about it."""
+        """Whether one of its writes has ended and was not processed yet."""
         written = self.writing is not None and self.writing.done() and not self.asked
         return written or (self.helping is not None and self.helping.done() and not self.helped)
 
     @property
     def at_work(self) -> bool:
-        """Whether something is written from its slots."""
+        """Whether its slots are being written from."""
         return any(one is not None and not one.done() for one in (self.writing, self.helping))
 
     @property
@@ -68,19 +68,19 @@ class JoinedRound:
 
     @property
     def slots(self) -> dict[int, memoryview]:
-        """What its ranks have sealed."""
+        """The sealed slots of its ranks."""
         return {rank: sealed.data for rank, sealed in self.current.sealed.items()}
 
     @property
     def writers(self) -> list[str]:
-        """Who has written the share of each node, in the order of the nodes' numbers."""
+        """The writer of each node's share, in the order of the nodes' numbers."""
         assert self.seen is not None
         nodes, over = [one.node for one in self.seen.parts], self.handover
         return nodes if over is None else [over.helper or node if node == over.node else node for node in nodes]
 
     @property
     def measured(self) -> dict[str, float]:
-        """What this node's writing took, if it was done."""
+        """Timings of this node's write, if there was one."""
         if self.writing is None or self.writing.cancelled() or self.writing.exception() is not None:
             return {}
         return self.writing.result().measured

@@ -1,8 +1,8 @@
-"""Saves whose ranks are on several nodes: this node brings its part, writes its share, and commits if it is the first that
-sees nobody missing.
+"""Saves whose ranks are on several nodes: this node delivers its part, writes its share, and commits if it first sees all
+shares written.
 
-One thread meets the other nodes in the catalog, for all rounds that go on; another writes, one share after the other. So a
-node that writes one round still hears of the others. While the catalog is away, sealed slots wait; training does not.
+One thread coordinates with other nodes in the catalog, for all open rounds; another writes, one share after the other. So a
+node that writes one round still follows the others. While the catalog is unavailable, sealed slots wait; training does not.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a ro
 
 
 class JointParty(NamedTuple):
-    """What a daemon needs to save with others. `crews` says of a run's attempt how many ranks are connected, by node, and
-    which have ever been; `words` is what nodes say of their ranks.
+    """A daemon's access to joint saves. `crews` returns the connected ranks of a run's attempt by node, and all that ever
+    connected; `words` the nodes' statements on their ranks.
     """
 
     rendezvous: Rendezvous
@@ -54,19 +54,19 @@ class JointParty(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The saver's side: the rounds of which this node's part is complete, and what becomes of them."""
+    """The saver's side: the rounds with this node's complete part, and their results."""
 
     ready: Callable[[], list[SaveRound]]
     is_open: Callable[[SaveRound], bool]
     sealed: Callable[[SaveRound], bool]  # False where it has been given up here
     wait_on: Callable[[], None]  # what is sealed waits, because other nodes cannot be met
     given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
-    # With what was staged, if that may go, and who wrote what of it.
+    # With the staged files, if they may be removed, and the writer of each part.
     ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
 
 
 class JointSaves:
-    """The thread that meets other nodes. Thread-safe."""
+    """The thread that coordinates with other nodes. Thread-safe."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class JointSaves:
         self._wake.set()
 
     def look_at_all(self) -> None:
-        """Some round has changed, on whichever node."""
+        """A round has changed, on any node."""
         self._changed = True
         self._wake.set()
 
     def refuse(self, key: RoundKey, world: int, error: CheckpointError) -> None:
-        """This node gives up its part of a round: so do all others."""
+        """Give up this node's part of a round, which ends it on all nodes."""
         self._refusals.append((key, world, on_node(error, self._node)))
         self._wake.set()
 
@@ -111,7 +111,7 @@ class JointSaves:
         return bool(self._joints or self._refusals or self._published)
 
     def close(self) -> None:
-        """Wait for the rounds that are sealed, but not for long; then stop."""
+        """Wait a limited time for sealed rounds; then stop."""
         self._closing = time.monotonic() + CLOSE_S
         self._wake.set()
         self._thread.join()
@@ -139,7 +139,7 @@ class JointSaves:
             self._finish(joint)
 
     def _leave(self, joint: JoinedRound) -> None:
-        """The daemon ends. What is staged stays: other nodes may still commit it, if this one's share is among it."""
+        """The daemon ends. Staged files stay: other nodes may still commit them, if this node's share is complete."""
         error = RoundAborted(
             f"the daemon of node {self._node} ended before the save of all nodes did",
             hint="the next launch restores it if it stands",
@@ -163,7 +163,7 @@ class JointSaves:
         return max(min([at - now for at in due], default=POLL_S[1]), 0.01)
 
     def _tell(self) -> None:
-        """What other nodes have to know, and could not be told before."""
+        """Send pending reports to other nodes."""
         while self._refusals:
             key, world, error = self._refusals[0]
             self._party.rendezvous.refuse(*key, world, error.problem())
@@ -213,7 +213,7 @@ class JointSaves:
         joint.ranks = ranks
 
     def _go_on_or_end(self, joint: JoinedRound) -> None:
-        """No round keeps others from going on, whatever is the matter with it."""
+        """Advance a round; its errors do not stop other rounds."""
         try:
             self._go_on(joint)
         except CatalogUnavailable:
@@ -222,8 +222,8 @@ class JointSaves:
             self._give_up(joint, failure)
 
     def _give_up(self, joint: JoinedRound, failure: Exception) -> None:
-        """End the round for all nodes, unless a node is committing it: then it is looked at again. They are told which node
-        ended it.
+        """End the round for all nodes, with this node's name in the error, unless a node is committing it: then look again
+        later.
         """
         error = on_node(failure, self._node)
         if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
@@ -235,7 +235,7 @@ class JointSaves:
             self._host.given_up(joint.current, error)
 
     def _is_lost(self, joint: JoinedRound) -> bool:
-        """Whether the catalog knows nothing of the round any more, so nobody can commit it."""
+        """Whether the catalog has lost the round, so that no node can commit it."""
         try:
             self._party.rendezvous.look(joint.id)
         except RoundAborted:
@@ -271,7 +271,7 @@ class JointSaves:
         self._follow(joint, seen)
 
     def _begin(self, joint: JoinedRound, state: RoundState) -> None:
-        """All parts are there: no node gives the round up alone any more."""
+        """All parts are there: from now on no node gives the round up alone."""
         joint.seen = seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
@@ -281,7 +281,6 @@ class JointSaves:
         joint.writing.add_done_callback(lambda done: self._wake.set())
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
-        """Write the share of another node as well."""
         assert joint.seen is not None
         made = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.over.is_set)
         made.add_done_callback(lambda done: self._wake.set())
@@ -308,7 +307,7 @@ class JointSaves:
                 self._abort(joint, lost)
 
     def _claim(self, joint: JoinedRound) -> None:
-        """Commit the round if nobody is missing, and no other node does."""
+        """Commit the round if all shares are written, and no other node commits it."""
         assert joint.writing is not None and joint.seen is not None
         if self._party.rendezvous.claim(joint.id):
             self._commit(joint, joint.writing.result(), joint.seen)
@@ -334,13 +333,13 @@ class JointSaves:
         self._tell()
 
     def _abort(self, joint: JoinedRound, error: BaseException, claimed: bool = False) -> None:
-        """This node cannot go on: the round ends for all, unless it has just been committed."""
+        """End the round for all nodes, because this one cannot continue, unless it has just been committed."""
         error = on_node(error, self._node)
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 
     def _end(self, joint: JoinedRound, result: Result, left: bool = False) -> None:
-        """The round has ended, or is `left` to others. Its slots are free once nothing is written from them any more."""
+        """The round has ended, or is `left` to others. Free its slots once nothing is written from them any more."""
         joint.over.set()
         joint.ended = JoinedEnd(result, None if left else joint.place)
         self._party.exchange.withdraw(joint.id)
@@ -357,7 +356,7 @@ class JointSaves:
             measured = self._history.ending(joint.current, **joint.measured)
             try:
                 self._decisions.joined(joint.current.id, *joint.current.key, measured)
-            except Exception:  # it stands: whatever cannot be noted of it, its ranks are told
+            except Exception:  # the checkpoint exists: ranks get the outcome even if the rest cannot be recorded
                 log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
         written: Sequence[WrittenSpan] = ()
         if isinstance(joint.ended.result, Manifest) and joint.writing is not None and joint.seen is not None:

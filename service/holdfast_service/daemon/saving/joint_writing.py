@@ -1,4 +1,4 @@
-"""This node's share of a save whose ranks are on several nodes: planned as on every other node, and written."""
+"""This node's share of a save whose ranks are on several nodes: planned identically on every node, and written."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 DECODED_KEPT = 64
 AWAY_S = 0.5  # between two tries, while the catalog is away
 PEERS_AT_ONCE = 4
-LOOK_AGAIN_S = 0.5  # how often it is asked where other nodes are, while one does not send
-PEER_PATIENCE_S = 60.0  # how long a node that does not send is asked again
+LOOK_AGAIN_S = 0.5  # interval of looking up another node's address while it does not send
+PEER_PATIENCE_S = 60.0  # how long a node that does not send is retried
 
 
 _Found = TypeVar("_Found")
 
 
 class ShareWritten(NamedTuple):
-    """What came of it: what was planned, and what is measured of a save."""
+    """The plan and the measurements of a written share."""
 
     planned: SharePlan
     measured: dict[str, float]
@@ -49,7 +49,7 @@ class ShareWritten(NamedTuple):
         return self.planned.plan
 
     def spans(self, nodes: Sequence[str]) -> list[WrittenSpan]:
-        """Which of these nodes, in the order of their numbers, has written what."""
+        """The parts that these nodes, in the order of their numbers, have written."""
         columns = (*self.planned.grid[:3], self.planned.owners)
         return [
             WrittenSpan(self.plan.files[file].layout.name, begin, end, nodes[owner])
@@ -58,7 +58,7 @@ class ShareWritten(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A share that is durable, and the seconds that it took."""
+    """A durable share, and its duration in seconds."""
 
     place: Place
     receipt: bytes
@@ -84,17 +84,17 @@ class ShareWriter:
     def write(
         self, seen: JointRound, state: RoundState, slots: Mapping[int, memoryview], is_over: Callable[[], bool]
     ) -> ShareWritten:
-        """Write this node's share of a sealed round, and tell what was written; `state` is as it was before. `is_over` says
-        whether it has ended.
+        """Write this node's share of a sealed round, and report it; `state` is the previous one. `is_over` returns whether
+        the round has ended.
         """
         began = time.monotonic()
-        if state.handover is not None and state.handover.node == self._node:  # it was said before this daemon was started
+        if state.handover is not None and state.handover.node == self._node:  # it was handed over before this daemon started
             raise from_problem(state.handover.problem)
         share = self._planned(seen, self._node, is_over)
         if state.delivered:  # before this daemon was started: it may be published by now (I4)
             return ShareWritten(share, {})
         if seen.parts[0].node == self._node:
-            self._decisions.admit(share.plan)  # once for all nodes: who is refused ends the round for all of them
+            self._decisions.admit(share.plan)  # equal on all nodes: a refusal ends the round for all
         planned = time.monotonic()
         written = self._write(seen, self._node, share, slots, is_over)
         self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt), is_over)
@@ -102,14 +102,13 @@ class ShareWriter:
         return ShareWritten(share, {"write_s": written.write_s, "fsync_s": written.fsync_s})
 
     def write_for(self, seen: JointRound, node: str, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> None:
-        """Write the share of another node, which cannot, of a sealed round; its bytes are brought from its slots."""
+        """Write another node's share of a sealed round, which it cannot write itself, with bytes from its slots."""
         written = self._write(seen, node, self._planned(seen, node, is_over), slots, is_over)
         self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt, node), is_over)
 
     def _write(
         self, seen: JointRound, node: str, share: SharePlan, slots: Mapping[int, memoryview], is_over: Callable[[], bool]
     ) -> _Written:
-        """What a node of the round is to write, by this one."""
         plan, began = share.plan, time.monotonic()
         place = Place(plan.run, plan.step, plan.attempt, seen.id)
         timed = FsyncTimed(self._decisions.store.begin(place))
@@ -128,7 +127,7 @@ class ShareWriter:
         return _Written(place, encode_receipt(receipt), took_s, timed.seconds)
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
-        """Ask the catalog until it answers: what is sealed, and what is written, waits for it."""
+        """Retry until the catalog answers: sealed slots and written files wait."""
         while True:
             try:
                 return ask()
@@ -152,7 +151,7 @@ class ShareWriter:
 
 
 class Peers:
-    """The other nodes of a round, from which bytes are brought."""
+    """The other nodes of a round, as sources of bytes."""
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class Peers:
         is_over: Callable[[], bool],
         look: Callable[[], JointRound],
     ) -> None:
-        """`look` says where they are now: a daemon that was started again listens somewhere else."""
+        """`look` returns their current addresses: a restarted daemon has another one."""
         self._round, self._is_over, self._look = seen.id, is_over, look
         self._node_of = {rank: one.node for one in seen.parts for rank in one.ranks}
         self._peers = {one.node: Peer(one.node, one.url, secrets) for one in seen.parts if one.node != node}

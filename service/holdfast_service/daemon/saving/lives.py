@@ -1,6 +1,6 @@
-"""Record whether a run is running, ended or lost, durably, so that the next daemon knows it.
+"""Records durably whether a run is running, ended or lost, for the next daemon.
 
-Only one thing here depends on a clock: after a daemon restart, known ranks have a minute to reconnect.
+Only one rule depends on a clock: after a daemon restart, known ranks have a minute to reconnect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Says to other nodes what ranks of this one have said, and hears theirs: where a launch stops, and which saves are stuck.
+"""Exchanges ranks' statements with other nodes: where a launch stops, and which saves are stuck.
 
-A thread of its own, which asks the catalog only while there is something to be agreed on. No rank waits for the catalog: it
-asks its daemon again, or gives up in its own time.
+It runs in its own thread, which queries the catalog only while something is to be agreed on. No rank waits for the catalog:
+it asks its daemon again, or gives up by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NOTHING: Mapping[str, object] = {"passed": {}, "gone": []}
 
 
 class RanksHere(NamedTuple):
-    """The saver's side: launches that may have ranks at other nodes too, which of their saves are waited for, and how those
-    that are stuck end, unless something has changed here since this was said.
+    """The saver's side: launches that may have ranks on other nodes, their awaited saves, and how stuck ones end, unless the
+    state here has changed meanwhile.
     """
 
     launches: Callable[[], set[LaunchKey]]
@@ -39,13 +39,13 @@ class RanksExchange:
 
     def __init__(self, words: RanksWords, node: str, here: RanksHere, stops: StopAgreement) -> None:
         self._words, self._node, self._here, self._stops = words, node, here, stops
-        self._known: set[LaunchKey] = set()  # of which it is known what this node said before this daemon
+        self._known: set[LaunchKey] = set()  # launches whose statements from an earlier daemon were loaded
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="holdfast-ranks", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """Something was said, here or at another node."""
+        """A statement was added, here or on another node."""
         self._wake.set()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class RanksExchange:
                 pause = AWAY_S
 
     def _meet(self) -> bool:
-        """Whether something is still to be agreed on."""
+        """Exchange statements; returns whether something is still to be agreed on."""
         launches = self._here.launches()
         for found in self._words.stopping({key.run for key in launches}) if launches else ():
             if LaunchKey(*found) in launches:

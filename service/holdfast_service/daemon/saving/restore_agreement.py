@@ -1,7 +1,7 @@
 """Agreement of all ranks on the end of a restore (I7): if one finds damage, none continues from that step.
 
-Each rank reports how its n-th restore ended. It is answered when all have reported, or as soon as one has found
-damage: then all get that damage, and ask for the next answer, which is an older step.
+Each rank reports how its n-th restore ended. It is answered when all have reported, or as soon as one has found damage: then
+all get that damage, and ask for the next answer, which is an older step.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)
 
-UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
+UNHEARD_S = 60.0  # how long to wait for ranks that never asked what to restore
 UNHEARD_ELSEWHERE_S = 1800.0  # and where they may be on other nodes, and read still
-REPEAT_S = 1.0  # between two tries to tell of damage, while the catalog is away
-VOTE_S = 0.2  # how often other nodes are asked
+REPEAT_S = 1.0  # between two tries to report damage, while the catalog is unavailable
+VOTE_S = 0.2  # interval of polling other nodes
 TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
 Look = Callable[[str, int, Damaged], Damaged | None]
 
 
 class _Turn:
-    """What is known of the n-th restore of an attempt. Ranks are `ended` however theirs did, or when they are gone."""
+    """The n-th restore of an attempt. `ended` has ranks whose restore ended, well or not, and ranks that are gone."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.began = time.monotonic()
         self.asked: set[int] = set()
-        self.reading: set[int] = set()  # those of them that were told a step
+        self.reading: set[int] = set()  # those that got a step
         self.ended: set[int] = set()
         self.spans = False  # ranks may be on other nodes
-        self.voting = threading.Lock()  # one vote at a time: what is told last is what is true last
-        self.voted: set[int] | None = None  # what other nodes were last told of `ended`
+        self.voting = threading.Lock()  # one vote at a time, so that the last sent is the latest
+        self.voted: set[int] | None = None  # `ended` as last sent to other nodes
         self.voted_at = 0.0
         self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
-        self.doubted: set[int] = set()  # who met damage where there was none
+        self.doubted: set[int] = set()  # ranks with an unconfirmed report of damage
         self.failed: Damaged | None = None
-        self.spread = False  # other nodes were told that it has failed
+        self.spread = False  # other nodes know that it failed
         self.agreed = False
 
 
@@ -59,7 +59,7 @@ class RestoreAgreement:
         rendezvous: Rendezvous | None = None,
         spans: Callable[[Participant], bool] = lambda who: False,
     ) -> None:
-        """With a `rendezvous`, ranks of a launch may be on other nodes as well; `spans` says whether they may now."""
+        """With a `rendezvous`, ranks of a launch may be on other nodes; `spans` returns whether they may now."""
         self._rendezvous, self._spans = rendezvous, spans
         self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
         self._changed = threading.Condition()
@@ -84,8 +84,8 @@ class RestoreAgreement:
         return Answer(step=step, notes=self.told(who, turn, step, named=asked.step is not None))
 
     def told(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
-        """A rank was told what to restore as its `turn`-th, and has moved on from those before. What to say with it: which
-        newer steps were passed over, unless the rank has named this one.
+        """A rank got the step of its `turn`-th restore, and has finished earlier turns. Returns notes on newer steps that
+        were skipped, unless the rank named the step.
         """
         with self._changed:
             current = self._turn(who, turn)
@@ -116,7 +116,7 @@ class RestoreAgreement:
             self._changed.notify_all()
 
     def judge(self, who: Participant, turn: int, end: RestoreResult, wait_s: float) -> RestoreVerdict:
-        """A rank reports how a turn's restore ended; returns its verdict, `DeadlineExceeded` while others are still
+        """A rank's report about its restore of a turn; returns its verdict, `DeadlineExceeded` while others are
         restoring.
         """
         error = None if end.problem is None else from_problem(end.problem)
@@ -131,14 +131,12 @@ class RestoreAgreement:
         return found
 
     def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> RestoreVerdict | None:
-        """A rank has restored the step: what it is to do, once all others have said how theirs ended; None when that takes
-        longer than `wait_s`.
-        """
+        """A rank has restored the step: its verdict once all others have reported; None after `wait_s`."""
         known = self._findings.damage(who.run, step)
         with self._changed:
             current = self._turn(who, turn)
             if not current.agreed:
-                current.failed = current.failed or known  # what an earlier daemon was told counts
+                current.failed = current.failed or known  # reports to an earlier daemon count
             current.asked.add(who.rank)
             current.ended.add(who.rank)
             self._changed.notify_all()
@@ -160,9 +158,7 @@ class RestoreAgreement:
             return RestoreVerdict()
 
     def abandoned(self, who: Participant, turn: int) -> None:
-        """A rank's restore ended for another reason than damage, which concerns only this rank: stop waiting for
-        it.
-        """
+        """A rank's restore ended for another reason than damage, which concerns only this rank: stop waiting for it."""
         with self._changed:
             current = self._turn(who, turn)
             current.ended.add(who.rank)
@@ -170,10 +166,10 @@ class RestoreAgreement:
         self._vote(who, turn, current)  # no other rank of this node may be there to do it
 
     def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> RestoreVerdict:
-        """A rank reports damage. If it is confirmed, the turn ends for all ranks, unless it asked `alone`.
+        """A rank reports damage. If it is confirmed, the turn ends for all ranks, unless `alone`.
 
-        If it is not confirmed, or was repaired, the rank reads again. A second report is believed, because a rank
-        that cannot read a step cannot restore it.
+        If it is not confirmed, or was repaired, the rank reads again. A second report is believed, because a rank that
+        cannot read a step cannot restore it.
         """
         try:
             found = self._look(who.run, step, error)
@@ -202,13 +198,13 @@ class RestoreAgreement:
         return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
 
     def forget(self, run: str) -> None:
-        """Nobody trains this run any more."""
+        """Forget a run that is no longer trained."""
         with self._changed:
             self._turns = {key: turn for key, turn in self._turns.items() if key[0] != run}
             self._gone = {key: ranks for key, ranks in self._gone.items() if key[0] != run}
 
     def close(self) -> None:
-        """What waits goes on."""
+        """Release all waiting calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -223,8 +219,8 @@ class RestoreAgreement:
         return self._turns[key]
 
     def _spread(self, who: Participant, turn: int, current: _Turn) -> None:
-        """Tell other nodes of damage. While the catalog is away, again and again: their ranks must not go on from what this
-        node's did not restore, and nobody here may ask about this turn any more.
+        """Report damage to other nodes, repeatedly while the catalog is unavailable: their ranks must not continue from what
+        this node's did not restore, even if no rank here asks about this turn any more.
         """
         self._vote(who, turn, current)
         if current.spans and not current.spread:
@@ -236,18 +232,18 @@ class RestoreAgreement:
             with self._changed:
                 if current.spread or not current.spans or self._changed.wait_for(lambda: self._closed, REPEAT_S):
                     return
-                if current not in self._turns.values():  # nobody trains this run any more
+                if current not in self._turns.values():  # the run is no longer trained
                     return
             self._vote(who, turn, current)
 
     def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
-        """Tell other nodes how the turn ended here, and hear how there; nothing where all ranks are here."""
+        """Send this turn's result to other nodes and get theirs; does nothing if all ranks are here."""
         if self._rendezvous is not None:
             with current.voting:
                 self._tell(self._rendezvous, who, turn, current)
 
     def _tell(self, rendezvous: Rendezvous, who: Participant, turn: int, current: _Turn) -> None:
-        spans = self._spans(who)  # not under the lock: who answers has one of its own
+        spans = self._spans(who)  # not under the lock: `spans` takes another one
         with self._changed:
             current.spans = spans
             if not spans:
@@ -256,7 +252,7 @@ class RestoreAgreement:
             done = self._done(who, current)
             recent = current.voted == done and time.monotonic() - current.voted_at < VOTE_S
             if len(done) >= current.world or (recent and current.failed is None):
-                current.spread = current.spread or len(done) >= current.world  # nobody is elsewhere any more
+                current.spread = current.spread or len(done) >= current.world  # no rank is on another node any more
                 return
             current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()

@@ -27,10 +27,10 @@ class LaunchKey(NamedTuple):
 
 
 class Participant:
-    """A rank as the saver sees it: its identity, and how to tell it the outcome of a save."""
+    """A rank from the saver's view: its identity, and how to send it the outcome of a save."""
 
     process = ""  # which process speaks, as it names itself; "" for one that does not
-    parted = False  # it has said goodbye
+    parted = False  # it has disconnected regularly
     newest: int | None = None  # the step that it began to save last
     closing = False  # it begins no save any more
     awaits: int | None = None  # it begins no other save before the one of this step has ended
@@ -41,19 +41,19 @@ class Participant:
         self.notify = notify
 
     def ask_to_stop(self) -> None:
-        """Ask it how far it is, because its launch is to stop."""
+        """Ask for its progress, because its launch is to stop."""
 
     def is_gone(self) -> bool:
         """Whether its process has certainly ended, although its connection may not have."""
         return False
 
     def left_s(self) -> float | None:
-        """In how many seconds it counts as gone, unless it speaks again; None for a connection that the kernel keeps."""
+        """Seconds until it counts as gone without a sign of life; None for a connection whose end the kernel reports."""
         return None
 
     @property
     def owner(self) -> SegmentOwner:
-        """Whose segments are this rank's."""
+        """The owner of this rank's segments."""
         return SegmentOwner(self.run, self.rank, self.world, self.attempt)
 
 
@@ -73,7 +73,7 @@ class SaveRound:
         self.participants: dict[int, Participant] = {}
         self.began: float | None = time.monotonic()  # None when an earlier daemon began it
         self.completed = 0.0
-        self.averaging: set[int] | None = None  # ranks into whose slots the average is to be put
+        self.averaging: set[int] | None = None  # ranks whose slots are to get the average
         self.averaged: set[int] = set()  # those for which that was done
 
     @property
@@ -82,7 +82,6 @@ class SaveRound:
 
     @property
     def staged(self) -> dict[str, float]:
-        """Seconds from the first lease to the last seal, if both were seen."""
         seen = self.began is not None and self.completed > 0
         return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
 
@@ -92,7 +91,7 @@ class SaveRound:
         return segment in held
 
     def has_taken(self, rank: int, slot: int) -> bool:
-        """Whether this slot is the part that a rank has sealed."""
+        """Whether a rank has sealed this slot."""
         sealed = self.sealed.get(rank)
         return sealed is not None and sealed.slot == slot
 
@@ -113,9 +112,7 @@ class SaveRound:
 
 
 def outcome_of(key: RoundKey, error: CheckpointError | None, groups: Sequence[str] = ()) -> Outcome:
-    """What ranks are told of a round that has ended: if it was committed, which of their `groups` it lacks, if these are
-    known.
-    """
+    """A round's outcome for its ranks: if committed, with the missing ones of their `groups`, if these are known."""
     if error is not None:
         return Outcome(step=key.step, attempt=key.attempt, state="aborted", problem=error.problem())
     left_out = (EMA,) if groups and EMA not in groups else ()
@@ -123,9 +120,9 @@ def outcome_of(key: RoundKey, error: CheckpointError | None, groups: Sequence[st
 
 
 class GivenUp:
-    """Why saves ended without a checkpoint, and which of their ranks know it. The oldest are dropped.
+    """Why saves ended without a checkpoint, and which of their ranks have been told. The oldest are dropped.
 
-    Only the error's content is kept, because its traceback would keep much memory alive.
+    Stores only the error's content, because a traceback would keep much memory alive.
     """
 
     def __init__(self) -> None:
@@ -137,14 +134,14 @@ class GivenUp:
             del self._ended[next(iter(self._ended))]
 
     def know(self, key: RoundKey, rank: int, error: CheckpointError) -> None:
-        """A rank has given up its part of a round, whether or not others have."""
+        """A rank has given up its part of a round."""
         if key in self._ended:
             self._ended[key][0].add(rank)
         else:
             self.add(key, {rank}, error)
 
     def refuse(self, key: RoundKey, rank: int) -> None:
-        """Tell a late rank once that the others have lost this save; after that the step may be tried again."""
+        """Refuse a late rank once, because the others have lost this save; after that the step may be tried again."""
         known, problem = self._ended.get(key, (set(), None))
         if problem is not None and rank not in known:
             known.add(rank)

@@ -1,7 +1,7 @@
-"""Let ranks in, over either transport: refuse another protocol, and a second job of a run while the first one is active.
+"""Admits ranks, over either transport: refuses another protocol, and a second job of a run while the first one is active.
 
 A job that takes its run over, or follows a dead one, gets the next attempt, and all older attempts are shut out (I6). So
-nothing here has to be certain; it only keeps a mistake from ending a training run.
+this check need not be certain; it only keeps a mistake from ending a training run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 
-BUSY_SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 s at least
-DYING_S, POLL_S = 3.0, 0.05  # who was killed a moment ago is still connected for as long as its memory takes to be freed
+BUSY_SILENCE_MAX_S = 25.0  # a rank over HTTP polls for outcomes every 20 s at least
+DYING_S, POLL_S = 3.0, 0.05  # a killed process stays connected until its memory is freed
 HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. "
     "If these are ranks of one job, HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
@@ -33,7 +33,7 @@ class DistantParticipant(Participant):
     def __init__(
         self, hello: Introduction, attempt: int, tell: Callable[[Outcome | Stop], None], heard: Callable[[], float]
     ) -> None:
-        """`heard` says when it last spoke, by `time.monotonic()`."""
+        """`heard` returns the time of its last request, by `time.monotonic()`."""
         super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
         self.process, self._tell, self._heard = hello.process, tell, heard
 
@@ -67,7 +67,7 @@ _Made = TypeVar("_Made")
 
 
 def check(hello: Introduction) -> None:
-    """`InvalidRequest` for a rank of another version, or one that its world does not have."""
+    """`InvalidRequest` for a rank of another version, or outside its world."""
     if hello.protocol != PROTOCOL:
         raise InvalidRequest(
             f"the trainer uses protocol {hello.protocol}, this daemon {PROTOCOL}",
@@ -78,17 +78,15 @@ def check(hello: Introduction) -> None:
 
 
 def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callable[[int], _Made], asker: Asker) -> _Made:
-    """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is
-    active.
+    """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is active.
 
-    `LimitExceeded` for a new run of a tenant that already has too many runs without a save. `keep_last` counts only if
-    the asker may remove checkpoints.
+    `LimitExceeded` for a new run of a tenant that already has too many runs without a save. `keep_last` counts only if the
+    asker may remove checkpoints. Check and join are one atomic step per run: of two jobs that start at once, one finds the
+    other.
 
-    Checking and joining are one atomic step per run: of two jobs that start at once, one finds the other.
-
-    A process that creates another checkpointer for its run is the same job, even if it has closed the previous one
-    before other ranks have. `retry_after_s` says when silent ranks over HTTP count as gone, here or on another node; it is
-    0 if a living process is connected.
+    A process that creates another checkpointer for its run is the same job, even if it has closed the previous one before
+    other ranks have. `retry_after_s` is the time until silent ranks over HTTP count as gone, here or on another node; 0 if a
+    living process is connected.
     """
     saver.giving_way.expect()
     keep_last = hello.keep_last if asker.owner else None
@@ -125,7 +123,6 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
 
 
 def _others(saver: Saver, decisions: Decisions, hello: Introduction) -> list[Participant]:
-    """The living ranks of another job."""
     living = [other for other in saver.present(hello.run) if other.left_s() != 0]
     if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []

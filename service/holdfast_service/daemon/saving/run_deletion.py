@@ -1,4 +1,4 @@
-"""Delete, bring back or rename a whole run, while no rank of it is here and none can join."""
+"""Delete, restore or rename a whole run, while no rank of it is connected and none can join."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ HINT = "stop its job first; ranks that were killed count as here for a minute, b
 
 
 class Deleting(Protocol[_Deleted]):
-    """What control does of it."""
+    """Control's part of it."""
 
     def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> _Deleted: ...
 
 
 class Undeleting(Protocol[_Deleted]):
-    """What control does to bring a run back."""
+    """Control's part of restoring a run."""
 
     def undelete(self, run: str, entry: str | None = None) -> _Deleted: ...
 
 
 class Renaming(Protocol[_Deleted]):
-    """What control does of a renaming."""
+    """Control's part of renaming."""
 
     def rename(self, run: str, name: str, dry_run: bool = False) -> _Deleted: ...
 
@@ -33,9 +33,8 @@ class Renaming(Protocol[_Deleted]):
 def delete_run(
     trash: Deleting[_Deleted], saver: Saver, arena: Arena, run: str, *, marked: bool = False, dry_run: bool = False
 ) -> _Deleted:
-    """Delete a run; `InUse` while ranks are connected or something of it is being saved, and what `trash` raises.
-
-    The in-memory checkpoint of the run is dropped.
+    """Delete a run and drop its in-memory checkpoint; `InUse` while ranks are connected or a save is running, and what
+    `trash` raises.
     """
     with saver.entering(run):
         if dry_run:
@@ -50,7 +49,7 @@ def delete_run(
 
 
 def undelete_run(trash: Undeleting[_Deleted], saver: Saver, arena: Arena, run: str, *, entry: str | None = None) -> _Deleted:
-    """Bring a run back; `InUse` while ranks of another one of its name are here, and what `trash` raises."""
+    """Restore a run; `InUse` while ranks of another run of its name are connected, and what `trash` raises."""
     with saver.entering(run):
         if arena.has(run) or not saver.vacate(run):
             raise _in_use(run)

@@ -1,7 +1,7 @@
-"""Collect the timings of each save from ranks, saver, writer and check, and record them in the catalog.
+"""Collects the timings of each save from ranks, saver, writer and check, and records them in the catalog.
 
-What is known at the end of a save is written in the transaction that ends it. The rest, such as the duration of
-the check, follows in one more transaction in the background.
+What is known at the end of a save is written in the transaction that ends it. The rest, such as the duration of the check,
+follows in one more transaction in the background.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast_service.daemon.writing.disk_limit import DiskLimit
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # how long after its end a round waits for the check and for ranks that have not said how long they stood
+PATIENCE_S = 10.0  # how long after its end a round waits for the check and for ranks' stall times
 KEPT_MAX = 256
 
 Measured = dict[str, float]
 
 
 class _Save:
-    """What is known of one save. `later` is what the catalog does not know yet."""
+    """Timings of one save. `later` is not in the catalog yet."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -58,13 +58,13 @@ class SaveHistory:
         self.disk = DiskLimit()
 
     def begun(self, key: RoundKey) -> None:
-        """A round begins: what its step cost when it was tried before is not counted for it."""
+        """A round begins: forget timings of the step's earlier tries."""
         with self._lock:
             if key in self._saves and self._saves[key].round_id is not None:
                 del self._saves[key]
 
     def stalled(self, who: Participant, step: int, seconds: float) -> None:
-        """A rank's training stood still so long for this save; the longest counts."""
+        """Record how long a rank's training stalled for this save; the longest counts."""
         with self._lock:
             save = self._of(RoundKey(who.run, step, who.attempt), who.world)
             save.stalls[who.rank] = max(seconds, save.stalls.get(who.rank, 0.0))
@@ -72,7 +72,7 @@ class SaveHistory:
                 save.later |= save.stall
 
     def ending(self, current: SaveRound, **known: float) -> Measured:
-        """What there is to keep of a round that ends now, `known` with it."""
+        """The timings of a round that ends now, `known` with it."""
         with self._lock:
             save = self._of(current.key, current.world)
             save.told = save.stall
@@ -81,7 +81,6 @@ class SaveHistory:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A save is being written: the disk is its own."""
         self.disk.writing(True)
         try:
             yield
@@ -89,7 +88,7 @@ class SaveHistory:
             self.disk.writing(False)
 
     def ended(self, current: SaveRound, checked: bool = False) -> None:
-        """It has ended, and what was known by then is kept; `checked`: there is nothing to be read back."""
+        """The save has ended, with the timings known so far recorded; `checked`: no verification follows."""
         with self._lock:
             save = self._of(current.key, current.world)
             save.round_id, save.checked = current.id, save.checked or checked
@@ -98,7 +97,6 @@ class SaveHistory:
             save.due_at = time.monotonic() + PATIENCE_S
 
     def verified(self, made: Committed, seconds: float) -> None:
-        """A checkpoint was read back, which took so long."""
         with self._lock:
             save = self._saves.get(RoundKey(made.run, made.step, made.attempt))
             if save is not None:
@@ -107,7 +105,7 @@ class SaveHistory:
         self.disk.checked(made.bytes)
 
     def flush(self, everything: bool = False) -> None:
-        """Have what came later kept, of the saves of which no more is awaited, or of all."""
+        """Record later timings, of saves that wait for no more of them, or of all."""
         now = time.monotonic()
         with self._lock:
             due = [save for save in self._saves.values() if save.due(float("inf") if everything else now)]

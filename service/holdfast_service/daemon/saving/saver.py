@@ -1,7 +1,7 @@
-"""The saver: collect the sealed slots of all ranks, have complete saves written and committed, and tell the ranks.
+"""The saver: collects the sealed slots of all ranks, has complete saves written and committed, and informs the ranks.
 
-A save (round) is one attempt to save one step. It starts with the first rank's lease, is complete when every rank
-has sealed, and ends committed or aborted. Nothing of an incomplete save reaches storage.
+A save (round) is one attempt to save one step. It starts with the first rank's lease, is complete when every rank has
+sealed, and ends committed or aborted. Nothing of an incomplete save reaches storage.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Saver:
     def __init__(
         self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None, party: JointParty | None = None
     ) -> None:
-        """With a `party`, ranks of a save may be on other nodes as well."""
+        """With a `party`, ranks of a save may be on other nodes."""
         self._decisions, self._node = decisions, node
         self._going = GoingSaves(jointly=party is not None)
         self._lock, self._connected = self._going.lock, self._going.connected
@@ -103,7 +103,7 @@ class Saver:
 
     @property
     def averages(self) -> Averages | None:
-        """What this node keeps of averages, once that is known."""
+        """This node's averages, once they are known."""
         return self._fills.averages
 
     @averages.setter
@@ -117,24 +117,22 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is being written to storage."""
         with self._lock:
             return bool(self._pending)
 
     @property
     def working(self) -> bool:
-        """Whether a save is in progress, or a checkpoint is not verified yet."""
         with self._lock:
             return bool(self._open or self._pending or self.checks.left)
 
     @property
     def sealed(self) -> int:
-        """How many saves wait or are written, of which all ranks that are here have sealed."""
+        """Number of saves, waiting or being written, whose ranks here have all sealed."""
         with self._lock:
             return len(self._pending) + sum(self._going.is_part(current) for current in self._open.values())
 
     def entering(self, run: str) -> threading.Lock:
-        """A lock: held while checking whether a rank may join a run, until it has joined."""
+        """The lock to hold from the check whether a rank may join a run until it has joined."""
         with self._lock:
             return self._entering.setdefault(run, threading.Lock())
 
@@ -145,7 +143,6 @@ class Saver:
 
     @property
     def runs(self) -> set[str]:
-        """The runs with connected ranks."""
         with self._lock:
             return self._connected.runs
 
@@ -155,16 +152,14 @@ class Saver:
             return self._connected.lives()
 
     def join(self, who: Participant) -> None:
-        """A rank connected. Incomplete saves of older attempts of its run end (I6); completely sealed ones are
-        saved.
-        """
+        """A rank connected. Incomplete saves of older attempts of its run end (I6); completely sealed ones are saved."""
         with self._lock:
             self._connected.join(who)
             self.restores.join(who)
             self._end_older(who.run, who.attempt)
 
     def crews(self) -> dict[str, tuple[int, int, int, float | None]]:
-        """Of each run's newest attempt that has ranks here: its number, its world, how many they are, and when they count as
+        """For each run's newest attempt with ranks here: its number, its world, how many there are, and when they count as
         gone.
         """
         with self._lock:
@@ -176,27 +171,25 @@ class Saver:
             self._end_older(run, newest)
 
     def look_at_others(self) -> None:
-        """Something has changed on another node."""
         if self._joint is not None:
             self._joint.look_at_all()
 
     def look_at_ranks(self) -> None:
-        """Ranks have said something that concerns those of other nodes, or these have."""
+        """A rank's statement concerns other nodes, or theirs concern ranks here."""
         if self._ranks is not None:
             self._ranks.look()
 
     def look_at_averages(self) -> None:
-        """Another node has said something of its ranks' averages."""
+        """Another node has voted on averages."""
         if self.averages is not None:
             self.averages.look()
 
     def look_at_checks(self) -> None:
-        """A check of several nodes has begun."""
         if self.spread is not None:
             self.spread.look()
 
     def _ready(self) -> list[SaveRound]:
-        """The saves of which all that comes from this node is there, and others are on other nodes."""
+        """Saves with this node's part complete, and others on other nodes."""
         ready = []
         with self._lock:
             for current in self._going.parts():
@@ -207,7 +200,7 @@ class Saver:
         return ready
 
     def _joint_sealed(self, current: SaveRound) -> bool:
-        """The parts of all nodes are there. False where this node's has been given up."""
+        """The parts of all nodes are there. False if this node's was given up."""
         with self._lock:
             if self._open.get(current.key) is not current:
                 return False
@@ -223,8 +216,8 @@ class Saver:
     def _joint_ended(
         self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan] = ()
     ) -> None:
-        """What became of a save of several nodes, who have `written` parts of it. Its slots are free, and this node holds
-        what its ranks put into them.
+        """The end of a save of several nodes, whose parts were `written`. Frees its slots, and keeps them as this node's
+        in-memory checkpoint.
         """
         if not isinstance(result, CheckpointError):
             self.holds.keep(*current.key, current.sealed)
@@ -243,7 +236,7 @@ class Saver:
             self._abort(current, StaleAttempt(f"attempt {newest} of {run} has started"))
 
     def vacate(self, run: str) -> bool:
-        """Forget whose ranks were here; False where some are, or something is being saved."""
+        """Forget the ranks of a run; False while some are connected, or a save is running."""
         with self._lock:
             if run in self._connected.runs or any(key.run == run for key in (*self._open, *self._pending)):
                 return False
@@ -252,20 +245,19 @@ class Saver:
             return True
 
     def present(self, run: str) -> list[Participant]:
-        """The connected ranks of a run, of any attempt."""
         with self._lock:
             return self._connected.of(run)
 
     def belongs(self, run: str, process: str) -> bool:
-        """Whether a process is, or was, a rank of a job whose ranks are connected now."""
+        """Whether a process is, or was, a rank of a job with connected ranks."""
         with self._lock:
             return self._connected.belongs(run, process)
 
     def lease(self, who: Participant, segment: ArenaSegment, wanted: SlotRequest, wait_s: float) -> int:
         """Lease a slot of `segment` for this rank's part of a step. Refuses a step that this rank may not save.
 
-        If no slot is free, the policy decides for all ranks: an older save is dropped for this one, or this one is
-        dropped, with `GenerationDropped`; or it waits for a slot, for `wait_s` seconds, then `ArenaFull`.
+        If no slot is free, the policy decides for all ranks: an older save is dropped for this one, or this one is dropped,
+        with `GenerationDropped`; or it waits for a slot, for `wait_s` seconds, then `ArenaFull`.
         """
         step, policy, intent = wanted.step, wanted.policy, wanted.intent
         key = RoundKey(who.run, step, who.attempt)
@@ -310,7 +302,7 @@ class Saver:
         return slot
 
     def seal(self, who: Participant, slot: int, step: int, table_digest: str, turn: int = 0) -> None:
-        """Accept a slot that its rank declares complete; the last rank starts the write."""
+        """Accept a slot that its rank has sealed; the last rank's seal starts the write."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
@@ -338,7 +330,7 @@ class Saver:
     def adopt(
         self, who: Participant, step: int, round_id: int, segment: ArenaSegment, slot: int, sealed: SealedSlot | None
     ) -> None:
-        """Take over a slot that an earlier daemon had leased to `who`, and that may be sealed."""
+        """Take over a slot that an earlier daemon leased to `who`, sealed or not."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.setdefault(key, SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
@@ -353,9 +345,9 @@ class Saver:
     def take_over(
         self, who: Participant, awaited: Mapping[int, int], refused: Mapping[int, CheckpointError] = _NONE
     ) -> None:
-        """A rank reconnected: tell it about the steps it waits for, which come with the turns of their saves.
+        """A rank reconnected: report the steps that it waits for, given with the turns of their saves.
 
-        Its other leases are freed. `refused` says why steps that it brought along may not be saved.
+        Its other leases are freed. `refused` has the reasons why steps it brought may not be saved.
         """
         unknown = set(awaited)
         with self._lock:
@@ -392,7 +384,7 @@ class Saver:
         self.look_at_ranks()
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
-        """A rank cannot complete its part: the save ends for every rank, also for those that come later."""
+        """A rank cannot complete its part: the save ends for every rank, including later ones."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
@@ -404,12 +396,12 @@ class Saver:
                     self._joint.refuse(key, who.world, error)
 
     def refuse_given_up(self, who: Participant, step: int) -> None:
-        """Raise what ended this step for the other ranks, if this rank has not heard of it."""
+        """Raise the error that ended this step for the other ranks, unless this rank has received it."""
         with self._lock:
             self._given_up.refuse(RoundKey(who.run, step, who.attempt), who.rank)
 
     def gone(self, who: Participant) -> None:
-        """A rank's process is gone. Saves that it had not sealed end; with the last rank, all incomplete ones do."""
+        """A rank's process is gone. Its unsealed saves end; with the last rank, all incomplete ones do."""
         with self._lock:
             present = self._connected.leave(who)
             if not any(other.rank == who.rank for other in present):
@@ -430,7 +422,7 @@ class Saver:
                     )
 
     def renew(self, who: Participant, step: int) -> None:
-        """The rank is still uploading its part over a slow link: renew the deadlines of its lease and its save."""
+        """The rank is still uploading its part over a slow link: extend the deadlines of its lease and its save."""
         deadline = time.monotonic() + LEASE_DEADLINE_S
         with self._lock:
             current = self._open.get(RoundKey(who.run, step, who.attempt))
@@ -489,7 +481,7 @@ class Saver:
         self.holds.close()
 
     def _take(self, current: SaveRound, rank: int, sealed: SealedSlot) -> int:
-        """How many ranks have sealed, now that this one has; the last one sets the round going."""
+        """Add a sealed slot; returns how many ranks have sealed. The last one starts the write."""
         current.sealed[rank] = sealed
         if current.complete:
             self._going.complete(current)
@@ -500,7 +492,7 @@ class Saver:
         return len(current.sealed)
 
     def _filled(self, current: SaveRound, parts: Mapping[int, SealedSlot], error: CheckpointError | None) -> None:
-        """The averages are in these slots, or cannot be; the save may have ended meanwhile."""
+        """The averages are in these slots, or failed; the save may have ended meanwhile."""
         with self._lock:
             current.averaging = None
             if current not in (self._open.get(current.key), self._pending.get(current.key)):
@@ -517,7 +509,7 @@ class Saver:
             self._joint.look()
 
     def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
-        """A rank is gone that may have sealed its slot without living to say so."""
+        """Process the slot of a rank that is gone, which it may have sealed without reporting it."""
         lease = current.leases.get(who.rank)
         sealed = find_sealed(lease.segment, lease.slot) if lease else None
         if sealed is not None and sealed.table.step == current.key.step:
@@ -525,7 +517,7 @@ class Saver:
             self._take(current, who.rank, sealed)
 
     def _end_if_never_complete(self, current: SaveRound) -> bool:
-        """End a round, for those who take part, that ranks are missing in which will not come any more."""
+        """End a round, for the ranks that take part, if missing ranks will not come any more."""
         gone = self._without_a_part(current)
         if gone:
             which = f"rank {min(gone)} has" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} have"
@@ -533,7 +525,7 @@ class Saver:
         return bool(gone)
 
     def _end_stuck(self, run: str, attempt: int) -> bool:
-        """End the rounds for which ranks wait that wait for each other. Called with the lock."""
+        """End rounds whose ranks wait for one another. Called with the lock."""
         saves = self._going.saves(LaunchKey(run, attempt))
         stuck = saves.stuck() if saves.is_waited_for else set()
         for step in stuck:
@@ -541,14 +533,14 @@ class Saver:
         return bool(stuck)
 
     def _waited_for(self) -> dict[LaunchKey, OpenSaves]:
-        """Saves of which ranks may be at other nodes, and for which some here waits."""
+        """Saves with ranks on other nodes, for which some rank here waits."""
         with self._lock:
             keys = {LaunchKey(k.run, k.attempt) for k, current in self._open.items() if self._going.spans(current)}
             found = {key: self._going.saves(key) for key in keys}
         return {key: saves for key, saves in found.items() if saves.is_waited_for}
 
     def _end_stuck_of_nodes(self, launch: LaunchKey, said: OpenSaves, others: Sequence[OpenSaves]) -> None:
-        """End the saves for which ranks of all nodes wait that wait for each other, if what this node has `said` holds."""
+        """End the saves whose ranks on all nodes wait for one another, if this node's statement `said` still holds."""
         with self._lock:
             if self._joint is None or self._going.saves(launch) != said:
                 return
@@ -563,11 +555,11 @@ class Saver:
                     self._joint.refuse(key, whole.world, error)
 
     def _without_a_part(self, current: SaveRound) -> set[int]:
-        """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
+        """Ranks that are gone without their part, so that the round can never complete."""
         return self._connected.gone(current.key.run, current.key.attempt) - set(current.sealed)
 
     def _make_room(self, new: SaveRound, who: Participant, segment: ArenaSegment, policy: Policy) -> int:
-        """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
+        """Free a slot by dropping older rounds; or drop the new round, and raise its error."""
         while True:
             try:
                 return segment.lease(new.key.step, who.attempt, 0.0)
@@ -582,7 +574,7 @@ class Saver:
             self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy, awaited))
 
     def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = (), heard: bool = False) -> None:
-        """End a round that is not being written. `heard`: from another node."""
+        """End a round that is not being written. `heard`: on another node's report."""
         if self._joint is not None and not heard and self._going.spans(current):
             self._joint.refuse(current.key, current.world, error)
         if self._open.get(current.key) is current:
@@ -598,7 +590,7 @@ class Saver:
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         asks = error is None and current.averaged
         groups = self._decisions.groups(current.key.run, current.key.step) if asks else ()
-        with self._lock:  # who comes back after this asks for what is committed
+        with self._lock:  # ranks that reconnect later ask for the committed steps
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]
                 self._lock.notify_all()

@@ -1,7 +1,7 @@
 """Agreement of all ranks of a launch on the step after which it stops, because a signal has reached some of them.
 
-A rank that has said how far it is passes no other step before it knows where to stop. So the step after the last one that
-any rank has passed follows from what was said, whichever daemon finds that all ranks have said it.
+A rank that has reported its last step passes no other before it knows where to stop. So the step after the last one passed
+by any rank follows from the reports, whichever daemon has them all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast_service.daemon.saving.rounds import LaunchKey, Participant
 
 LAUNCHES_MAX = 256
 ASK_EVERY_S = 0.5  # a rank that has not answered: its connection may have been lost
-GOES_ON_S = 60.0  # ranks that have said nothing for so long have given up
+GOES_ON_S = 60.0  # ranks without a report for so long have given up
 
 
 class _StoppingLaunch:
@@ -26,19 +26,19 @@ class _StoppingLaunch:
         self.passed: dict[int, int] = {}  # by rank: the last step that it has passed, beyond which it waits
         self.step: int | None = None
         self.asked: dict[int, float] = {}  # by rank: when (monotonic)
-        self.elsewhere: frozenset[int] = frozenset()  # ranks at other nodes that have said it, or are gone
+        self.elsewhere: frozenset[int] = frozenset()  # ranks on other nodes that have reported, or are gone
         self.apart = False  # other nodes cannot be met
         self.heard = time.monotonic()
 
 
 class StopAgreement:
-    """Thread-safe. Nothing is kept beyond a daemon: ranks say everything again to the next one."""
+    """Thread-safe. Nothing is stored: ranks repeat their reports to the next daemon."""
 
     def __init__(
         self, lock: threading.Condition, connected: ConnectedRanks, news: Callable[[], object] | None = None
     ) -> None:
-        """The lock guards `connected`. With `news`, ranks of a launch may be at other nodes: it is called when there is
-        something that these have to hear.
+        """The lock guards `connected`. `news`, if ranks may be on other nodes, is called for reports that these
+        nodes need.
         """
         self._lock, self._connected, self._news = lock, connected, news
         self._launches: dict[LaunchKey, _StoppingLaunch] = {}
@@ -46,7 +46,7 @@ class StopAgreement:
     def report(self, who: Participant, said: PassedStep) -> LastStep:
         """A rank of a launch that is to stop has passed a step, and waits at the next one; or it knows where to stop.
 
-        Returns the step, once all ranks have said so, and those that have not yet. These are asked.
+        Returns the step, once all ranks have reported, and the missing ranks, which are asked.
         """
         key = LaunchKey(who.run, who.attempt)
         with self._lock:
@@ -67,7 +67,7 @@ class StopAgreement:
         return answer
 
     def ask(self, key: LaunchKey) -> None:
-        """Ranks of this launch at another node are to stop: so are those here."""
+        """Ranks of this launch on another node are to stop: ask those here."""
         with self._lock:
             here = [who for who in self._connected.of(key.run) if who.attempt == key.attempt]
             due = self._due(key, self._launch(key, here[0].world)) if here else []
@@ -75,7 +75,7 @@ class StopAgreement:
             other.ask_to_stop()
 
     def undecided(self) -> dict[LaunchKey, dict[str, Any]]:
-        """The launches that are to stop, it is not known where, and what their ranks here have said, for other nodes."""
+        """Launches that are to stop without an agreed step, and their ranks' reports here, for other nodes."""
         now = time.monotonic()
         with self._lock:
             return {
@@ -86,13 +86,13 @@ class StopAgreement:
             }
 
     def remember(self, key: LaunchKey, said: Mapping[str, Any]) -> None:
-        """What ranks had said to the daemon before this one."""
+        """Load ranks' reports to an earlier daemon."""
         with self._lock:
             launch = self._launches.get(key) or self._launch(key, 0)
             launch.passed = {int(rank): step for rank, step in said["passed"].items()} | launch.passed
 
     def hear(self, key: LaunchKey, words: Collection[Mapping[str, Any]]) -> int | None:
-        """What all nodes have said of their ranks; the step, if that was all."""
+        """Process all nodes' reports; the step, if they are complete."""
         passed = {int(rank): step for said in words for rank, step in said["passed"].items()}
         gone = {rank for said in words for rank in said["gone"]}
         with self._lock:
@@ -102,13 +102,13 @@ class StopAgreement:
         return max(passed.values()) + 1 if complete else None
 
     def decide(self, key: LaunchKey, step: int) -> None:
-        """All nodes have agreed."""
+        """Record the step agreed by all nodes."""
         with self._lock:
             launch = self._launches[key]
             launch.step = step if launch.step is None else launch.step
 
     def apart(self) -> None:
-        """Other nodes cannot be met."""
+        """Other nodes cannot be reached."""
         with self._lock:
             for launch in self._launches.values():
                 launch.apart = True

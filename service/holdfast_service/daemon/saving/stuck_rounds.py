@@ -1,6 +1,6 @@
-"""Finds saves that are never complete, because the ranks that they lack wait for the ends of other saves, or close.
+"""Finds saves that can never complete, because their missing ranks wait for other saves, or close.
 
-On several nodes, each says what its ranks have brought and wait for (`ranks_exchange`). All nodes find the same.
+With several nodes, each reports its ranks' parts and waits (`ranks_exchange`). All nodes find the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOGETHER_S = 0.5  # what nodes say must have held on all of them at the same tim
 
 
 class RankWait(NamedTuple):
-    """What a connected rank waits for, as `Participant` has it."""
+    """A connected rank's wait, as in `Participant`."""
 
     rank: int
     newest: int | None
@@ -26,8 +26,8 @@ class RankWait(NamedTuple):
 
 
 class OpenSaves(NamedTuple):
-    """The open saves of a launch: by step, the ranks that bring their parts, or have. All ranks that are not among `ranks`
-    may still come.
+    """The open saves of a launch: by step, the ranks that deliver their parts, or have. Ranks that are not among `ranks` may
+    still come.
     """
 
     world: int
@@ -42,18 +42,17 @@ class OpenSaves(NamedTuple):
 
     @classmethod
     def heard(cls, said: Mapping[str, Any]) -> OpenSaves:
-        """As another node has `said` it."""
+        """Decode another node's report."""
         brought = {int(step): frozenset(ranks) for step, ranks in said["brought"].items()}
         return cls(said["world"], brought, frozenset(RankWait(*one) for one in said["ranks"]))
 
     def said(self) -> dict[str, Any]:
-        """To be said to other nodes: equal for what is equal."""
+        """Encode for other nodes; equal states have equal reports."""
         ranks = sorted(self.ranks, key=lambda one: (one.rank, one.newest or -1))
         brought = {str(step): sorted(ranks) for step, ranks in self.brought.items()}
         return {"world": self.world, "brought": brought, "ranks": [list(one) for one in ranks]}
 
     def joined(self, others: Sequence[OpenSaves]) -> OpenSaves:
-        """With what other nodes have."""
         brought: dict[int, frozenset[int]] = {}
         for one in (self, *others):
             for step, ranks in one.brought.items():
@@ -78,7 +77,7 @@ class OpenSaves(NamedTuple):
             left -= may_end
 
     def error_of(self, step: int) -> RoundAborted:
-        """What the ranks of such a save are told: the steps that each rank saved last."""
+        """The error for such a save's ranks: the steps that each rank saved last."""
         steps: dict[int, set[int]] = {}
         for one in self.ranks:
             if one.newest is not None:
@@ -94,7 +93,7 @@ class OpenSaves(NamedTuple):
 
 
 def held_together(words: Sequence[RanksWord], node: str) -> list[RanksWord]:
-    """Of what nodes have said, this one's and all that held beside it, at the same time; none if that is not known yet."""
+    """This node's report and those that were valid at the same time; empty while that is unknown."""
     own = next(word for word in words if word.node == node)
     held = [word for word in words if word.live and word.until >= own.since + TOGETHER_S]
     if own not in held or max(word.since for word in held) + TOGETHER_S > min(word.until for word in held):
@@ -103,7 +102,7 @@ def held_together(words: Sequence[RanksWord], node: str) -> list[RanksWord]:
 
 
 def _may_come(here: Collection[RankWait], held: Collection[int]) -> bool:
-    """Whether a rank may still bring its part: one that is not here may be on its way."""
+    """Whether a rank may still deliver its part: a missing one may still be starting."""
     return not here or any(not one.closing and one.awaits not in held for one in here)
 
 

@@ -1,5 +1,5 @@
-"""Sweeps runs to which nothing was ever saved, once their ranks are long gone. A rank that says hello meanwhile finds its
-run, or makes it anew: looking and removing are one act, and no rank of that run is let in while it lasts (`fencing`).
+"""Sweeps runs without a checkpoint, long after their ranks have left. A rank that says hello meanwhile finds its run, or
+creates it again: check and removal are atomic, and no rank of that run is admitted meanwhile (`fencing`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Declared = TypeVar("_Declared")
 
 
 class EmptyRuns(Protocol[_Declared]):
-    """What control knows of runs without a checkpoint."""
+    """Control's list of runs without a checkpoint."""
 
     def due(self) -> Mapping[str, _Declared]: ...
     def forget(self, run: str) -> bool: ...
@@ -39,7 +39,7 @@ class Sweeper:
         look_s: float = LOOK_S,
         tidy: Callable[[], object] = lambda: None,
     ) -> None:
-        """`tidy` removes besides what is due elsewhere: deleted runs from the trash. It is called at once, too."""
+        """`tidy` removes other due items: deleted runs from the trash. It is called at once, too."""
         self._empty, self._tidy = empty, tidy
         self._saver, self._arena = saver, arena
         self._look_s = look_s
@@ -52,7 +52,7 @@ class Sweeper:
         self._thread.join()
 
     def look(self) -> list[str]:
-        """Sweep what is due, and say what."""
+        """Sweep what is due, and return it."""
         return [
             run for run, declared in self._empty.due().items() if not self._closing.is_set() and self._sweep(run, declared)
         ]

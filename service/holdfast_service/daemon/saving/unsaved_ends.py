@@ -1,4 +1,4 @@
-"""The ends of rounds that became no checkpoint: logged, and recorded where the catalog can be reached."""
+"""The ends of rounds without a checkpoint: logged, and recorded if the catalog is available."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class UnsavedEnds:
-    """Tells the log, the catalog and the history of what saves cost."""
-
     def __init__(self, decisions: Decisions, history: SaveHistory) -> None:
         self._decisions, self._history = decisions, history
 
     def tell(self, current: SaveRound, error: CheckpointError, staging: Place | None) -> None:
-        """A round has ended; what it staged is removed."""
+        """A round has ended: record it, and remove its staged files."""
         how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
         log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
         self.record(current.key, current.id, error, staging, self._history.ending(current))
@@ -33,5 +31,5 @@ class UnsavedEnds:
         """Record an end, also of a round that never had a slot."""
         try:
             self._decisions.abort(round_id, error, staging, measured)
-        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
+        except CheckpointError as failure:  # ranks must get the outcome even without the catalog
             log.error("cannot record the end of %s@%s attempt %s: %s", *key, failure.detail)

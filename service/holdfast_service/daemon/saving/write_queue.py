@@ -37,7 +37,7 @@ class WriteQueue:
         ended: Callable[[SaveRound, Manifest | CheckpointError], None],
         history: SaveHistory,
     ) -> None:
-        """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
+        """`lock` is the saver's: its state and this queue change together. `ended` is called without it."""
         self._decisions, self._node, self._holds = decisions, node, holds
         self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[SaveRound | None] = deque()
@@ -55,12 +55,11 @@ class WriteQueue:
             return [current for current in self._waiting if current is not _END]
 
     def withdraw(self, current: SaveRound) -> None:
-        """Do not write this save, which waits here, or for an average before that."""
+        """Remove a save that waits here, or for an average before that."""
         with self._lock, suppress(ValueError):
             self._waiting.remove(current)
 
     def close(self) -> None:
-        """Write all waiting saves, then stop."""
         with self._lock:
             self._waiting.append(_END)
             self._lock.notify_all()
