@@ -27,7 +27,7 @@ class BufferPool:
 
     @contextmanager
     def taken(self) -> Iterator[Bytes]:
-        """A window; what stands in it is left from its last use."""
+        """A window; its contents are left from its last use."""
         held = self._free.get()
         window = _make() if held is None else held
         try:

@@ -1,7 +1,7 @@
-"""Measure the disk's speed, as a reference for the speed of saves: a short write, raised by faster saves.
+"""Measures the disk's speed, as a reference for the speed of saves: a short write, raised by faster saves.
 
-It is measured only after a save of that size was committed and checked, so it never costs more than the saves;
-again after a day; never while a save is being written, and it stops if one starts.
+It runs only after a save of that size was committed and checked, so it never costs more than the saves; again after a day;
+never while a save is being written, and it stops if one starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 64 * 2**20
 AGAIN_S = 86_400.0
 
-Probe = Callable[[Callable[[], bool]], float | None]  # asked whether to break off; bytes a second, None where it did
+Probe = Callable[
+    [Callable[[], bool]], float | None
+]  # gets a function that returns whether to stop; bytes a second, None if stopped
 
 
 class DiskLimit:
@@ -35,18 +37,17 @@ class DiskLimit:
         self._closed = False
 
     def writing(self, begins: bool) -> None:
-        """A save's writing begins or ends."""
         with self._lock:
             self._writing += 1 if begins else -1
 
     def wrote(self, count: int, seconds: float) -> None:
-        """A save was written in so long: what it has reached, the disk can do."""
+        """A save was written in so many seconds, so the disk is at least that fast."""
         if count >= PROBE_BYTES and seconds > 0:
             with self._lock:
                 self.bytes_per_second = max(count / seconds, self.bytes_per_second or 0.0)
 
     def checked(self, count: int) -> None:
-        """A save of so many bytes is committed and checked: if it is time to measure, that begins in the background."""
+        """A save of so many bytes is committed and checked: start a measurement in the background, if it is due."""
         with self._lock:
             fresh = self._measured_at is not None and time.monotonic() - self._measured_at < AGAIN_S
             running = self._thread is not None and self._thread.is_alive()
@@ -56,7 +57,6 @@ class DiskLimit:
             self._thread.start()
 
     def close(self) -> None:
-        """Break off."""
         with self._lock:
             self._closed = True
             thread = self._thread

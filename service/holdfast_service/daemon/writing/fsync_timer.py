@@ -12,7 +12,7 @@ from holdfast_service.storage.tier import Buffer
 
 
 class FsyncTimed:
-    """What is staged, in everything; `seconds` is what the fsync of the files made through it took, in sum."""
+    """Wraps a staged checkpoint; `seconds` is the sum of fsync times of the files made through it."""
 
     def __init__(self, staged: StagedCheckpoint) -> None:
         self._staged, self._lock = staged, threading.Lock()

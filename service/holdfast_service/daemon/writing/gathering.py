@@ -1,12 +1,12 @@
 """The bytes of one planned file, out of the slots of all ranks, window by window and digested in the same pass.
 
 A window is written in whole aligned blocks, while tensors and extents begin and end anywhere. So each window holds whole
-extents, and the block that two windows share is written by the later one, which gathers the end of the earlier once more.
+extents, and the block that two windows share is written by the later one, which gathers the end of the earlier again.
 Windows depend on nothing but the slots: threads take them in any order.
 
-What stands in a slot as in the file, and as far from the begin of a block, is written from there, digested but not copied;
-clients lay out long tensors so (`staging.lay_out`). The rest, the extents that several ranks share, the blocks where
-tensors meet, and what is rounded from masters are gathered in a buffer.
+Bytes with the same order and block offset in slot and file are written from the slot, digested but not copied; clients lay
+out long tensors so (`staging.lay_out`). The rest is gathered in a buffer: extents shared by several ranks, blocks where
+tensors meet, and values rounded from masters.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Window(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A window's bytes in buffers of whole blocks, their place in the file, and the extents that end in it.
-
-    `tail` is what the file has beyond its last whole block.
+    """A window's bytes in buffers of whole blocks, their place in the file, and the extents that end in it. `tail` is what
+    the file has beyond its last whole block.
     """
 
     start: int
@@ -77,9 +76,7 @@ class FilePart(NamedTuple):
 
 
 class FileBytes:
-    """What a planned file, or a part of it, consists of, and how its bytes are gathered; no extent is longer than
-    `extent_bytes`.
-    """
+    """The contents of a planned file, or a part of it, and their gathering; no extent is longer than `extent_bytes`."""
 
     def __init__(self, file: PlannedFile, slots: Slots, extent_bytes: int, part: FilePart | None = None) -> None:
         """`slots` has all ranks from which the file, or the part, is read."""
@@ -110,7 +107,7 @@ class FileBytes:
     def gather(self, window: Window, alignment: int, buffer: Bytes) -> Gathered:
         """A window's bytes from an aligned place on, up to one unless it is the file's last window.
 
-        They stand in slots, or in `buffer`, as far from its begin as from the window's.
+        They are in slots, or in `buffer`, at the same offset from its begin as from the window's.
         """
         begin, end = self.cuts[window.first].start, self.cuts[window.last - 1].stop
         low, high = begin - begin % alignment, end - end % alignment
@@ -146,9 +143,9 @@ class FileBytes:
 
 
 def _edges(held: Sequence[Holding], size: int, step: int) -> list[int]:
-    """Where a tensor is cut: into what a window holds, and, at extents' ends, into what stands in a slot in one piece.
+    """Where a tensor is cut: by windows, and, at ends of extents, by contiguous parts of slots.
 
-    `step` is the length of its extents, by which a window's can be divided.
+    `step` is the length of its extents, by which windows are divided.
     """
     edges = {*range(0, size, EXTENT_BYTES_MAX), size}
     if len(held) > 1:
@@ -160,7 +157,7 @@ def _edges(held: Sequence[Holding], size: int, step: int) -> list[int]:
 
 
 def tensors_in(file: PlannedFile, part: FilePart | None) -> Sequence[PlannedTensor]:
-    """The tensors of which bytes are in a part of a file; all of them without one."""
+    """The tensors with bytes in a part of a file; all of them without one."""
     if part is None:
         return file.tensors
     first = bisect_right(file.tensors, part.begin, key=_end_of)
@@ -177,7 +174,7 @@ def _end_of(tensor: PlannedTensor) -> int:
 
 
 def _cut_at_blocks(edges: Sequence[int], start: int, step: int, part: FilePart) -> list[int]:
-    """The edges of a tensor that are in the part, and those of blocks. After one, extents begin at multiples of `step`
+    """A tensor's edges in the part, and those of blocks. After a block's edge, extents begin at multiples of `step`
     again.
     """
     low, high = max(part.begin - start, edges[0]), min(part.end - start, edges[-1])
@@ -201,7 +198,6 @@ def _hold(tensor: PlannedTensor, origin: BoxOrigin, flat: Mapping[int, Bytes]) -
 
 
 def _gather(cut: ExtentSlice, offset: int, target: Bytes) -> None:
-    """The bytes of a cut's tensor from `offset` on, as many as `target` takes."""
     if cut.tensor is None:
         assert cut.raw is not None
         target[:] = cut.raw[offset : offset + target.nbytes]
@@ -213,7 +209,7 @@ def _gather(cut: ExtentSlice, offset: int, target: Bytes) -> None:
 
 
 def _straight(cut: ExtentSlice, alignment: int) -> Bytes | None:
-    """A whole cut where it stands in a slot, if it can be written from there: it has whole blocks besides its ends."""
+    """A whole cut as a view of a slot, if it can be written from there: it has whole blocks besides its ends."""
     if cut.length < max(STRAIGHT_BYTES_MIN, 2 * alignment):
         return None
     there = view(cut.held, cut.offset, cut.offset + cut.length)
@@ -221,7 +217,6 @@ def _straight(cut: ExtentSlice, alignment: int) -> Bytes | None:
 
 
 def _extents(cut: ExtentSlice, extent_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where the cut's extents begin and end, counted from its first byte."""
     assert cut.tensor is not None  # a header has one digest, which the plan knows
     step = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
     for begin in range(0, cut.length, step):
@@ -234,7 +229,7 @@ def _digested(cut: ExtentSlice, there: Bytes, extent_bytes: int) -> Iterator[Ext
 
 
 def _gather_digested(cut: ExtentSlice, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
-    """Gather a whole cut, and yield its extents: part by part, so that a digest finds the bytes in a core's cache."""
+    """Gather a whole cut, and yield its extents: part by part, so that the digest reads from the CPU cache."""
     assert cut.tensor is not None  # a header has one digest, which the plan knows
     extent_bytes = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
     part_bytes = cut.length if any(held.span is None for held in cut.held) else CACHED_BYTES

@@ -1,6 +1,6 @@
 """A node's share of a checkpoint that several nodes write: whole blocks of files, out of its own slots and those of others.
 
-One share after the other: while one is written, the bytes of the next are brought from the nodes that hold them.
+While one share is written, the bytes of the next are fetched from the nodes that hold them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class NodeShare(NamedTuple):
 
 
 class SlotSources(NamedTuple):
-    """The slots of this node's ranks, and how bytes of others are brought: to the same places of the given memory.
-    `is_over` says that what is written is not needed any more.
+    """The slots of this node's ranks, and a function that fetches bytes of others to the same places of given memory.
+    `is_over` returns whether the result is no longer needed.
     """
 
     slots: Slots
@@ -49,11 +49,11 @@ class SlotSources(NamedTuple):
 
 
 def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
-    """Stage a node's share and the assets of its ranks, and make their bytes durable; their names are once it is committed.
-    It may be another node's than that of the slots. When this raises, nothing of it writes any more.
+    """Stage a node's share and the assets of its ranks, and make their bytes durable; their names become durable with the
+    commit. It may be another node's share. When this raises, nothing of it is written any more.
 
-    The receipt lists the extents of this share, and of the files nothing but the assets: the plan knows the rest. Raises
-    what `write` raises, and what `bring` does.
+    The receipt lists the extents of this share, but only assets as files: the plan has the rest. Raises what `write` and
+    `bring` raise.
     """
     with announced(staged.place):
         assets = [asset for asset in plan.assets if asset.rank in share.ranks]
@@ -67,7 +67,7 @@ def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources,
 
 
 def _with_assets(sources: SlotSources, assets: Sequence[PlannedAsset]) -> Slots:
-    """The slots, with those of other nodes as far as assets stand there."""
+    """The slots, with the assets of other nodes' slots."""
     away = [asset for asset in assets if asset.rank not in sources.slots]
     if not away:
         return sources.slots
@@ -79,7 +79,7 @@ def _with_assets(sources: SlotSources, assets: Sequence[PlannedAsset]) -> Slots:
 
 
 def _brought(sources: SlotSources, wanted: Sequence[SlotRange], ends: Mapping[int, int]) -> dict[int, memoryview]:
-    """Ranges of slots of other nodes, at their places in memory of their own, as long as each rank's `ends`."""
+    """Ranges of other nodes' slots, at their places in separate memory, as long as each rank's `ends`."""
     # Long enough that offsets are those of the slots; pages that nothing is brought to are never made.
     into = {rank: memoryview(mmap.mmap(-1, end, flags=_PRIVATE)) for rank, end in ends.items()}
     if wanted:
@@ -126,14 +126,14 @@ def _write_all(sink: Sink, content: FileBytes, pool: ThreadPoolExecutor) -> _Wri
 
 
 def _settle(jobs: Sequence[Future[_Written]]) -> None:
-    """After a failure nobody reads slots any more, or writes, when its error is raised."""
+    """After a failure, wait until no thread reads slots or writes, before the error is raised."""
     for job in jobs:
         if not job.cancelled():
             job.exception()
 
 
 class _Ahead:
-    """Brings what the next share needs from other nodes while one is written."""
+    """Fetches the next share's bytes from other nodes while one is written."""
 
     def __init__(self, plan: WritePlan, sources: SlotSources, share: NodeShare) -> None:
         self._plan, self._sources, self._block_bytes = plan, sources, share.block_bytes
@@ -150,7 +150,7 @@ class _Ahead:
 
     @contextmanager
     def next(self, one: Share) -> Iterator[Slots]:
-        """The slots of all ranks that this share is read from; those of other nodes have its bytes, and no others."""
+        """The slots of all ranks for this share; those of other nodes have only its bytes."""
         assert self._coming is not None
         brought = self._coming.result()
         self._begin()
@@ -171,7 +171,7 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE"
 
 
 def _ends(tensors: Sequence[PlannedTensor], ranges: Sequence[SlotRange]) -> dict[int, int]:
-    """Of each rank that has a range, where the last of its boxes ends."""
+    """For each rank with a range, the end of the last of its boxes."""
     ends = {one.rank: 0 for one in ranges}
     for tensor in tensors:
         for origin in tensor.origins:

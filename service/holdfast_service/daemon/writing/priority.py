@@ -1,4 +1,4 @@
-"""Lower the priority of background threads: CPU and I/O belong to training."""
+"""Lowers the priority of background threads: CPU and I/O belong to training."""
 
 from __future__ import annotations
 

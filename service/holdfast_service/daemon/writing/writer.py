@@ -1,8 +1,7 @@
 """The writer: from the slots of all local ranks to durable files and a receipt. One pass: digest, gather, write.
 
-Files are written in their own order through a few windows: while the device takes some of them, the next one is digested
-and, where it does not stand in a slot as in the file, gathered. Whole blocks go past the page cache where the tier can do
-that, so a save leaves nothing in it.
+Files are written in order through a few windows: while the device writes some, the next one is digested and, unless the slot
+has it as the file does, gathered. Whole blocks bypass the page cache if the tier can, so a save leaves nothing in it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class Sink(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A file that is being written."""
-
     file: PlannedFile
     writer: FileWriter
     jobs: Sequence[Future[_Extents]]
@@ -58,8 +55,7 @@ def under_way() -> bool:
 def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -> Receipt:
     """Stage all files and assets of `plan`, durably, then the receipt (I3), and return it.
 
-    Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
-    never tried again (I9).
+    Raises `StorageFailed` or `NoSpace`; the caller removes what was written. A failed fsync is never retried (I9).
     """
     with announced(staged.place):
         return _write(staged, plan, slots, node)
@@ -67,7 +63,7 @@ def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) ->
 
 @contextmanager
 def announced(place: Place) -> Iterator[None]:
-    """For the length of a block, a save is being written there."""
+    """Within the block, a save is being written there."""
     _writing.append(place)
     try:
         yield
@@ -134,7 +130,6 @@ def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int)
 
 
 def _settle(running: deque[_Running]) -> tuple[PlannedFile, _Extents]:
-    """Wait for the oldest file and make it durable."""
     file, writer, jobs = running[0]
     extents = [pair for job in jobs for pair in job.result()]
     writer.finish()
@@ -143,7 +138,7 @@ def _settle(running: deque[_Running]) -> tuple[PlannedFile, _Extents]:
 
 
 def _abandon(running: deque[_Running]) -> None:
-    """After a failure: no window is written any more when its error is raised."""
+    """After a failure, wait until no window is written, before the error is raised."""
     for _, _, jobs in running:
         for job in jobs:
             job.cancel()
