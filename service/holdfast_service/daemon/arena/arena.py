@@ -31,8 +31,8 @@ NAMED_MAX = 10  # runs that a refusal names in the log
 class Arena:
     """All segments of a node, within its budget. With a `spill`, a state that does not fit memory is staged on disk.
 
-    `make_room` is called before anybody gets less memory than requested. `shares` are the percentages of memory
-    and disk that one run and one tenant may reserve, of what others have not reserved.
+    `make_room` is called before a rank gets less memory than requested. `shares` are the percentages of memory and disk, of
+    what others have not reserved, that one run and one tenant may reserve.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Arena:
 
     @property
     def spare_bytes(self) -> int:
-        """Memory that could still be reserved."""
         with self._lock:
             return self._budget.room(self._taken(), self._touched()).bytes
 
@@ -73,7 +72,6 @@ class Arena:
 
     @property
     def holders(self) -> dict[str, int]:
-        """The bytes of memory that each run has reserved, largest first."""
         with self._lock:
             return dict(self._by_run().most_common())
 
@@ -83,7 +81,7 @@ class Arena:
             return any(one.holder.run == run for one in self._all())
 
     def limits(self, bounds: Sequence[Bound], whose: str) -> tuple[OwnLimit, ...]:
-        """What a rank's own bounds, found just now, leave for its segments; to be asked before it gives any back."""
+        """What a rank's own current limits leave for its segments; to be called before it frees any."""
 
         def touched(group: str) -> int:
             return sum(one.touched_bytes for one in self._all() if not one.spilled and one.holder.is_in(group))
@@ -99,13 +97,13 @@ class Arena:
         holder: ShareHolder | None = None,
         on_disk: bool = True,
     ) -> ArenaSegment:
-        """Create a segment with as many of the requested slots as memory has room for, or with one slot on disk;
-        `notice` says if it is less than requested.
+        """Create a segment with as many of the requested slots as memory has room for, or with one slot on disk; `notice`
+        explains a smaller one.
 
-        Waits if the owner's old segment is in the way. Raises `LimitExceeded`, with the numbers,
-        if neither memory nor disk has room for one slot. With an owner, the descriptor outlives this daemon.
-        `holder` is whose share the memory counts for; by default the owner's run. `on_disk`: whether it may be a file,
-        which any process with its descriptor can truncate, which kills a process that has mapped it.
+        Waits if the owner's old segment is in the way. Raises `LimitExceeded`, with the numbers, if neither memory nor disk
+        has room for one slot. With an owner, the descriptor outlives this daemon. The memory counts for the share of
+        `holder`, by default the owner's run. `on_disk`: whether it may be a file, which any process with its descriptor can
+        truncate, which kills a process that has mapped it.
         """
         holder = holder or ShareHolder(label if owner is None else owner.run)
         with self._lock:
@@ -126,8 +124,8 @@ class Arena:
 
     @contextmanager
     def leaving(self, size: int, owner: SegmentOwner, holder: ShareHolder, ranks: int = 1) -> Iterator[None]:
-        """Whoever reserves within leaves `size` bytes for an average of this rank, and of each of the `ranks` that were
-        started here with it. So does everybody else, until they ask for them or the run has no segment any more.
+        """Within the block, all reservations leave `size` bytes free for an average of this rank, and of each of the `ranks`
+        started here with it. Later ones do too, until these are reserved or the run has no segment any more.
         """
         first = owner.rank - owner.rank % ranks
         with self._lock:
@@ -143,7 +141,7 @@ class Arena:
             self._forget_expected(owner.run)
 
     def _forget_expected(self, run: str) -> None:
-        """Where a run has no segment, and reserves none, it asks for no average."""
+        """Release what is kept free for averages of a run without a segment, and without a running reservation."""
         with self._lock:
             if not self._reserving[run] and not any(
                 one.owner is not None and one.owner.run == run for one in self._segments
@@ -153,7 +151,7 @@ class Arena:
     def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
         """Reuse the segment of this rank from an earlier attempt, if it fits and its process is gone; otherwise None.
 
-        It belongs to the owner from here on, with all pages in place and with its in-memory checkpoint.
+        It now belongs to the owner, with all pages in place and with its in-memory checkpoint.
         """
         with self._lock:
             return next((segment for segment in self._segments if segment.pass_on(owner, geometry)), None)
@@ -181,7 +179,7 @@ class Arena:
         return found
 
     def averages(self) -> list[AverageSegment]:
-        """The averages that there are: those that an earlier daemon left, after `recover`."""
+        """All averages: those of an earlier daemon, after `recover`."""
         with self._lock:
             return list(self._averages)
 
@@ -190,7 +188,7 @@ class Arena:
     ) -> AverageSegment:
         """Make an average of `size` bytes, which count as slots do. `LimitExceeded`, with the numbers, without room.
 
-        What was left for it stays left until it is there: its rank may be reserving slots at the same moment.
+        Its room stays reserved meanwhile: its rank may be reserving slots at the same moment.
         """
         with self._lock:
             short = self._room_for_average(owner, holder).bytes < size
@@ -214,14 +212,13 @@ class Arena:
         return made
 
     def take_in(self, segment: AverageSegment) -> None:
-        """An average that its rank has brought along. A tenant's counts for its share, as in `attach`."""
+        """Accept an average that its rank has brought. A tenant's counts for its share, as in `attach`."""
         with self._lock:
             self._check_brought(segment.bytes, segment.holder)
             self._averages.add(segment)
         self._keep(segment)
 
     def let_go(self, segment: AverageSegment) -> None:
-        """An average is no longer needed: free its memory."""
         with self._lock:
             if segment not in self._averages:
                 return
@@ -231,8 +228,7 @@ class Arena:
         segment.close()
 
     def attach(self, fd: int, owner: SegmentOwner, tenant: str = "") -> tuple[ArenaSegment, list[int]]:
-        """The owner's segment at a descriptor, which stays the caller's, and the slots that the rank leased
-        without us.
+        """The owner's segment at a descriptor, which stays the caller's, and the slots that the rank leased without us.
 
         A tenant brings no file, which could be truncated under us, and no more memory than its share of an empty arena.
         """
@@ -265,7 +261,7 @@ class Arena:
     def drop(self, segment: ArenaSegment, outgrown: bool = False) -> None:
         """The segment is no longer needed: free its memory once its saves are written.
 
-        A rank may still map an old segment; its pages are freed all the same.
+        Its pages are freed even if a rank still maps it.
         """
         segment.outgrown = outgrown
         segment.retire(lambda: self._remove(segment))
@@ -341,7 +337,7 @@ class Arena:
         return segment
 
     def _held(self) -> Iterator[tuple[ShareHolder, int]]:
-        """Whose memory is whose."""
+        """All reserved memory with its holders."""
         for segment in self._segments:
             if not segment.spilled:
                 yield segment.holder, segment.geometry.segment_bytes
@@ -367,7 +363,7 @@ class Arena:
         yield from self._averages
 
     def _room(self, holder: ShareHolder) -> SegmentRoom:
-        """What this holder may have now: what there is, what its share leaves it, or what limits of its own do."""
+        """What this holder may have now, by free memory, its share, and its own limits."""
         room = self._budget.room(self._taken(), self._touched())
         share = left(self.shares, self._budget.bytes_max, self._held(), holder)
         shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
@@ -375,7 +371,7 @@ class Arena:
         return min(room, shared, *own, *largest_segment())
 
     def _room_for_average(self, owner: SegmentOwner, holder: ShareHolder) -> SegmentRoom:
-        """What the average of this rank may have: what is left for it is free."""
+        """What the average of this rank may have, including what is kept free for it."""
         rank = owner.run, owner.rank
         left_for_it = self._expected.pop(rank, None)
         room = self._room(holder)
@@ -402,7 +398,7 @@ class Arena:
         return fitting(asked, self._room(holder))
 
     def _leaving(self, owner: SegmentOwner | None) -> bool:
-        """Whether a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
+        """Whether a segment of this rank, of any attempt, is freed after its save."""
         who = owner and owner._replace(attempt=0)
         return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 

@@ -1,4 +1,4 @@
-"""One rank's average: its shared memory, the update that its rank brings, and the accumulator that the daemon keeps."""
+"""One rank's average: its shared memory, with the rank's update and the daemon's accumulator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PREFIX = "average-"  # of the names under which a keeper holds such segments
 
 
 class AverageSegment:
-    """Owns the mapping and the descriptor. Only the thread that folds writes into it."""
+    """Owns the mapping and the descriptor. Only the folding thread writes into it."""
 
     spilled = False
 
     def __init__(self, fd: int, geometry: AverageGeometry, owner: SegmentOwner, name: str) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
-        self.holder = ShareHolder(owner.run)  # for whose share it counts
+        self.holder = ShareHolder(owner.run)  # whose share it counts for
         self.notice = ""
         try:
             self._map = mmap.mmap(fd, geometry.segment_bytes)
@@ -41,7 +41,7 @@ class AverageSegment:
 
     @classmethod
     def make(cls, fd: int, geometry: AverageGeometry, owner: SegmentOwner, name: str) -> AverageSegment:
-        """An average of nothing, in the memory of `fd`, which belongs to it, also if this raises."""
+        """An empty average in the memory of `fd`, which belongs to it, also if this raises."""
         try:
             made = cls(fd, geometry, owner, name)
         except NoSpace:
@@ -63,12 +63,10 @@ class AverageSegment:
 
     @property
     def bytes(self) -> int:
-        """Memory that it may take."""
         return self.geometry.segment_bytes
 
     @property
     def touched_bytes(self) -> int:
-        """Memory that it takes by now."""
         return min(os.fstat(self.fd).st_blocks * 512, self.bytes)
 
     @property
@@ -77,7 +75,7 @@ class AverageSegment:
 
     @property
     def header(self) -> UpdateHeader:
-        """The rank's words; a header that is none is taken for a free one."""
+        """The rank's words; an invalid header counts as a free one."""
         try:
             return average.read_rank(self.memory)
         except InvalidRequest:
@@ -85,12 +83,11 @@ class AverageSegment:
             return average.read_rank(self.memory)
 
     def brings(self, number: int) -> bool:
-        """Whether the rank has sealed the update with this number."""
         header = self.header
         return header.state is SlotState.SEALED and header.number == number
 
     def update(self) -> AverageUpdate:
-        """The sealed update; `InvalidRequest` if it is not one of this rank's, or not complete."""
+        """The sealed update; `InvalidRequest` if it is another rank's, or incomplete."""
         header = self.header
         if self._table is None or self._table[0] != header.seal:
             found = average.decode_update(average.read_table(self.memory, self.geometry), self.geometry.data_bytes)
@@ -112,26 +109,26 @@ class AverageSegment:
         return self._journal[:size]
 
     def write(self, record: AverageRecord) -> None:
-        """Replace the record: what it says holds from here on."""
+        """Replace the record."""
         average.write_record(self.memory, record)
 
     def free(self) -> None:
-        """The update is dealt with: its rank may bring another one."""
+        """The update is processed: its rank may bring another one."""
         average.free(self.memory)
 
     def is_at(self, fd: int) -> bool:
-        """Whether a descriptor is of this very memory."""
+        """Whether a descriptor is of this memory."""
         mine, other = os.fstat(self.fd), os.fstat(fd)
         return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
 
     def close(self) -> None:
-        """Give the memory back, once the last view of it is gone."""
+        """Free the memory, once the last view of it is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def consistent(segments: Sequence[AverageSegment]) -> bool:
-    """Whether the averages of all ranks of a world are at the same update, or at two that follow each other."""
+    """Whether the averages of all ranks of a world are at the same update, or at two consecutive ones."""
     numbers = {segment.record.number for segment in segments}
     return max(numbers) - min(numbers) <= 1

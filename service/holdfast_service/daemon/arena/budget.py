@@ -1,8 +1,8 @@
-"""The memory budget of the arena: limits of the machine, of the daemon's control groups and of each rank's; what is free.
+"""The memory budget of the arena: limits of the machine, of the daemon's control groups and of each rank's; free memory.
 
-Segments are memfds, which are charged like other memory. The size of /dev/shm limits only its own mount, so it is
-ignored. A page is charged to the control group that touches it first, usually the rank's, which tells its limits when it
-reserves: a daemon in its own container sees only the machine's and its own.
+Segments are memfds, which are charged like other memory. The size of /dev/shm limits only its own mount, so it is ignored. A
+page is charged to the control group that touches it first, usually the rank's, which reports its limits when it reserves: a
+daemon in its own container sees only the machine's and its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Budget:
     """The arena's limit: as configured, or most of the narrowest limit found; never more than what is free."""
 
     def __init__(self, declared: int | None = None, find: Callable[[], list[Bound]] | None = None) -> None:
-        """`LimitExceeded`, with the numbers, for a declaration beyond what there is."""
+        """`LimitExceeded`, with the numbers, for a configured limit beyond what there is."""
         self._find = find or find_bounds
         narrowest = min(self._find(), key=lambda bound: bound.bytes_max)
         if declared is not None and declared > narrowest.bytes_max:
@@ -51,7 +51,7 @@ def find_bounds() -> list[Bound]:
 
 
 def own_limits(bounds: Sequence[Bound], whose: str, touched: Callable[[str], int]) -> tuple[OwnLimit, ...]:
-    """What a rank's own bounds leave for its segments, given how much those of each control group have touched by now."""
+    """What a rank's own limits leave for its segments, given how much those of each control group have touched."""
     return tuple(
         OwnLimit(
             of.group,
@@ -63,7 +63,7 @@ def own_limits(bounds: Sequence[Bound], whose: str, touched: Callable[[str], int
 
 
 def largest_segment() -> Iterator[SegmentRoom]:
-    """What a limit on the size of files leaves for one segment, which is a file to the kernel."""
+    """What a limit on file sizes leaves for one segment, which is a file to the kernel."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY:
         yield SegmentRoom(limit, f"RLIMIT_FSIZE, {limit} bytes", FILE_SIZE_HINT.format("the daemon"))

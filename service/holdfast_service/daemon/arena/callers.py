@@ -22,8 +22,6 @@ _GROUPS_BYTES_MAX = 1024
 
 
 class Caller(NamedTuple):
-    """The connecting process at the time of the connect."""
-
     pid: int
     uid: int
     gids: frozenset[int]
@@ -67,7 +65,7 @@ class Callers(NamedTuple):
         raise Forbidden(f"process {caller.pid} of user {caller.uid} may not use this daemon", hint=hint)
 
     def tell_if_closed(self, root: Path) -> None:
-        """Log a warning if the group may use the socket and cannot read what is restored."""
+        """Log a warning if the group may use the socket but cannot read restored files."""
         if self.gid is None:
             return
         found = root.stat()
@@ -92,8 +90,8 @@ class Callers(NamedTuple):
 
 
 def prepare_directory(path: Path) -> bool:
-    """Create the socket's directory for this user only, and report so; `InvalidRequest` if others could replace
-    the socket.
+    """Create the socket's directory for this user only; True if it did. `InvalidRequest` if others could replace the
+    socket.
     """
     made = not path.parent.exists()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

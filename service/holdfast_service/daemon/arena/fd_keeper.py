@@ -29,7 +29,7 @@ PROBE = "holdfast-probe"
 
 
 class DescriptorKeeper(Protocol):
-    """Keeps named descriptors after this process has died, and says what and where it is. Every call may raise `OSError`."""
+    """Keeps named descriptors after this process has died. Every call may raise `OSError`."""
 
     @property
     def place(self) -> str: ...
@@ -74,7 +74,7 @@ class HolderProcess:
     """A holder process at a socket: an existing one, or a new one that starts with the first descriptor to keep."""
 
     def __init__(self, path: Path, start: holder.Start | None = None) -> None:
-        """`start` is how it may start a daemon if this one is killed and no other one comes."""
+        """`start` is how it starts a daemon if this one is killed and no other one comes."""
         self._path, self._start = path, start
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
@@ -100,7 +100,7 @@ class HolderProcess:
                 self._ask(self._connection, f"drop {name}")
 
     def take(self) -> list[tuple[str, int]]:
-        """Own copies of all kept descriptors; empty without a holder process."""
+        """Duplicates of all kept descriptors; empty without a holder process."""
         with self._lock:
             try:
                 connection = self._connection = self._connection or self._introduced()
@@ -136,7 +136,7 @@ class HolderProcess:
         return self._connection
 
     def _replace(self) -> None:
-        """The holder is gone, and with it what it kept: start another and give it everything again."""
+        """The holder died, with its descriptors: start another and give it all again."""
         if self._connection is not None:
             self._connection.close()
         _start(self._path)
@@ -145,7 +145,7 @@ class HolderProcess:
             self._ask(self._connection, f"keep {name}", fd)
 
     def _introduced(self) -> socket.socket:
-        """A connection on which the holder was told how to start a daemon."""
+        """A connection to the holder, after sending it how to start a daemon."""
         connection = _connected(self._path)
         if self._start is not None:
             for told in (self._start, self._start._replace(environment=None)):  # it has one of its own, of an earlier daemon
@@ -174,9 +174,9 @@ class FdStore:
         return "the service manager's fd store"
 
     def has_room(self) -> bool:
-        """Whether the service manager really stores descriptors for this service: it closes at once what it does not store.
+        """Whether the service manager stores descriptors for this service; otherwise it closes them at once.
 
-        Versions of systemd before 254 do not say it in $FDSTORE.
+        Versions of systemd before 254 do not set $FDSTORE.
         """
         watched, given = os.pipe()
         try:
@@ -195,7 +195,7 @@ class FdStore:
                 self._notify(f"FDSTOREREMOVE=1\nFDNAME={PROBE}")
 
     def _heard(self) -> bool:
-        """Whether the service manager has dealt with what it was told before: then it closes the descriptor of this."""
+        """Whether the service manager has processed earlier messages: then it closes the descriptor of this one."""
         watched, given = os.pipe()
         try:
             self._notify("BARRIER=1", given)
@@ -221,7 +221,7 @@ class FdStore:
         return [(name, fd) for name, fd in taken if name != PROBE]
 
     def close(self) -> None:
-        """Nothing: the store is the service manager's."""
+        """The store is the service manager's."""
 
     def _notify(self, message: str, *fds: int) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -230,22 +230,21 @@ class FdStore:
 
 
 def _closed(pipe: int, wait_s: float) -> bool:
-    """Whether the other end of a pipe is closed."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(wait_s * 1000))
 
 
 def holder_path(socket: Path, root: Path, node: str = "") -> Path:
-    """Where the holder of a root listens: beside the daemon's socket, whose name may change. `node` is this daemon's, where
-    several nodes share the root: they may be one machine.
+    """The socket of a root's holder: beside the daemon's socket, whose name may change. `node` is this daemon's, if several
+    nodes share the root: they may be on one machine.
     """
     name = hashlib.sha256(bytes(root)).hexdigest()[:12] + (f"-{node}" if node else "")
     return socket.absolute().parent / f"{name}.holder"
 
 
 def lost_saves(path: Path) -> list[dict[str, Any]]:
-    """What a holder has written down before it let go of staged saves. It is told once: the file is removed."""
+    """The holder's records of staged saves that it gave up. Removes the file, so they are reported once."""
     place = path.with_suffix(".lost")
     try:
         with place.open("rb") as file:
@@ -265,7 +264,7 @@ def _connected(path: Path) -> socket.socket:
     try:
         with addressable(path) as name:
             connection.connect(name)
-        Callers().check(Caller.of(connection))  # memory of ranks is not for somebody who only took the holder's place
+        Callers().check(Caller.of(connection))  # no memory of ranks for a process that took the holder's place
     except CheckpointError as error:
         connection.close()
         raise PermissionError(f"the holder process at {path} belongs to another user: {error.detail}") from error
@@ -277,7 +276,7 @@ def _connected(path: Path) -> socket.socket:
 
 @contextmanager
 def opened(path: Path) -> Iterator[socket.socket]:
-    """The socket of a holder to be: it is ours until the holder takes over, so its start is not waited for."""
+    """The listening socket of a new holder: it exists before the holder runs, so connecting need not wait for its start."""
     prepare_directory(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         mask = os.umask(0o177)
@@ -292,12 +291,11 @@ def opened(path: Path) -> Iterator[socket.socket]:
 
 
 def holder_command(path: Path, listener: int) -> list[str]:
-    """The command that becomes the holder at this socket, whose descriptor it inherits."""
+    """The command line of the holder at this socket, whose descriptor it inherits."""
     return [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(listener)]
 
 
 def _start(path: Path) -> None:
-    """Start a holder in a session of its own."""
     with opened(path) as listener:
         number = listener.fileno()
         process = subprocess.Popen(

@@ -1,8 +1,8 @@
-"""In-memory checkpoints: the newest commit of every run stays in the slots it came from, until they are needed.
+"""In-memory checkpoints: the newest commit of every run stays in its slots, until they are needed.
 
-Such a slot is free, and leased last. So the newest checkpoint stays in memory at no cost, and a restarted trainer
-restores from it. When the ranks are gone, their memory is kept for them for a while. Where ranks are on several nodes, each
-node holds what its own have saved, and other nodes read it (`exchange`).
+Such a slot is free, and leased last. So the newest checkpoint stays in memory at no cost, and a restarted trainer restores
+from it. When the ranks are gone, their memory is kept for them for a while. With ranks on several nodes, each node holds its
+own ranks' slots, and other nodes read them (`exchange`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELD_S = 600.0  # how long memory of ranks that are gone waits for them to be st
 
 
 class HeldStep(NamedTuple):
-    """Which save it was that was committed: of the same step there may be others, of another attempt or turn."""
+    """Identifies a committed save: there may be others of its step, of another attempt or turn."""
 
     run: str
     step: int
@@ -45,7 +45,7 @@ class HeldStep(NamedTuple):
 
 
 class HeldMemory(NamedTuple):
-    """What a node holds of a step: how many of its ranks' slots, and the bytes in them."""
+    """What a node holds of a step: how many of its ranks' slots, and their bytes."""
 
     step: HeldStep
     ranks: int
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
 
 
 class _Hold:
-    """The slots of a committed step: those of all ranks, or of those that were at this node."""
+    """The slots of a committed step: of all ranks, or of those on this node."""
 
     def __init__(self, of: HeldStep, parts: Mapping[int, _Part]) -> None:
         self.of, self.parts = of, dict(sorted(parts.items()))
@@ -76,10 +76,12 @@ class _Hold:
 
 
 class LentSlot:
-    """A held slot as another node reads it. Nobody locks it: who reads asks `is_still` afterwards, and else has nothing."""
+    """A held slot that another node reads, without a lock: the reader calls `is_still` afterwards, and discards the bytes if
+    it is False.
+    """
 
     def __init__(self, rank: int, part: _Part, is_held: Callable[[], bool]) -> None:
-        """`CheckpointError` for a slot that is none any more."""
+        """`CheckpointError` for a slot that is no longer held."""
         self.rank, self._part, self._is_held = rank, part, is_held
         self._header = part.header
         segment, slot = part.segment, part.slot
@@ -93,11 +95,11 @@ class LentSlot:
         return f"{self._header.seal:016x}"
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether the rank has put something there: data, or its table."""
+        """Whether the rank's data or table covers this range."""
         return 0 <= begin < end <= self.data_bytes or self.table_at <= begin < end <= self.table_at + self.table_bytes
 
     def is_still(self) -> bool:
-        """Whether it holds what it did when it was lent: what was read before that is what was committed."""
+        """Whether it is unchanged since it was lent, so that bytes read before are the committed ones."""
         try:
             return self._is_held() and self._part.header == self._header
         except CheckpointError:
@@ -105,12 +107,10 @@ class LentSlot:
 
 
 class HeldCheckpoints:
-    """The in-memory checkpoint of each run. Safe for threads. `committed` returns the attempt and turn by which a
-    step is a checkpoint.
-    """
+    """The in-memory checkpoint of each run. Thread-safe. `committed` returns the attempt and turn of a step's checkpoint."""
 
     def __init__(self, committed: Callable[[str, int], tuple[int, int] | None], partly: bool = False) -> None:
-        """`partly`: other nodes may hold what ranks of theirs have saved."""
+        """`partly`: other nodes may hold slots of their ranks."""
         self._committed, self._partly = committed, partly
         self._lock = threading.Lock()
         self._held: dict[str, _Hold] = {}
@@ -122,11 +122,11 @@ class HeldCheckpoints:
             return any(hold.alone for hold in self._held.values())
 
     def keep(self, run: str, step: int, attempt: int, slots: Mapping[int, SealedSlot]) -> None:
-        """A step was committed from these slots, which are about to be released: keep it as the in-memory checkpoint
-        instead of an older step.
+        """A step was committed from these slots, which are about to be released: keep it as the in-memory checkpoint instead
+        of an older step.
 
-        Not kept: slots of ranks without shared memory, because nobody could read them; data staged on disk; and
-        segments that are being replaced by larger ones, because memory must not double.
+        Not kept: slots of ranks without shared memory, which no rank could read; data staged on disk; and segments that are
+        being replaced by larger ones, because memory must not double.
         """
         if slots and all(_can_be_held(sealed.segment) for sealed in slots.values()):
             said = next(iter(slots.values())).table
@@ -136,10 +136,10 @@ class HeldCheckpoints:
             self.end(run)
 
     def find(self, segments: Iterable[ArenaSegment]) -> None:
-        """At start: keep the steps that an earlier daemon committed from these segments, if they are still
-        complete, or other nodes may have the rest.
+        """At start: keep the steps that an earlier daemon committed from these segments, if they are complete here, or other
+        nodes may have the rest.
 
-        Of a step that a rank seems to have saved twice nothing is kept: one of the two was not committed.
+        Nothing is kept of a step that a rank seems to have saved twice: one of the two was not committed.
         """
         found: dict[HeldStep, dict[int, list[_Part]]] = {}
         for segment in segments:
@@ -168,7 +168,7 @@ class HeldCheckpoints:
             return tuple(parts), tuple(os.dup(part.segment.fd) for part in hold.parts.values())
 
     def lent(self, of: HeldStep) -> list[LentSlot]:
-        """The slots of this very save that are here, for another node; empty if it is not in memory."""
+        """The slots of this save that are here, for another node; empty if it is not in memory."""
         with self._lock:
             hold = self._held.get(of.run)
             if hold is None or hold.of != of:
@@ -180,7 +180,7 @@ class HeldCheckpoints:
             return found
 
     def told(self) -> list[HeldMemory]:
-        """What is held, by run."""
+        """Held memory by run."""
         with self._lock:
             holds = sorted(self._held.values(), key=lambda hold: hold.of)
         found = []
@@ -193,16 +193,13 @@ class HeldCheckpoints:
         return found
 
     def end(self, run: str) -> None:
-        """Drop the in-memory checkpoint of this run."""
         with self._lock:
             hold = self._held.pop(run, None)
         if hold is not None:
             self._release(hold)
 
     def succeeded(self, owner: SegmentOwner) -> None:
-        """A rank of a later attempt has its slots. With the last rank, memory that none of them took over is
-        freed.
-        """
+        """A rank of a later attempt has its slots. With the last rank, memory that none of them took over is freed."""
         self._freed_after(owner, range(owner.world))
 
     def trains(self, owner: SegmentOwner, here: Collection[int]) -> None:
@@ -230,9 +227,7 @@ class HeldCheckpoints:
             self._end(hold)
 
     def expire(self, now: float) -> None:
-        """Drop in-memory checkpoints whose ranks have been gone for too long by `now`, or whose checkpoint was
-        removed.
-        """
+        """Drop in-memory checkpoints whose ranks have been gone for too long by `now`, or whose checkpoint was removed."""
         with self._lock:
             holds = list(self._held.values())
         for hold in holds:
@@ -250,7 +245,7 @@ class HeldCheckpoints:
             self.end(run)
 
     def _hold(self, hold: _Hold) -> None:
-        """From here on this is what is held of its run."""
+        """Hold this step of its run instead of any other."""
         with self._lock:
             before = self._held.get(hold.of.run)
             self._held[hold.of.run] = hold
@@ -275,7 +270,7 @@ def _can_be_held(segment: ArenaSegment) -> bool:
 
 
 class _Turn(msgspec.Struct, frozen=True):
-    """A table of which only this is read: all of it may be long."""
+    """Decodes only this field of a table, which may be long."""
 
     turn: int = 0
 

@@ -1,20 +1,20 @@
-"""The holder: a small process that keeps descriptors of shared memory while no daemon lives, and starts one if none comes.
+"""The holder: a small process that keeps descriptors of shared memory while no daemon runs, and starts one if none comes.
 
     holder.py --socket PATH --listener N                       beside a daemon, which has started it
     holder.py --socket PATH --listener N --supervise COMMAND…  above a daemon, as the first process of a container
 
-At its socket, one packet is one request and one packet its answer: `keep NAME` brings a descriptor, `drop NAME` lets one
-go, `list` is answered by one packet `held NAME` with its descriptor for each, then `end`; `serve JSON` says how to start a
-daemon for what is held, and `about` is answered by JSON. It imports nothing but the standard library, so that it starts in a
-blink and costs next to no memory.
+At its socket, one packet is one request and one packet its answer: `keep NAME` brings a descriptor, `drop NAME` closes one,
+`list` is answered by one packet `held NAME` with its descriptor for each, then `end`; `serve JSON` states how to start a
+daemon for the held memory, and `about` is answered by JSON. It imports only the standard library, so that it starts quickly
+and needs little memory.
 
-Left alone by daemons for a while, it lets go of segments in which nothing is sealed (ranks that live have descriptors of
-their own), and starts a daemon that commits what is. If the root is gone, or no daemon has come for a day, it lets go of
-that too, and writes down what is lost, beside its socket. It ends when it has held nothing and nobody has been connected
-for a while. One that has not answered, and so was replaced by another at its socket, lets go of everything.
+After a while without a daemon, it drops segments in which nothing is sealed (living ranks have descriptors of their own),
+and starts a daemon that commits sealed saves. If the root is gone, or no daemon has come for a day, it drops these too, and
+records what is lost, beside its socket. It ends after a while without descriptors and connections. A holder that was
+replaced at its socket, because it did not answer, drops everything.
 
-Above a daemon, it starts that daemon, passes signals on to it, and starts it again when it was killed. It ends with the
-daemon's own exit status when the daemon ends by itself and nothing is sealed.
+Above a daemon, it starts that daemon, forwards signals to it, and restarts it after a kill. It ends with the daemon's exit
+status when the daemon ends by itself and nothing is sealed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ROOT_FILE = ".holdfast.root"
 
 
 class Start(NamedTuple):
-    """How a daemon is started: its command, where, in which environment (None: this process's), and the root it serves."""
+    """How to start a daemon: command, working directory, environment (None: this process's), and the root it serves."""
 
     command: list[str]
     directory: str
@@ -59,8 +59,6 @@ class Start(NamedTuple):
 
 
 class SealedSave(NamedTuple):
-    """A rank's part of a save, complete in a slot."""
-
     run: str
     step: int
     rank: int
@@ -68,10 +66,10 @@ class SealedSave(NamedTuple):
 
 
 class Child:
-    """The daemon that this process has started, if any."""
+    """The daemon started by this process, if any."""
 
     def __init__(self, output: Path | None) -> None:
-        """Its output goes to a file; without one to where this process's goes."""
+        """Its output goes to a file, or to this process's output."""
         self._output = output
         self.pid: int | None = None
         self.status = 0  # of the one that ended last, as a shell has it
@@ -107,7 +105,7 @@ class Child:
             os._exit(127)
 
     def ended(self) -> bool:
-        """Whether it has ended since this was last asked. A container's first process has other children to see off."""
+        """Whether it has ended since the last call. Reaps other children, too, as a container's first process."""
         found = False
         while self.pid is not None or self._output is None:
             try:
@@ -127,7 +125,7 @@ class Child:
 
 
 class Holder:
-    """The descriptors by name, the connections at which they are asked for, and the daemon that was started for them."""
+    """Descriptors by name, connections to clients, and the daemon that was started for them."""
 
     def __init__(self, listener: socket.socket, path: Path, supervised: Start | None = None) -> None:
         self._held: dict[str, int] = {}
@@ -144,7 +142,7 @@ class Holder:
         self._stopping = False
 
     def serve(self) -> int:
-        """Answer until nothing was held and no one connected for a while; above a daemon, until that has ended."""
+        """Answer until nothing was held and no client connected for a while; above a daemon, until that has ended."""
         needed = time.monotonic()
         if self._supervised is not None:
             self._child.start(self._supervised)
@@ -176,12 +174,14 @@ class Holder:
             return False
 
     def stop(self, number: int, _: object) -> None:
-        """A signal for the daemon below."""
+        """Signal handler: forward to the daemon below."""
         self._stopping = True
         self._child.signal(number)
 
     def _look_after(self, how: Start) -> bool:
-        """Start the daemon below again if it was killed, or ended while something is sealed; False if this ends with it."""
+        """Restart the daemon below if it was killed, or ended while something is sealed; False if the holder ends
+        with it.
+        """
         if not self._child.ended():
             if self._child.pid is None and self._stopping:  # the signal came before it was started again
                 return False
@@ -204,7 +204,7 @@ class Holder:
         return True
 
     def _alone(self, alone_s: float) -> None:
-        """What becomes of memory that no daemon has asked for."""
+        """Decide about memory that no daemon has asked for."""
         if alone_s <= ALONE_S or self._child.pid is not None:
             return
         for name in [name for name, fd in self._held.items() if not sealed_saves(fd)]:
@@ -224,7 +224,7 @@ class Holder:
             self._child.start(start, *again)
 
     def _give_up(self, why: str) -> None:
-        """Let go of everything, and write down what it was: the next daemon of the root, and `holdfast doctor`, read it."""
+        """Drop everything, and record it for the next daemon of the root, and `holdfast doctor`."""
         record = {
             "at": time.time(),
             "why": why,
@@ -250,7 +250,6 @@ class Holder:
         return [save for fd in self._held.values() for save in sealed_saves(fd)]
 
     def _bytes(self) -> int:
-        """Memory that is in use by now."""
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._held.values())
 
     def _heed(self, ready: socket.socket) -> None:
@@ -268,7 +267,7 @@ class Holder:
             self._others.discard(ready)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """One request; False when the other side is gone."""
+        """Handle one request; False when the client is gone."""
         try:
             packet, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, 1)
             for fd in fds:
@@ -318,13 +317,13 @@ class Holder:
 
 
 def is_ours(connection: socket.socket) -> bool:
-    """Whether this user, or root, is at the other end: what is held is not for others, whatever the socket's mode is."""
+    """Whether the peer is this user or root, whatever the socket's mode is."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return CREDENTIALS.unpack(credentials)[1] in (0, os.geteuid())
 
 
 def sealed_saves(fd: int) -> list[SealedSave]:
-    """What is sealed in a segment, by docs/format.md § 11, repeated here so that nothing need be imported."""
+    """The sealed saves of a segment, by docs/format.md § 11, repeated here to avoid imports."""
     head = os.pread(fd, 176, 0)
     if len(head) < 176 or not head.startswith(MAGIC):
         return []
@@ -339,7 +338,7 @@ def sealed_saves(fd: int) -> list[SealedSave]:
 
 
 def _told(text: str) -> Start | None:
-    """How to start a daemon, as one said it; None for what is none of ours."""
+    """Parse how to start a daemon; None for invalid text."""
     try:
         told = json.loads(text)
         start = Start(**told)
@@ -349,7 +348,7 @@ def _told(text: str) -> Start | None:
 
 
 def _root_id(start: Start) -> str | None:
-    """The id in the root's file; None where there is no root now. Where a disk is to be mounted there may be a directory."""
+    """The id in the root's file; None without a root. A directory may be an unmounted mount point."""
     try:
         return str(json.loads((Path(start.root) / ROOT_FILE).read_bytes())["id"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -357,7 +356,7 @@ def _root_id(start: Start) -> str | None:
 
 
 def main() -> int:
-    """Take over the listening socket that was opened for us, and serve."""
+    """Take over the listening socket, and serve."""
     parser = argparse.ArgumentParser(prog="holder.py")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--listener", type=int, required=True)

@@ -15,7 +15,7 @@ _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
 class PeerProcess:
-    """A pidfd of the connected process. A connection may end while its process lives; this tells the two apart."""
+    """A pidfd of the connected process. A connection may end while its process lives; this distinguishes the two."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._gone = False
@@ -23,7 +23,7 @@ class PeerProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether every thread of the process has ended. False where that cannot be told."""
+        """Whether every thread of the process has ended. False if that is unknown."""
         if self._fd < 0:
             return self._gone
         poll = select.poll()
@@ -52,7 +52,7 @@ class PeerProcess:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the peer has closed the connection, although its last messages may be unread."""
+    """Whether the peer has closed the connection, even with messages unread."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -26,19 +26,18 @@ log = logging.getLogger(__name__)
 
 LEASE_DEADLINE_S = 600.0
 GONE_POLL_S = 0.5  # nor does it call when a process ends that waits here
-READ_POLL_S = 0.05  # the kernel does not tell when a reader unlocks a slot
-SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half of it
+READ_POLL_S = 0.05  # the kernel sends no notification when a reader unlocks a slot
+SPARE_FACTOR_MAX = 2  # a rank that needs less than half of a segment does not take it over
 
 
 class ArenaSegment:
-    """One rank's shared memory and its free slots. Owns the mapping and closes it after the last view.
-
-    A spilled segment is a file on the storage's disk. `notice` tells the rank how it was created.
+    """One rank's shared memory and its free slots. Owns the mapping and closes it after the last view. A spilled segment is
+    a file on the storage's disk. `notice` explains to the rank how it was created.
     """
 
     def __init__(self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
-        self.holder = ShareHolder(owner.run if owner is not None else "")  # for whose share it counts
+        self.holder = ShareHolder(owner.run if owner is not None else "")  # whose share it counts for
         self.spilled, self.notice = spilled, ""
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now
@@ -56,9 +55,7 @@ class ArenaSegment:
 
     @classmethod
     def make(cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False) -> ArenaSegment:
-        """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to the segment, also
-        if this raises.
-        """
+        """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to it, also if this raises."""
         try:
             made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
         except NoSpace:
@@ -72,7 +69,7 @@ class ArenaSegment:
     @classmethod
     def adopt(cls, fd: int, name: str, on_disk: bool = True) -> ArenaSegment:
         """Take over a segment of another daemon: leased and sealed slots stay taken. `InvalidRequest` if it is not a
-        segment, or a file although it may be none (`on_disk`).
+        segment, or a file where none is allowed (`on_disk`).
 
         The descriptor belongs to the segment only if this returns.
         """
@@ -90,7 +87,7 @@ class ArenaSegment:
         return found
 
     def find_taken(self) -> list[int]:
-        """The slots that the rank leased by itself while no daemon was there."""
+        """The slots that the rank leased by itself without a daemon."""
         with self._changed:
             found = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
             self._free.difference_update(found)
@@ -100,12 +97,12 @@ class ArenaSegment:
         return found
 
     def is_at(self, fd: int) -> bool:
-        """Whether a descriptor is of this very memory."""
+        """Whether a descriptor is of this memory."""
         mine, other = os.fstat(self.fd), os.fstat(fd)
         return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
 
     def state(self, slot: int) -> SlotState:
-        """What a slot's header says; a header that is not one is made a free slot's."""
+        """The state in a slot's header; an invalid header is replaced by a free slot's."""
         try:
             return arena.read_header(self.memory, self.geometry, slot).state
         except InvalidRequest:
@@ -119,10 +116,8 @@ class ArenaSegment:
                 arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
     def lease(self, step: int, attempt: int, wait_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
-        """Lease a free slot for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Slots with an in-memory
-        checkpoint come last.
-
-        Stops waiting if the rank is gone.
+        """Lease a free slot for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Slots with an in-memory checkpoint
+        come last. Stops waiting if the rank is gone.
         """
         limit = time.monotonic() + wait_s
         with self._changed:
@@ -140,7 +135,7 @@ class ArenaSegment:
         return slot
 
     def _claim(self, header: SlotHeader) -> int | None:
-        """Take a slot that is free, and that nobody is reading, and write its header."""
+        """Take a slot that is free, and that no process is reading, and write its header."""
         for slot in sorted(self._free, key=lambda slot: (slot in self._kept, slot)):
             if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):
                 self._empty(slot)
@@ -179,7 +174,6 @@ class ArenaSegment:
 
     @property
     def taken(self) -> list[int]:
-        """The slots that are not free."""
         with self._changed:
             return [slot for slot in range(self.geometry.slots) if slot not in self._free]
 
@@ -192,7 +186,7 @@ class ArenaSegment:
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes that are really in memory, or on the disk, by now."""
+        """Bytes that are in memory, or on the disk."""
         return min(os.fstat(self.fd).st_blocks * 512, self.geometry.segment_bytes)
 
     @property
@@ -200,7 +194,7 @@ class ArenaSegment:
         return self._when_idle is not None
 
     def revive(self) -> None:
-        """The rank is back: the segment stays when it becomes idle."""
+        """The rank has returned: do not free the segment when it becomes idle."""
         with self._changed:
             self._when_idle = None
 
@@ -213,14 +207,14 @@ class ArenaSegment:
             when_idle()
 
     def used_by(self, user: object, peer: PeerProcess) -> None:
-        """A conversation uses the segment from here on, and the process at its other end."""
+        """Record the connection that uses the segment, and its process."""
         if self._peer is not None:
             self._peer.close()
         self.user, self._peer = user, peer
 
     def pass_on(self, owner: SegmentOwner, geometry: Geometry) -> bool:
-        """Hand the segment to `owner`, if it was the same rank's in an earlier attempt, is large enough, and its
-        process is gone.
+        """Hand the segment to `owner`, if it was the same rank's in an earlier attempt, is large enough, and its process is
+        gone.
         """
         mine = self.owner
         if mine is None or self.spilled or (mine.run, mine.rank, mine.world) != (owner.run, owner.rank, owner.world):
@@ -236,8 +230,8 @@ class ArenaSegment:
             return True
 
     def take_sealed(self, slot: int, step: int, table_digest: str) -> SealedSlot:
-        """The content of a sealed slot, verified by its header, seal and table digest; `InvalidRequest` if it is
-        not valid.
+        """The content of a sealed slot, verified by its header, seal and table digest; `InvalidRequest` if it is not
+        valid.
         """
         if not 0 <= slot < self.geometry.slots:
             raise InvalidRequest(f"there is no slot {slot}")
@@ -262,8 +256,8 @@ class ArenaSegment:
                 self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
 
     def close(self) -> None:
-        """Give the memory back to the machine, once the last view of it is gone."""
-        self.user = self._when_idle = None  # who refers to the segment: in a circle, memory waits for the collector
+        """Return the memory to the system, once the last view of it is gone."""
+        self.user = self._when_idle = None  # a reference cycle would keep the memory until a garbage collection
         if self._peer is not None:
             self._peer.close()
             self._peer = None
@@ -305,7 +299,7 @@ def find_sealed(segment: ArenaSegment, slot: int) -> SealedSlot | None:
 
 
 def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
-    """Lock or unlock a slot against readers; False while one reads it. Where no file can be locked nobody reads a slot."""
+    """Lock or unlock a slot against readers; False while one reads it. Without file locks there are no readers."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, arena.slot_lock(geometry, slot, kind))
     except (BlockingIOError, PermissionError):
@@ -322,9 +316,9 @@ _MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the
 
 
 def is_spilled(fd: int) -> bool:
-    """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
+    """Whether a segment is a file on disk, or memory of a fixed size; `InvalidRequest` for anything else.
 
-    Files have no seals: they are mapped only where only the daemon's own user and root have had the descriptor
+    Files have no seals: they are mapped only if only the daemon's own user and root have had the descriptor
     (`Arena.reserve`, `Arena.attach`). Sealed memory in large pages is refused: touching a missing page kills the process.
     """
     try:
@@ -339,8 +333,8 @@ def is_spilled(fd: int) -> bool:
 
 
 def memfd(label: str, size: int) -> int:
-    """Create shared memory of a fixed size; `NoSpace` if memory or descriptors run out, `StorageFailed` where this process
-    may not create it, or none of this size.
+    """Create shared memory of a fixed size; `NoSpace` if memory or descriptors run out, `StorageFailed` if this process may
+    not create it, or none of this size.
     """
     fd = -1
     try:

@@ -1,9 +1,9 @@
-"""Fair shares of what all runs use: arena memory, disk for staging, and places for ranks over HTTP.
+"""Fair shares of common resources: arena memory, disk for staging, and places for ranks over HTTP.
 
-A run may reserve a percentage of what others have not reserved. Alone it gets nearly everything, and the next run
-still finds room; nothing is taken back from the first. The same rule applies to all runs of one other local user, so that
-many run names do not help, and to all runs of the tokens for one pattern, which have a smaller percentage: a token alone
-leaves room for others.
+A run may reserve a percentage of what others have not reserved. Alone it gets nearly everything, and the next run still
+finds room; nothing is taken back from the first. The same rule applies to all runs of one other local user, so that many run
+names do not help, and to all runs of the tokens for one pattern, which have a smaller percentage: a token alone leaves room
+for others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 
 class OwnLimit(NamedTuple):
-    """What a limit of a rank's own process leaves for segments: of all ranks in this control group, or of this rank alone
-    where `group` is "".
+    """What a limit of a rank's process leaves for segments: of all ranks in this control group, or of this rank alone if
+    `group` is "".
     """
 
     group: str
@@ -23,8 +23,8 @@ class OwnLimit(NamedTuple):
 
 
 class ShareHolder(NamedTuple):
-    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins; `remote`: it has a token.
-    `limits` are those of the process that touches the memory.
+    """The holder of a share. `tenant` is "" for the daemon's own user and admins; `remote`: it has a token. `limits` are
+    those of the process that touches the memory.
     """
 
     run: str
@@ -33,12 +33,12 @@ class ShareHolder(NamedTuple):
     remote: bool = False
 
     def is_in(self, group: str) -> bool:
-        """Whether what it touches is charged to this control group."""
+        """Whether the memory it touches is charged to this control group."""
         return bool(group) and any(limit.group == group for limit in self.limits)
 
 
 class Shares(NamedTuple):
-    """The percentages: of a run, and of a local user's runs; and of all runs of the tokens for one pattern."""
+    """The percentages: of a run, of a local user's runs, and of all runs of the tokens for one pattern."""
 
     run: int = 100
     tokens: int = 100
@@ -48,7 +48,7 @@ class Shares(NamedTuple):
 
 
 class StagingQuota(NamedTuple):
-    """How many bytes the runs that it covers may hold on the disk, what is staged there included."""
+    """Bytes that the covered runs may hold on the disk, including staged data."""
 
     name: str
     bytes: int
@@ -56,7 +56,7 @@ class StagingQuota(NamedTuple):
 
 
 class Asker(NamedTuple):
-    """Who connects: whose share counts, and whether `keep_last` takes effect without an admin."""
+    """A connecting client: the tenant of its share, and whether `keep_last` takes effect without an admin."""
 
     tenant: str
     owner: bool
@@ -74,7 +74,7 @@ class Allowance(NamedTuple):
 
 
 def left(shares: Shares, total: int, held: Iterable[tuple[ShareHolder, int]], who: ShareHolder) -> Allowance:
-    """How much more `who` may reserve of `total`, of which `held` is reserved already."""
+    """How much more `who` may reserve of `total`, given what is held already."""
     taken = list(held)
     all_taken = sum(size for _, size in taken)
     bounds = [(f"the run {who.run!r}", shares.run, sum(size for holder, size in taken if holder.run == who.run))]

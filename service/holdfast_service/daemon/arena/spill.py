@@ -32,20 +32,17 @@ class Spilled(NamedTuple):
 
 
 class Spill:
-    """Creates segments on the disk of the storage root. `quotas` bound what is staged there of a run."""
+    """Creates segments on the disk of the storage root. `quotas` limit what a run stages there."""
 
     def __init__(self, root: Path, quotas: Callable[[str], Sequence[StagingQuota]] = lambda run: ()) -> None:
         self._root, self.quotas = root, quotas
 
     def free_bytes(self) -> int:
-        """What the disk has room for, as this user may fill it."""
         return scratch.free_bytes(self._root)
 
     def make(self, asked: Geometry, room: SegmentRoom, disk: SegmentRoom) -> Spilled:
-        """Reserve one slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, if the disk has no room
-        either.
-
-        `disk` is how much of the disk this holder may use.
+        """Reserve one slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, if the disk has no room either.
+        `disk` is how much of it this holder may use.
         """
         one = asked._replace(slots=1)
         if disk.bytes < one.segment_bytes <= self.free_bytes():
@@ -68,7 +65,6 @@ class Spill:
 
 
 def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str) -> LimitExceeded:
-    """The error for a rank that gets no memory."""
     one = asked._replace(slots=1)
     return LimitExceeded(
         f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for "
@@ -81,5 +77,5 @@ def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str
 
 
 def emptier(fd: int, geometry: Geometry) -> Callable[[int], None]:
-    """Gives up what a slot of a spilled segment held: a page of a mapped file is read in before it can be written over."""
+    """Discards the content of a slot of a spilled segment: otherwise each page is read in before it is overwritten."""
     return lambda slot: scratch.empty(fd, geometry.data_offset(slot), geometry.data_bytes)

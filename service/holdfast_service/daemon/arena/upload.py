@@ -29,7 +29,6 @@ class SlotUpload:
         self.outcome: wire.Outcome | None = None
 
     def span(self, part: Part) -> memoryview:
-        """Where in the slot this part stands."""
         geometry = self.segment.geometry
         if part == "data":
             start, length = geometry.data_offset(self.slot), geometry.data_bytes
