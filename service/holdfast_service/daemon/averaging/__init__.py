@@ -1,1 +1,1 @@
-"""Moving averages of what ranks train: kept by the daemon, and saved with their checkpoints."""
+"""Moving averages of the trained state: kept by the daemon, and saved with checkpoints."""

@@ -1,10 +1,10 @@
-"""Nodes agree which updates of an average count: those that every rank of the world brings, wherever it is.
+"""Nodes agree which updates of an average count: those that every rank of the world delivers, on any node.
 
-Of each update a node votes once: all its ranks bring it, or not. A vote does not change, since it follows from what stands
-in the ranks' memory. It is known until all nodes have dealt with the update: a node that goes on says which update it folded
-last, and it cannot fold a later one before everybody has dealt with this one, since all have to bring that. So all nodes
-fold the same updates, whenever they ask, whoever dies, and without one that leads. Nobody's training waits for it: while
-nodes agree, their ranks drop what comes next, and all nodes leave it out.
+A node votes once on each update: all its ranks deliver it, or not. A vote does not change, because it follows from the
+ranks' memory. It stays known until all nodes have processed the update: a node reports the last update that it folded, and
+it cannot fold a later one before all nodes have processed this one, since all have to deliver that. So all nodes fold the
+same updates, whenever they vote, whichever process dies, and without a leader. Training does not wait for it: while nodes
+agree, their ranks drop what comes next, and all nodes leave it out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AWAY_S = 0.5  # between two tries, while the catalog is away
 
 
 def verdict(mine: AverageVote, others: Sequence[AverageVote], world: int) -> bool | None:
-    """Whether the update that this node votes for counts; None while that is open. `others`: the newest word first."""
+    """Whether the update of this node's vote counts; None while that is open. `others`: the newest vote first."""
     if not mine.history:
         return False
     heard = set(mine.ranks)
@@ -44,7 +44,7 @@ def verdict(mine: AverageVote, others: Sequence[AverageVote], world: int) -> boo
 
 
 class _Poll:
-    """What this node says of an attempt, and what it has heard since it said so."""
+    """This node's vote for an attempt, and other nodes' votes since then."""
 
     def __init__(self, vote: AverageVote) -> None:
         self.wanted = vote
@@ -53,25 +53,25 @@ class _Poll:
         self.ends = False  # nothing is to be heard any more
 
     def is_open(self, world: int) -> bool:
-        """Whether somebody here waits for what others say."""
+        """Whether a rank here waits for other nodes' votes."""
         return self.told != self.wanted or (not self.ends and verdict(self.wanted, self.others, world) is None)
 
 
 class Agreement:
-    """The thread that asks other nodes. Thread-safe."""
+    """The thread that polls other nodes. Thread-safe."""
 
     def __init__(self, votes: AverageVotes, changed: Callable[[CrewKey], None]) -> None:
-        """`changed` is called, in another thread, when other nodes have said something."""
+        """`changed` is called, in another thread, after votes of other nodes."""
         self._votes, self._changed = votes, changed
         self._lock = threading.Condition()
         self._polls: dict[CrewKey, _Poll] = {}
         self._heard = self._closing = False
-        self.away = False  # whether nobody can be asked at this moment
+        self.away = False  # whether the catalog is unavailable now
         self._thread = threading.Thread(target=self._run, name="holdfast-average-votes", daemon=True)
         self._thread.start()
 
     def counts(self, key: CrewKey, vote: AverageVote) -> bool | None:
-        """Whether the update that this node votes for counts; None while that is open: then `changed` is called later."""
+        """Whether the update of this node's vote counts; None while that is open: then `changed` is called later."""
         with self._lock:
             poll = self._polls.setdefault(key, _Poll(vote))
             poll.ends = False
@@ -83,7 +83,7 @@ class Agreement:
             return verdict(vote, poll.others, key.world) if poll.told == vote else None
 
     def forget(self, key: CrewKey) -> None:
-        """The averages of these ranks are gone from here. What was said of them still holds for others."""
+        """These ranks' averages are gone from here. Votes on them remain valid for others."""
         with self._lock:
             poll = self._polls.get(key)
             if poll is not None and poll.told == poll.wanted:
@@ -92,7 +92,7 @@ class Agreement:
                 poll.ends = True
 
     def look(self) -> None:
-        """Another node has said something."""
+        """Another node has voted."""
         with self._lock:
             self._heard = True
             self._lock.notify_all()
@@ -131,7 +131,7 @@ class Agreement:
         return any(poll.told != poll.wanted for poll in self._polls.values())
 
     def _patience(self) -> float | None:
-        """How long nothing has to be done; None: until something changes."""
+        """Seconds without work; None: until a change."""
         return POLL_S if any(poll.is_open(key.world) for key, poll in self._polls.items()) else None
 
     def _ask(self, key: CrewKey, poll: _Poll) -> None:
@@ -150,7 +150,7 @@ class Agreement:
 
 
 def _is_awaited(mine: AverageVote, others: Sequence[AverageVote]) -> bool:
-    """Whether a node may go on, now that it can read this vote. Of those that bring an update, the last one rings."""
+    """Whether this vote may let a node continue. Of those that deliver an update, the last one notifies."""
     behind = [vote for vote in others if vote.number < mine.number]
     level = any(vote.history for vote in others if vote.number == mine.number)
     return any(vote.history for vote in behind) or (level and not (mine.history and behind))

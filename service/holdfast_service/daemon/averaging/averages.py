@@ -1,7 +1,7 @@
-"""The averages of all ranks here: updates are folded in the order of their numbers, and saves take what came before them.
+"""The averages of all ranks here: updates are folded in the order of their numbers, and saves take the preceding ones.
 
-An update counts if every rank of the world has sealed it: else parts of an average would be of different steps. So one that
-any rank leaves out is left out for all, on whichever nodes they are (`agreement`). A save takes the average once all updates
+An update counts if every rank of the world has sealed it: otherwise parts of an average would be of different steps. So an
+update that any rank leaves out is left out for all, on all nodes (`agreement`). A save takes the average once all updates
 before its seal are folded, and before any later one is. One thread does all this; ranks wait for none of it.
 """
 
@@ -36,14 +36,14 @@ from holdfast_service.daemon.writing.priority import give_way
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # ranks ring; this is for those whose daemon died before it could hear them
+LOOK_S = 1.0  # ranks notify; this is for those whose daemon died before it read the notification
 
 
 class Averages:
-    """Owner of all averages of this node. Its methods are called from any thread."""
+    """All averages of this node. Thread-safe."""
 
     def __init__(self, arena: Arena, votes: AverageVotes | None = None) -> None:
-        """With `votes`, ranks of a world may be on other nodes as well."""
+        """With `votes`, ranks of a world may be on other nodes."""
         self._arena = arena
         self._lock = threading.Condition()
         self._crews: dict[CrewKey, AveragingCrew] = {}
@@ -53,16 +53,16 @@ class Averages:
         self._thread = threading.Thread(target=self._run, name="holdfast-averages", daemon=True)
 
     def recover(self) -> None:
-        """Take over what an earlier daemon has left with the keeper, after the arena has."""
+        """Take over an earlier daemon's averages from the keeper, after the arena has."""
         for segment in self._arena.averages():
             self._add(segment, None)
 
     def start(self) -> None:
-        """Begin to fold, once every save that an earlier daemon left has been taken up."""
+        """Begin to fold, after all saves of an earlier daemon have been adopted."""
         self._thread.start()
 
     def close(self) -> None:
-        """See the saves through that wait for an average, then stop."""
+        """Complete the saves that wait for an average, then stop."""
         with self._lock:
             self._ending = True
             self._lock.notify_all()
@@ -94,7 +94,7 @@ class Averages:
         return segment
 
     def attach(self, fd: int, owner: SegmentOwner, user: object, tenant: str = "") -> None:
-        """Go on with an average that its rank brings along; the descriptor stays the caller's."""
+        """Continue with an average that its rank brings; the descriptor stays the caller's."""
         known = self._known(owner)
         if known is None or not known.is_at(fd):
             if known is not None:
@@ -120,16 +120,15 @@ class Averages:
         self._use(known, user)
 
     def ring(self, owner: SegmentOwner) -> None:
-        """A rank has decided something of an update."""
+        """A rank has sealed or skipped an update."""
         self._ring(_crew_of(owner))
 
     def look(self) -> None:
-        """Another node has voted for an update."""
         if self._agreement is not None:
             self._agreement.look()
 
     def leave(self, owner: SegmentOwner, user: object, parted: bool) -> None:
-        """A rank's conversation has ended; `parted`: as planned."""
+        """A rank's connection has ended; `parted`: regularly."""
         with self._lock:
             crew = self._crews.get(_crew_of(owner))
             if crew is None or crew.users.get(owner.rank) is not user:
@@ -147,7 +146,7 @@ class Averages:
             self._lock.notify_all()
 
     def withdraw(self, key: CrewKey, step: int) -> bool:
-        """A save waits for the average no more. False if it does not wait: it is being filled just now, or that is done, and
+        """Stop a save's wait for the average. False if it does not wait: the slots are being filled or are filled, and
         `then` is called soon, or was.
         """
         with self._lock:
@@ -155,7 +154,7 @@ class Averages:
             return crew is not None and crew.withdraw(step)
 
     def told(self) -> list[KeptAverage]:
-        """What is known of every average here that has begun, by rank 0's record."""
+        """The state of every started average here, by rank 0's record."""
         with self._lock:
             found = [(key, crew.segments.get(0)) for key, crew in self._crews.items()]
         records = [(key, one.record) for key, one in found if one is not None]
@@ -193,7 +192,7 @@ class Averages:
         self._arena.let_go(segment)
 
     def _end_older(self, owner: SegmentOwner) -> None:
-        """A newer attempt averages: what older ones have, unless a save waits for it, is of no use any more."""
+        """A newer attempt averages: drop older averages, unless a save waits for them."""
         with self._lock:
             older = [
                 segment
@@ -221,7 +220,6 @@ class Averages:
                     self._give_up(crew)
 
     def _look(self, key: CrewKey, crew: AveragingCrew) -> None:
-        """Do everything that can be done for these ranks now."""
         while self._fill_first(key, crew) or self._next(key, crew):
             pass
         now = time.monotonic()
@@ -235,7 +233,7 @@ class Averages:
             self._agreement.forget(key)
 
     def _next(self, key: CrewKey, crew: AveragingCrew) -> bool:
-        """Deal with the next update, if every rank has said what it brings; False if there is none."""
+        """Process the next update, if every rank has decided about it; False if there is none."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
             fills = list(crew.fills)
@@ -275,7 +273,7 @@ class Averages:
     def _history_after(
         self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int
     ) -> str | None:
-        """What the history of these averages is with this update; None if not all bring it, each as it fits its average."""
+        """The averages' history with this update; None if not all deliver it, each fitting its average."""
         found = {
             record.history if record.folded == number else None for record in records.values() if record.number >= number
         }
@@ -297,7 +295,7 @@ class Averages:
         return found.pop() if len(found) == 1 else None
 
     def _fill_first(self, key: CrewKey, crew: AveragingCrew) -> bool:
-        """Give the oldest save its average, if that can be done now; whether it was."""
+        """Give the oldest save its average, if that is possible now; returns whether it did."""
         with self._lock:
             segments = dict(sorted(crew.segments.items()))
             fill = crew.filling = crew.fills[0] if crew.fills else None
@@ -319,7 +317,6 @@ class Averages:
         return done
 
     def _put(self, key: CrewKey, segments: Mapping[int, AverageSegment], fill: Fill) -> bool:
-        """Fill the slots of a save; False if they have to wait."""
         said = saved_average.agreed(fill.parts)
         filled = [rank for rank, sealed in fill.parts.items() if saved_average.is_filled(sealed)]
         found: saved_average.NotedAverage | None = None
@@ -352,7 +349,6 @@ class Averages:
         return True
 
     def _waits(self, fill: Fill) -> bool:
-        """Whether a save goes on waiting for its average."""
         if self._agreement is not None and self._agreement.away:
             fill.renew()
         return not fill.is_late and not self._ending
@@ -383,7 +379,7 @@ def _told(key: CrewKey, record: AverageRecord, rule: AverageRule) -> KeptAverage
 
 
 def _one(records: list[AverageRecord], parts: Mapping[int, SealedSlot]) -> bool:
-    """Whether all ranks have the same average, of what came before a save, with the tensors that the save states. Both are
+    """Whether all ranks have the same average, of the updates before a save, with the tensors that the save states. Both are
     in the order of ranks.
     """
     first = records[0]

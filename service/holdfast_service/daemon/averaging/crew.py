@@ -1,4 +1,4 @@
-"""The ranks of one attempt whose averages are here, and the saves that want them."""
+"""The ranks of one attempt whose averages are here, and their saves that need them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ Filled = Callable[[CheckpointError | None], None]
 
 
 class CrewKey(NamedTuple):
-    """The ranks of one attempt."""
-
     run: str
     attempt: int
     world: int
 
 
 class Fill:
-    """A save that waits for the average: its slots here, and who is told when it is in them."""
+    """A save that waits for the average: its slots here, and the callback once they have it."""
 
     def __init__(self, parts: Mapping[int, SealedSlot], then: Filled) -> None:
         self.parts, self.then = dict(parts), then
@@ -38,13 +36,13 @@ class Fill:
         return time.monotonic() >= self.deadline
 
     def renew(self) -> None:
-        """Other nodes cannot be asked: it waits on."""
+        """Extend the wait while other nodes cannot be reached."""
         self.deadline = time.monotonic() + RETURN_S
 
 
 class AveragingCrew:
-    """The averages of the ranks of one attempt that are here, and the saves that want them, oldest first. What changes is
-    guarded by the lock of `Averages`.
+    """The averages of one attempt's ranks here, and the saves that need them, oldest first. Guarded by the lock of
+    `Averages`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +60,7 @@ class AveragingCrew:
         self.fills.sort(key=lambda one: one.after)
 
     def withdraw(self, step: int) -> bool:
-        """A save waits for the average no more. False if it does not wait: it is being filled, or that is done."""
+        """Stop a save's wait for the average. False if it does not wait: its slots are being filled, or are filled."""
         found = next((one for one in self.fills if one.step == step and one is not self.filling), None)
         if found is not None:
             self.fills.remove(found)

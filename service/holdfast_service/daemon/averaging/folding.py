@@ -1,7 +1,7 @@
-"""Fold an update into an accumulator, chunk by chunk, so that a kill at any instruction is resumed exactly.
+"""Folds an update into an accumulator, chunk by chunk, so that a kill at any instruction is resumed exactly.
 
-Each chunk is computed into the journal, its number is noted, it is copied to the accumulator, and its number is noted again.
-The same bytes come out wherever a daemon dies. An element is rounded as torch's `lerp_` rounds it on a CPU: weight and
+Each chunk is computed into the journal, its number is recorded, it is copied to the accumulator, and its number is recorded
+again. The same bytes result wherever a daemon dies. An element is rounded as torch's `lerp_` rounds it on a CPU: weight and
 difference in F32, product and sum as one operation.
 """
 
@@ -20,14 +20,14 @@ from holdfast_formats.staging.average_history import history_after
 from holdfast_service.daemon.arena.average_segment import AverageSegment
 from holdfast_service.daemon.averaging import native_lerp
 
-GAP_BYTES_MAX = 64  # between F32 stretches that are folded as one: what stands there is never read
+GAP_BYTES_MAX = 64  # between F32 stretches that are folded as one: the gap is never read
 BLOCK = 2**16  # elements
 _LOW_BITS = np.uint64(2**29 - 1)  # of a float64's fraction: those that a float32 has not
 _HALF = np.uint64(2**28)
 
 
 class FoldChunk(NamedTuple):
-    """What is computed at once: `length` elements from `offset` on in the accumulator, `source` in the update."""
+    """A unit of computation: `length` elements from `offset` on in the accumulator, `source` in the update."""
 
     offset: int
     source: int
@@ -41,12 +41,11 @@ class FoldChunk(NamedTuple):
 
 @lru_cache(maxsize=16)
 def chunks(stretches: Sequence[AverageStretch], chunk_bytes: int) -> tuple[FoldChunk, ...]:
-    """The chunks of these stretches; they follow from the stretches alone."""
     return tuple(_cut(_joined(stretches), chunk_bytes))
 
 
 def _joined(stretches: Sequence[AverageStretch]) -> Iterator[AverageStretch]:
-    """Neighbours of F32 as one: of many small tensors, Python's own work would cost more than theirs."""
+    """Join neighbours of F32: with many small tensors, Python's overhead would exceed their cost."""
     current: AverageStretch | None = None
     for stretch in stretches:
         end = -1 if current is None else current.offset + current.kept_bytes
@@ -105,7 +104,7 @@ def _after(record: AverageRecord, update: AverageUpdate) -> AverageRecord:
 
 
 def _compute(segment: AverageSegment, chunk: FoldChunk, step: Lerp | None) -> None:
-    """Put what the chunk becomes into the journal."""
+    """Compute the chunk's result into the journal."""
     result = segment.journal(chunk.kept_bytes)
     if chunk.dtype == "U8":
         result[:] = segment.brought(chunk.source, chunk.length)
@@ -127,7 +126,6 @@ def _copy(segment: AverageSegment, chunk: FoldChunk, number: int, index: int) ->
 
 
 def widened(octets: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
-    """These elements as F32, each with its value."""
     if dtype == "F32":
         return octets.view(np.float32)
     if dtype == "F16":
@@ -138,8 +136,8 @@ def widened(octets: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
 class Lerp:
     """kept + weight·(brought − kept), rounded as `torch.lerp` on a CPU; from a weight of 1/2 on, from the other end.
 
-    Without `native_lerp` it computes in F64, in memory of its own that stays in a core's cache: fresh memory for each step
-    would cost more than the sums. Both give the same bits.
+    Without `native_lerp` it computes in F64, in reused memory that stays in a core's cache: fresh memory for each step would
+    cost more than the sums. Both give the same bits.
     """
 
     def __init__(self, weight: float) -> None:
@@ -149,7 +147,7 @@ class Lerp:
         self._bits, self._tied = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.bool_)
 
     def __call__(self, kept: NDArray[np.float32], brought: NDArray[np.float32], into: NDArray[np.float32]) -> None:
-        """Put it into memory that overlaps neither of the others."""
+        """Write the result into memory that overlaps neither input."""
         if native_lerp.lerp(kept, brought, into, self._weight):
             return
         with np.errstate(all="ignore"):  # infinities and NaN go where they go in torch
@@ -176,8 +174,8 @@ class Lerp:
 
 
 def _untied(product: NDArray[Any], addend: NDArray[Any], total: NDArray[Any]) -> NDArray[Any]:
-    """Sums that stand half-way between two F32, moved to the side on which the exact ones are: the sum was rounded to get
-    there, and would be rounded again. The product of two F32 is exact in float64.
+    """Sums half-way between two F32, moved to the side of the exact ones: the sum was rounded to get there, and would be
+    rounded again. The product of two F32 is exact in float64.
     """
     shadow = total - product
     error = (product - (total - shadow)) + (addend - shadow)

@@ -27,14 +27,13 @@ _library = _load()
 
 
 def available() -> bool:
-    """Whether folds are computed in C here."""
     return _library is not None
 
 
 def lerp(
     kept: NDArray[np.float32], brought: NDArray[np.float32], into: NDArray[np.float32], weight: float | np.float32
 ) -> bool:
-    """As `folding.Lerp`, into memory that overlaps neither; False where that is not possible, and nothing was done."""
+    """As `folding.Lerp`, into memory that overlaps neither input; False, without effect, if that is not possible."""
     arrays = kept, brought, into
     if _library is None or not all(one.flags.c_contiguous and one.dtype == np.float32 for one in arrays):
         return False

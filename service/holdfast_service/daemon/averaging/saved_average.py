@@ -1,4 +1,4 @@
-"""Put an average into the slots of a save, and say in their tables what it is."""
+"""Puts an average into the slots of a save, and describes it in their tables."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STEP_BYTES = 64 * 2**20  # that are copied without letting go of the interpreter
 
 
 class NotedAverage(NamedTuple):
-    """An average in a slot: what the checkpoint says of it, and which updates it has taken in."""
+    """An average in a slot: the checkpoint's description of it, and its updates."""
 
     state: AverageState
     history: str
 
 
 def handover(sealed: SealedSlot) -> AverageHandover:
-    """What the slot's table says of the average; `InvalidRequest` if the region is not inside the slot."""
+    """The slot's table entry about the average; `InvalidRequest` if the region is not inside the slot."""
     found = sealed.table.average
     if found is None:
         raise RoundAborted(
@@ -51,7 +51,7 @@ def is_filled(sealed: SealedSlot) -> bool:
 
 
 def put(sealed: SealedSlot, of: AverageSegment, found: NotedAverage) -> None:
-    """Copy the accumulator into the slot, and note that it is there; safe to repeat."""
+    """Copy the accumulator into the slot, and mark it filled; safe to repeat."""
     place = handover(sealed)
     into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
     for at in range(0, place.nbytes, STEP_BYTES):
@@ -61,21 +61,21 @@ def put(sealed: SealedSlot, of: AverageSegment, found: NotedAverage) -> None:
 
 
 def put_nothing(sealed: SealedSlot) -> None:
-    """Note that the save has no average; safe to repeat."""
+    """Record that the save has no average; safe to repeat."""
     place = handover(sealed)
     sealed.data[place.note_offset : place.end] = bytes(PAGE_BYTES)
     arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
 def noted(sealed: SealedSlot) -> NotedAverage | None:
-    """What was noted of the average in a filled slot."""
+    """The note about the average in a filled slot."""
     place = handover(sealed)
     note = bytes(sealed.data[place.note_offset : place.end]).rstrip(b"\0")
     return NotedAverage(*average_history.decode_note(note)) if note else None
 
 
 def tell(parts: Mapping[int, SealedSlot], found: NotedAverage | None) -> None:
-    """Have the tables of all ranks say what the average is, or nothing of the group where there is none."""
+    """Describe the average in the tables of all ranks, or remove its group if there is none."""
     for sealed in parts.values():
         sealed.table = slot_table.without(sealed.table, GROUP) if found is None else _with(sealed, found)
 
@@ -88,11 +88,11 @@ def _with(sealed: SealedSlot, found: NotedAverage) -> SlotTable:
 
 
 def _claimed(sealed: SealedSlot) -> bytes:
-    """The digests of the slot's table, with what the rank claims to hold of the average: that other ranks which hold a box
-    have the same in it.
+    """The digests of the slot's table, with the rank's claims about the average: ranks that hold the same box have the same
+    bytes in it.
     """
     table = sealed.table
-    if not table.digests:  # of a world of one, or of a version that says nothing of its boxes
+    if not table.digests:  # of a world of one, or of a version without claims
         return b""
     place, octets = handover(sealed), np.frombuffer(sealed.data, np.uint8)
     boxes = [box for fragment in table.fragments if fragment.spec.group == GROUP for box in _boxes(fragment)]
@@ -105,7 +105,6 @@ def _claimed(sealed: SealedSlot) -> bytes:
 
 
 def _boxes(fragment: StagedFragment) -> Iterator[tuple[int, int]]:
-    """Where each box of a fragment begins in the slot, and its bytes."""
     at = fragment.slot_offset
     for box in fragment.boxes:
         size = box_bytes(fragment.spec, box)
@@ -114,7 +113,7 @@ def _boxes(fragment: StagedFragment) -> Iterator[tuple[int, int]]:
 
 
 def agreed(parts: Mapping[int, SealedSlot]) -> AverageHandover:
-    """What all ranks say of the average; `StateMismatch` where they do not count alike."""
+    """The ranks' common handover of the average; `StateMismatch` if their counts differ."""
     said = {rank: handover(sealed) for rank, sealed in sorted(parts.items())}
     first = next(iter(said.values()))
     for rank, one in said.items():
