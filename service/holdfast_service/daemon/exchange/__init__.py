@@ -1,1 +1,1 @@
-"""Bytes of slots between nodes: each node serves those of its ranks to the nodes that write them."""
+"""Bytes of slots between nodes: each node serves its ranks' slots to the nodes that write them."""

@@ -24,7 +24,7 @@ class Unproven(http.client.HTTPException):
 
 
 class ProvenAnswer(NamedTuple):
-    """An answer whose status and length are proven; its chunks are proven as they come."""
+    """A response with verified status and length; its chunks are verified as they come."""
 
     response: http.client.HTTPResponse
     proof: AnswerProof
@@ -32,7 +32,7 @@ class ProvenAnswer(NamedTuple):
     length: int
 
     def read_whole(self, bytes_max: int) -> bytes:
-        """An answer of one chunk."""
+        """A response of one chunk."""
         if not DIGITS <= self.length <= bytes_max + DIGITS:
             raise http.client.HTTPException(f"it answered with {self.length} bytes")
         body = self.response.read(self.length - DIGITS)
@@ -40,14 +40,14 @@ class ProvenAnswer(NamedTuple):
         return body
 
     def check(self, found: str) -> None:
-        """Read the proof of a chunk that has this digest. `HTTPException` if it is not what was sent."""
+        """Read the proof of a chunk with this digest. `HTTPException` if the chunk was changed."""
         stated = self.response.read(DIGITS)
         if not hmac.compare_digest(stated, self.proof.chunk(found).encode()):
             raise http.client.HTTPException("bytes were changed on their way")
 
 
 class NodeConnection:
-    """For one thread at a time; `hang_up` is for any. `secrets` are tried in this order."""
+    """For one thread at a time; `hang_up` is thread-safe. `secrets` are tried in this order."""
 
     def __init__(self, url: str, secrets: Sequence[str], connect_s: float, silence_s: float) -> None:
         self.url, self._secrets = url, list(secrets)
@@ -89,7 +89,7 @@ class NodeConnection:
         raise Unproven("it does not know any secret that this node knows")
 
     def _once(self, secret: str, path: str, body: bytes) -> ProvenAnswer | None:
-        """None if the server does not know this secret."""
+        """Try one secret; None if the server does not know it."""
         assert self._http is not None
         if not self._nonce:
             self._nonce = self._challenge(self._http)
@@ -120,7 +120,7 @@ class NodeConnection:
         return nonce
 
     def close(self) -> None:
-        """It is connected again by the next question."""
+        """Disconnect until the next request."""
         if self._response is not None:
             self._response.close()
         if self._http is not None:
@@ -129,7 +129,7 @@ class NodeConnection:
             self._http = self._socket = self._response = None
 
     def hang_up(self) -> None:
-        """End the connection for good. Reads meet its end, also where a peer sends a byte now and then."""
+        """End the connection for good. Reads end too, even from a peer that sends a byte now and then."""
         with self._lock:
             self._over = True
             if self._socket is not None:

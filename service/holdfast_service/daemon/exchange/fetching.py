@@ -36,8 +36,8 @@ class Peer:
     ) -> None:
         """Copy these ranges of the peer's slots to the same places of `into`, by rank.
 
-        `url`, where the node is, may be changed meanwhile. Tried again while `go_on` says so, which waits for the seconds
-        that it is given; then `RoundAborted`.
+        `url`, the node's address, may change meanwhile. Retries while `go_on(seconds)`, which waits that long, returns True;
+        then `RoundAborted`.
         """
         with self._lock:
             while True:
@@ -73,7 +73,7 @@ class Peer:
 
 
 def read_ranges(answer: ProvenAnswer, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
-    """Read ranges of slots to the same places of `into`. `HTTPException` where a chunk is not what was sent."""
+    """Read ranges of slots to the same places of `into`. `HTTPException` for a changed chunk."""
     for one in ranges:
         for begin, end in wanted.chunks(one.begin, one.end):
             _read(answer.response, into[one.rank][begin:end])

@@ -1,4 +1,4 @@
-"""What one node asks another for of an in-memory checkpoint: which slots it holds, and ranges of them.
+"""Requests for another node's in-memory checkpoint: which slots it holds, and ranges of them.
 
 Bytes come as those of a round do (`ranges`). Places in a slot count from its first byte of data; its table is at `table_at`.
 """
@@ -22,8 +22,6 @@ SLOTS_BYTES_MAX = 2**20  # of an answer
 
 
 class SlotSaid(NamedTuple):
-    """A held slot as its node describes it."""
-
     rank: int
     table_digest: str
     table_at: int
@@ -31,7 +29,7 @@ class SlotSaid(NamedTuple):
     table_bytes: int
 
     def is_possible(self, of: HeldStep) -> bool:
-        """Whether a slot of this save can be so."""
+        """Whether this description is possible for a slot of this save."""
         sizes = (self.data_bytes <= self.table_at <= SEGMENT_BYTES_MAX, 0 < self.table_bytes <= TABLE_BYTES_MAX)
         aligned = self.table_at == page_aligned(self.table_at)
         return 0 <= self.rank < of.world and self.data_bytes >= 0 and aligned and all(sizes)
@@ -46,7 +44,7 @@ class SlotsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HeldRangesAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rank, begin and end of each; `tables` are the digests of the slots that are meant."""
+    """Rank, begin and end of each range; `tables` are the digests of the intended slots' tables."""
 
     of: HeldStep
     tables: dict[int, str]

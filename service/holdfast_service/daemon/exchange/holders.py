@@ -1,4 +1,4 @@
-"""A node that holds slots of a checkpoint, as another one asks it. No answer is waited for longer than a limit."""
+"""A client of a node that holds slots of a checkpoint. Every response has a time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONNECT_S = 2.0
 
 
 class HolderLost(Exception):
-    """A node did not send what it holds, or not in time."""
+    """A node did not send its slots in time, or at all."""
 
 
 class HoldingNode(NamedTuple):
@@ -32,7 +32,7 @@ class HoldingNode(NamedTuple):
     secrets: tuple[str, ...]
 
     def slots(self, of: HeldStep, limit_s: float) -> list[held.SlotSaid]:
-        """What it holds of a save. Raises `HolderLost`."""
+        """The slots that it holds of a save. Raises `HolderLost`."""
         with self._answer(held.SLOTS_PATH, held.encode_slots_asked(of), limit_s) as answer:
             said = held.decode_slots(answer.read_whole(held.SLOTS_BYTES_MAX)).slots
             if not all(one.is_possible(of) for one in said):

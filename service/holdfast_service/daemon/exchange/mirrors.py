@@ -1,4 +1,4 @@
-"""Slots of other nodes, as far as they were fetched, in memory of this node that its ranks read."""
+"""Copies of other nodes' slots, as far as they were fetched, in memory of this node that its ranks read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ABSENT, _ON_ITS_WAY, _THERE, _LOST = range(4)
 
 
 class Mirror:
-    """One slot of another node: a segment with one slot, whose data is there only as far as it was fetched.
+    """One slot of another node: a segment with one slot, with only the fetched data.
 
-    Not safe for threads. Memory that nothing was fetched to is not used.
+    Not thread-safe. Memory without fetched data is not used.
     """
 
     def __init__(self, of: HeldStep, said: SlotSaid, holder: HoldingNode) -> None:
-        """`NoSpace` if there is no room for it."""
+        """`NoSpace` without room for it."""
         self.of, self.said, self.holder = of, said, holder
         self._geometry = Geometry(1, said.table_at, page_aligned(said.table_bytes))
         self.fd = memfd(f"mirror-{of.run}-rank{said.rank}", self._geometry.segment_bytes)
@@ -44,7 +44,7 @@ class Mirror:
 
     @property
     def part(self) -> HeldPart:
-        """What ranks are told of it."""
+        """Its description for ranks."""
         return HeldPart(rank=self.said.rank, slot=0, table_digest=self.said.table_digest)
 
     @property
@@ -52,7 +52,7 @@ class Mirror:
         return SlotRange(self.said.rank, self.said.table_at, self.said.table_at + self.said.table_bytes)
 
     def open(self) -> None:
-        """The table is there: from here on ranks can read the slot. `HolderLost` if it is another table."""
+        """The table is there: from now on ranks can read the slot. `HolderLost` if it is another table."""
         said = self.said
         if digest(self.slot[self.table.begin : self.table.end]) != said.table_digest:
             raise HolderLost(f"node {self.holder.node} sent another table of rank {said.rank} than it had named")
@@ -61,11 +61,11 @@ class Mirror:
         arena.write_header(self._memory, self._geometry, 0, header)
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether the rank has put data there."""
+        """Whether the rank has data in this range."""
         return 0 <= begin < end <= self.said.data_bytes
 
     def claim(self, begin: int, end: int) -> Iterator[SlotRange]:
-        """What is to be fetched so that this range is there; who claims it fetches it."""
+        """Claim the missing parts of this range; the caller fetches them."""
         units, first = self._units, begin // UNIT_BYTES
         last = -(-end // UNIT_BYTES)
         while (start := units.find(_ABSENT, first, last)) >= 0:
@@ -76,7 +76,7 @@ class Mirror:
             yield SlotRange(self.said.rank, start * UNIT_BYTES, min(first * UNIT_BYTES, self.said.data_bytes))
 
     def settle(self, one: SlotRange, there: bool) -> None:
-        """What was claimed is there, or is lost."""
+        """Mark a claimed range as fetched, or as missing again."""
         for unit in range(one.begin // UNIT_BYTES, -(-one.end // UNIT_BYTES)):
             self._units[unit] = _THERE if there else _LOST
 
@@ -90,7 +90,7 @@ class Mirror:
         return self._units[begin // UNIT_BYTES : -(-end // UNIT_BYTES)]
 
     def close(self) -> None:
-        """Ranks that have it open keep it; the memory is free once none has."""
+        """Free the memory once no rank has it open."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

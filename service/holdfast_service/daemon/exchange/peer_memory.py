@@ -1,7 +1,7 @@
-"""What ranks of this node read of in-memory checkpoints of other nodes: fetched once for all of them, while they restore.
+"""Other nodes' in-memory checkpoints for ranks of this node: fetched once for all of them, while they restore.
 
-A peer is waited for with patience that ends: what it does not send in time, ranks read from the root. What it sends is
-proven twice, on its way here and by the ranks against the manifest.
+The wait for a peer is limited: ranks read the rest from the root. Fetched bytes are verified twice, in transit and by the
+ranks against the manifest.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from holdfast_service.daemon.exchange.mirrors import Mirror
 
 log = logging.getLogger(__name__)
 
-WORLD_MAX = 256  # of a save whose slots are looked for elsewhere: every node reads the tables of all of them
+WORLD_MAX = 256  # of a save whose slots are requested from other nodes: every node reads all their tables
 ASK_S, LOOK_S = 2.0, 6.0  # how long a node may take to say what it holds, and all of them
 GRACE_S, RATE_MIN = 2.0, 2**25  # after so many seconds, a peer that has sent fewer bytes a second is too slow
-PIECE_BYTES = 2**25  # asked of a peer at once
+PIECE_BYTES = 2**25  # requested from a peer at once
 VAIN_S_MAX = 6.0  # that a restore waits for peers in vain: then all are given up
-AT_ONCE = 8  # nodes that are asked at the same time
+AT_ONCE = 8  # nodes queried at the same time
 
 Find = Callable[[HeldStep], Sequence[HoldingNode]]
 
 
 class _Lent:
-    """What other nodes hold of one save, and which ranks of this node read it."""
+    """Other nodes' slots of one save, and the ranks of this node that read them."""
 
     def __init__(self, of: HeldStep) -> None:
         self.of = of
@@ -43,7 +43,7 @@ class _Lent:
         self.opened = False
         self.mirrors: dict[int, Mirror] = {}
         self.changed = threading.Condition()  # guards the mirrors' content
-        self.lost: set[str] = set()  # nodes that are asked no more
+        self.lost: set[str] = set()  # nodes that failed and are not queried again
         self.sent: dict[str, tuple[int, float]] = {}  # by node: bytes, and the seconds that they took
         self.vain_s = 0.0
 
@@ -54,7 +54,7 @@ class _Lent:
 
 
 class PeerMemory:
-    """Thread-safe. `find` says which nodes may hold slots of a save; `spare` how many bytes this node has room for."""
+    """Thread-safe. `find` returns nodes that may hold slots of a save; `spare` the bytes that this node has room for."""
 
     def __init__(self, find: Find, spare: Callable[[], int]) -> None:
         self._find, self._spare = find, spare
@@ -62,8 +62,8 @@ class PeerMemory:
         self._lent: dict[HeldStep, _Lent] = {}
 
     def open(self, of: HeldStep, user: object) -> list[Mirror]:
-        """The slots of this save that other nodes hold, by rank, for `user` until it `release`s them. The first who asks
-        waits until all have answered, or have not for too long.
+        """The slots of this save on other nodes, by rank, for `user` until it `release`s them. The first caller waits until
+        all nodes have answered or timed out.
         """
         if of.world > WORLD_MAX:
             return []
@@ -77,7 +77,7 @@ class PeerMemory:
         return [mirror for _, mirror in sorted(lent.mirrors.items())]
 
     def fetch(self, of: HeldStep, ranges: Iterable[SlotRange]) -> set[int]:
-        """Fetch what of these ranges is not here yet. Returns the ranks of which something could not be fetched."""
+        """Fetch the missing parts of these ranges. Returns the ranks that are incomplete."""
         wanted = list(ranges)
         with self._lock:
             lent = self._lent.get(of)
@@ -97,7 +97,7 @@ class PeerMemory:
         return {one.rank for one in wanted if one not in there}
 
     def release(self, user: object) -> None:
-        """`user` has restored. What nobody reads any more is dropped."""
+        """`user` has restored. Drops slots that no rank reads any more."""
         with self._lock:
             for lent in self._lent.values():
                 lent.users.discard(user)
@@ -120,7 +120,7 @@ class PeerMemory:
             log.info(told, lent.of.run, lent.of.step, len(lent.mirrors), len(nodes), time.monotonic() - began)
 
     def _open(self, lent: _Lent, holder: HoldingNode, limit: float) -> None:
-        """Ask a node what it holds, and fetch the tables of its slots; nothing after the `limit`."""
+        """Query a node's slots, and fetch their tables; stops at the `limit`."""
         made: list[Mirror] = []
         if time.monotonic() > limit:
             return
@@ -146,7 +146,7 @@ class PeerMemory:
                     mirror.close()
 
     def _bring(self, lent: _Lent, holder: HoldingNode, claimed: Sequence[SlotRange]) -> None:
-        """Fetch what was claimed from one node, piece by piece. With one that does not come, what is left is lost."""
+        """Fetch claimed ranges from one node, piece by piece. If it fails, its remaining ranges are lost."""
         pieces = list(_pieces(claimed))
         for number, piece in enumerate(pieces):
             if not self._piece(lent, holder, piece):
@@ -186,20 +186,19 @@ class PeerMemory:
 
 
 class Borrower:
-    """A rank that reads what other nodes hold of its own run."""
+    """A rank that reads other nodes' slots of its own run."""
 
     def __init__(self, memory: PeerMemory | None) -> None:
         self._memory = memory
 
     def slots(self, run: str, asked: wire.HeldElsewhere) -> list[Mirror]:
-        """The next of the slots that other nodes hold of the save that is asked about."""
+        """The next of other nodes' slots of the requested save."""
         if self._memory is None:
             return []
         found = self._memory.open(_of(run, asked), self)
         return [mirror for mirror in found if mirror.said.rank > asked.after][: wire.HELD_RANKS_MAX]
 
     def fetch(self, run: str, asked: wire.Fetch) -> wire.Fetched:
-        """Fetch ranges of them."""
         ranges = [SlotRange(*one) for one in asked.ranges]
         lost = {one.rank for one in ranges} if self._memory is None else self._memory.fetch(_of(run, asked), ranges)
         return wire.Fetched(reply_to=asked.id, lost=tuple(sorted(lost)))
@@ -223,7 +222,7 @@ def _limit_s(ranges: Iterable[SlotRange]) -> float:
 
 
 def _pieces(ranges: Iterable[SlotRange]) -> Iterable[Sequence[SlotRange]]:
-    """The same ranges, `PIECE_BYTES` at a time, cut where units end."""
+    """The same ranges, `PIECE_BYTES` at a time, cut at unit boundaries."""
     piece: list[SlotRange] = []
     room = PIECE_BYTES
     for one in ranges:
@@ -239,7 +238,6 @@ def _pieces(ranges: Iterable[SlotRange]) -> Iterable[Sequence[SlotRange]]:
 
 
 def _each(acts: Sequence[Callable[[], None]]) -> None:
-    """Call all of them, several at once."""
     if len(acts) == 1:
         acts[0]()
     elif acts:

@@ -1,9 +1,9 @@
-"""How two nodes prove to each other that they know a secret of the cluster, and never show it.
+"""Mutual authentication of two nodes by a secret of the cluster, which is never sent.
 
-The server makes up a nonce for each connection. The proof of a request covers it, the address that is meant, the
-number of the request on this connection, path and body, and the client's nonce. So a proof is good for one request, at one
-address, on one connection: no clock is needed, and nothing is remembered. What is answered is proven by a key that follows
-from the request's proof: status and length first, then each chunk, by its place and its digest.
+The server makes a nonce for each connection. The proof of a request covers it, the intended address, the number of the
+request on this connection, path and body, and the client's nonce. So a proof is valid for one request, at one address, on
+one connection: no clock is needed, and nothing is stored. The response is authenticated by a key derived from the request's
+proof: status and length first, then each chunk, by its place and its digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 class NodeQuestion(NamedTuple):
-    """A request: where it is asked, by the nonce of the connection and the request's number on it, and what is asked."""
+    """A request: its address, the nonce of the connection and the request's number on it, and its content."""
 
     url: str
     nonce: str
@@ -36,17 +36,19 @@ class NodeQuestion(NamedTuple):
     body: str  # its SHA-256
 
     def proof(self, secret: str, own_nonce: str) -> str:
-        """Proof that the client with this other nonce knows the secret."""
+        """Proof that the client with this nonce knows the secret."""
         return _mac(secret.encode(), "ask", own_nonce, *map(str, self))
 
     def proven(self, secret: str) -> ProvenRequest:
-        """What to send as `Authorization`, and what will prove the answer."""
+        """The `Authorization` to send, and the key of the response."""
         own_nonce = new_nonce()
         proof = self.proof(secret, own_nonce)
         return ProvenRequest(f"{_SCHEME} {own_nonce} {proof}", AnswerProof(secret, proof))
 
     def check(self, authorization: str, known: Iterable[str]) -> AnswerProof | None:
-        """What proves the answer to a request with this `Authorization`; None unless it was made with a known secret."""
+        """The proofs for the response to a request with this `Authorization`; None unless it was made with a known
+        secret.
+        """
         stated = _AUTHORIZATION.fullmatch(authorization)
         if stated is None:
             return None
@@ -57,7 +59,7 @@ class NodeQuestion(NamedTuple):
 
 
 class AnswerProof:
-    """The proofs of one answer, in the order in which they are sent. Both sides make them."""
+    """The proofs of one response, in the order in which they are sent. Both sides compute them."""
 
     def __init__(self, secret: str, asked: str) -> None:
         self._key = bytes.fromhex(_mac(secret.encode(), "answer", asked))
@@ -67,7 +69,7 @@ class AnswerProof:
         return _mac(self._key, "head", str(int(status)), str(length))
 
     def chunk(self, digest: str) -> str:
-        """Of the next chunk, whose bytes have this digest; as long as a digest."""
+        """The proof of the next chunk with this digest; as long as a digest."""
         self._chunks += 1
         return _mac(self._key, "chunk", str(self._chunks), digest)[:DIGITS]
 
@@ -90,5 +92,5 @@ def body_digest(body: bytes) -> str:
 
 
 def _mac(key: bytes, *words: str) -> str:
-    """The HMAC of words, none of which has a line break."""
+    """The HMAC of words without line breaks."""
     return hmac.new(key, "\n".join(words).encode(), hashlib.sha256).hexdigest()

@@ -1,7 +1,7 @@
-"""What one node asks another for: ranges of the slots of a round, and how their bytes come.
+"""Requests for ranges of the slots of a round, and the encoding of their bytes.
 
-The answer is the ranges one after the other. After each `CHUNK_BYTES` of a range, and at its end, stands the digest of what
-came since the last one, so that nothing that was changed on its way is taken for what was sent.
+The response is the ranges one after the other. After each `CHUNK_BYTES` of a range, and at its end, comes the digest of the
+bytes since the last one, so that changes in transit are detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATH = "/rounds/{}/bytes"
 
 
 class RangesAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rank, begin and end of each."""
+    """Rank, begin and end of each range."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
@@ -33,11 +33,9 @@ def encode_asked(ranges: Sequence[SlotRange]) -> bytes:
 
 
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range that have a digest of their own."""
     for low in range(begin, end, CHUNK_BYTES):
         yield low, min(low + CHUNK_BYTES, end)
 
 
 def answer_bytes(ranges: Sequence[SlotRange]) -> int:
-    """How long the answer is."""
     return sum(one.length + DIGITS * -(-one.length // CHUNK_BYTES) for one in ranges)

@@ -1,8 +1,8 @@
 """Serves the bytes of slots to other nodes, at an address of its own, to clients that prove to know its secret.
 
-A round's slots are offered while it is being written: a slot that is free may be filled again. Those of an in-memory
-checkpoint are free. They are not locked for another node, which might hang: what was digested is sent if the slot was still
-the same afterwards, and what is filled again while it is sent does not match its digest.
+A round's slots are offered while it is being written: free slots may be filled again. Those of an in-memory checkpoint are
+free. They are not locked for another node, which might hang: digested bytes are sent if the slot was unchanged afterwards,
+and bytes overwritten while being sent do not match their digest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast_service.daemon.exchange.proofs import AnswerProof
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 60.0  # of a node that asks, or takes what it asked for
+SILENCE_S = 60.0  # of a client that sends or receives
 LINGER_S = 1.0  # for what a refused node still sends
 READ_BYTES = 2**16
 STRANGERS_MAX = 256  # connections at once that have proven nothing; of more, the oldest one is ended
@@ -39,18 +39,18 @@ _PATH = re.compile(re.escape(wanted.PATH).replace(r"\{\}", r"([1-9]\d{0,18})"))
 
 
 class _Gone(Exception):
-    """A held slot has been used for something else."""
+    """A held slot has been reused."""
 
 
 class _Answer(NamedTuple):
-    """Ranges of slots, which are good as long as they are `still` what they were."""
+    """Ranges of slots, valid as long as they are `still` unchanged."""
 
     slots: Mapping[int, memoryview]
     ranges: Sequence[SlotRange]
     is_still: Callable[[int], bool]
 
     def write(self, to: BufferedIOBase, prove: AnswerProof) -> None:
-        """Send them. Raises `_Gone` where a slot is not what it was: the answer is cut short."""
+        """Send them. Raises `_Gone` if a slot has changed: the response is cut short."""
         for one in self.ranges:
             for begin, end in wanted.chunks(one.begin, one.end):
                 part = self.slots[one.rank][begin:end]
@@ -62,7 +62,7 @@ class _Answer(NamedTuple):
 
 
 class ExchangeServer:
-    """Listens from the start. A client has to know one of the `secrets`: without one, none is answered. Thread-safe."""
+    """Listens from the start. Clients must know one of the `secrets`: without one, none is answered. Thread-safe."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         self.secrets: tuple[str, ...] = ()  # the newest one first
@@ -72,7 +72,7 @@ class ExchangeServer:
         self._listening = _Listening(self, host, port)
 
     def move_to(self, host: str) -> None:
-        """Listen at another address of this machine from now on; `OSError`, and it stays where it is, if that fails."""
+        """Listen at another address of this machine from now on; `OSError`, without a change, if that fails."""
         before, self._listening = self._listening, _Listening(self, host, 0)
         before.close()
 
@@ -82,12 +82,11 @@ class ExchangeServer:
         return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
 
     def offer(self, round_id: int, slots: Mapping[int, memoryview]) -> None:
-        """From now on the slots of these ranks may be read by the nodes of this round."""
+        """Let the nodes of this round read the slots of these ranks."""
         with self._lock:
             self._offers[round_id] = slots
 
     def withdraw(self, round_id: int) -> None:
-        """The round has ended."""
         with self._lock:
             self._offers.pop(round_id, None)
 
@@ -96,7 +95,7 @@ class ExchangeServer:
             return self._offers.get(round_id)
 
     def still_offers(self, slots: Mapping[int, memoryview]) -> bool:
-        """Whether what was read of these slots until now is what was offered: they are free only once it is withdrawn."""
+        """Whether bytes read from these slots so far are the offered ones: slots are freed only after `withdraw`."""
         with self._lock:
             return any(offered is slots for offered in self._offers.values())
 
@@ -105,8 +104,6 @@ class ExchangeServer:
 
 
 class _Listening:
-    """A server and its thread."""
-
     def __init__(self, exchange: ExchangeServer, host: str, port: int) -> None:
         self.server = (_Server6 if ":" in host else _Server)(host, port, exchange)
         self._thread = threading.Thread(target=self.server.serve_forever, name="holdfast-exchange", daemon=True)
@@ -130,7 +127,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Each has a thread and a descriptor, which must not run out because of who knows no secret."""
+        """Limits connections without a known secret, because each has a thread and a descriptor."""
         with self._lock:
             self._strangers[request] = None
             oldest = next(iter(self._strangers)) if len(self._strangers) > STRANGERS_MAX else None
@@ -142,7 +139,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def knows(self, request: Any) -> None:
-        """The client has proven that it is a node, or is gone."""
+        """The client has authenticated, or is gone."""
         with self._lock:
             self._strangers.pop(request, None)
 
@@ -162,7 +159,7 @@ class _Server6(_Server):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A connection: one nonce, and the requests that prove themselves by it."""
+    """A connection: one nonce, and the requests authenticated by it."""
 
     protocol_version = "HTTP/1.1"
     timeout = SILENCE_S
@@ -209,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _proven(self) -> AnswerProof | None:
-        """What proves our answer to this request; None for a client that has not proven that it is a node of the cluster."""
+        """The proofs of the response; None for a client that has not authenticated as a node of the cluster."""
         if not self._nonce:
             return None
         server = cast(_Server, self.server)
@@ -222,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         return prove
 
     def _answered(self) -> _Answer | bytes | HTTPStatus:
-        """What is asked for; else why that is not answered."""
+        """The requested content, or why it is refused."""
         known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
         length = self.headers.get("Content-Length", "")
         if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
@@ -242,8 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._linger()
 
     def _linger(self) -> None:
-        """Take for a moment what still comes: where a connection is closed with bytes that were not read, it is reset, and
-        the answer may be lost (RFC 9112, section 9.6).
+        """Read what still arrives for a moment: closing a connection with unread bytes resets it, and the response may be
+        lost (RFC 9112, section 9.6).
         """
         until = time.monotonic() + LINGER_S
         with suppress(OSError):
@@ -269,7 +266,7 @@ def _found(exchange: ExchangeServer, path: str, body: bytes) -> _Answer | bytes 
 
 
 def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRange] | None:
-    """What is asked for; None unless all of it is inside the slots that are offered."""
+    """The requested ranges; None unless all are inside the offered slots."""
     try:
         asked = wanted.decode_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -280,7 +277,7 @@ def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRan
 
 
 def _slots_said(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> bytes | HTTPStatus:
-    """Which slots of the save that is asked about are here."""
+    """The slots of the requested save that are here."""
     try:
         asked = held.decode_slots_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -291,7 +288,7 @@ def _slots_said(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> 
 
 
 def _held_ranges(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> _Answer | HTTPStatus:
-    """What is asked for of held slots, if they are those that are meant, and it is inside what the ranks have put there."""
+    """Requested ranges of held slots, if they are the intended ones, and inside the ranks' data."""
     try:
         asked = held.decode_ranges_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
