@@ -1,4 +1,4 @@
-"""Names that are held: one process, or one thread of it, at a time. The kernel frees a name when its holder ends."""
+"""Exclusive names: for one process, or one thread of it, at a time. The kernel frees a name when its holder ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEX
 
 @contextmanager
 def held(directory: int, leaf: str, path: str) -> Iterator[None]:
-    """Lock the file `leaf` in an open directory, which is made for it and removed at the end; `InUse` names the process
-    that holds it. Raises OSError where files cannot be locked.
+    """Lock the file `leaf` in an open directory, which is made for it and removed at the end; `InUse` names the process that
+    holds it. Raises OSError if files cannot be locked.
     """
     descriptor = _locked(directory, leaf, path)
     try:
@@ -55,7 +55,6 @@ def _locked(directory: int, leaf: str, path: str) -> int:
 
 
 def _stands(directory: int, leaf: str, descriptor: int) -> bool:
-    """Whether an open file still has its name."""
     try:
         there = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:

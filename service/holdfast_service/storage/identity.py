@@ -27,12 +27,12 @@ class Identity(NamedTuple):
 def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False, *, later: bool = False) -> Identity:
     """Return the root's identity, for the holder of its lock: the existing one, or a new one for a new root and for a copy.
 
-    A copied id is in a directory with another inode than the one for which it was made. So a root that came from a backup,
-    or was moved to another file system, becomes another root; one that was renamed or mounted elsewhere is the same.
+    A copied id is in a directory with another inode than the one for which it was made. So a root that was restored from a
+    backup, or moved to another file system, becomes another root; one that was renamed or mounted elsewhere is the same.
 
-    `catalog` is the address of the catalog that the daemons of several nodes share. The root remembers it: a daemon that
-    has another one, or its own, cannot see that others serve the root, so it is refused with `WrongRoot`, unless it is to
-    `leave` them. With `later` a root that is not shared yet is not marked: it is not known yet whether it will be.
+    `catalog` is the address of the catalog that the daemons of several nodes share, which the root stores. A daemon with
+    another catalog cannot see the others, so it is refused with `WrongRoot`, unless it is to `leave` them. `later`: do not
+    mark a root that is not shared yet, because it may become shared.
     """
     at = os.stat(tier.root)
     found = _read(tier)

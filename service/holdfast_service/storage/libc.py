@@ -62,7 +62,7 @@ def await_writeback(descriptor: int, offset: int, length: int) -> None:
 
 
 def give_memory_back() -> None:
-    """From here on, return freed large buffers to the system at once, if malloc can be told so.
+    """From now on, return freed large buffers to the system at once, if malloc can be configured so.
 
     After the first large buffer that is freed, glibc's malloc keeps such buffers, in an arena for each of many threads: a
     daemon that once received eight chunks of megabytes kept 200 MiB for good.
@@ -78,7 +78,6 @@ def give_memory_back() -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function; ENOSYS if the C library does not have it."""
     function = getattr(_libc, name, None)
     code = errno.ENOSYS
     if function is not None:

@@ -29,8 +29,8 @@ class RootLock:
 
 
 def lock_root(root: Path, shared: bool = False) -> RootLock:
-    """Lock `root`, which is made if it does not exist; `RootBusy` names the process that holds it. `shared` with the other
-    daemons that share it.
+    """Lock `root`, creating it if missing; `RootBusy` names the process that holds it. `shared` allows daemons that share a
+    catalog.
 
     `InvalidRequest` for a directory inside a run or a checkpoint.
     """

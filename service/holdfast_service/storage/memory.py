@@ -17,9 +17,8 @@ _Path = tuple[str, ...]
 
 
 class MemoryTier:
-    """Files and directories in two tables. `acts` lists what was made durable, in order, for tests of order (I3).
-
-    `alignment` is the alignment that its files request from writers; nothing depends on it here.
+    """Files and directories in two tables. `acts` lists durable operations, in order, for tests of order (I3). `alignment`
+    is what its files request from writers; nothing depends on it here.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, alignment: int = 1) -> None:
@@ -200,11 +199,10 @@ class MemoryTier:
             self._held.discard(name)
 
     def idle_s(self, path: str) -> float:
-        """Since anything in this tier was last made or written: it notes no times of single files."""
+        """Seconds since anything in this tier was last written: it stores no times of single files."""
         return max(time.monotonic() - self._changed, 0.0) if self.list(path) else 0.0
 
     def note_change(self) -> None:
-        """A file of this tier was written to."""
         self._changed = time.monotonic()
 
     def free_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Reading of what is read once: large reads leave nothing in the page cache, which others need, and skip its cost."""
+"""One-time reads: large reads bypass the page cache, which others need."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SCRATCH_BYTES = 2**23  # of each thread that reads
 
 
 def read_once(place: Readable) -> Readable:
-    """The same place, for somebody who reads all of it once."""
+    """The same place, for a caller that reads all of it once."""
     return _ReadOnce(place) if isinstance(place, (PosixTier, HubSnapshot)) else place
 
 
 class _Scratch(threading.local):
-    """Aligned memory of a thread: what is wanted begins anywhere in a file, and its memory anywhere too."""
+    """Aligned memory of a thread: wanted bytes and their target may begin anywhere."""
 
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
@@ -30,7 +30,7 @@ _scratch = _Scratch()
 
 
 class _ReadOnce:
-    """A directory on POSIX. What the page cache has is taken from there."""
+    """A directory on POSIX. Cached ranges are read from the page cache."""
 
     def __init__(self, place: PosixTier | HubSnapshot) -> None:
         self._place = place

@@ -282,7 +282,7 @@ class PosixTier:
         return 0.0
 
     def _clock(self) -> float:
-        """The storage's time, which on a file system of a network is not this machine's: that of a file made now."""
+        """The storage's time, which on a network file system is not this machine's: that of a new file."""
         name = f".holdfast-clock.{uuid.uuid4().hex}"
         with self._directory([]) as directory:
             descriptor = os.open(name, _NEW_FILE, FILE_MODE, dir_fd=directory)

@@ -1,7 +1,7 @@
 """A directory as a store of checkpoints: staged in `RUN/staging/`, committed by a rename to `RUN/checkpoints/`.
 
-Nothing else moves what is under checkpoints/ (I2). What is there is complete and durable (I1), by the order of I3; removal
-has the order of I4.
+Nothing else moves what is under checkpoints/ (I2). It is complete and durable (I1), by the order of I3; removal has the
+order of I4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PUBLISHED = Publication("published")
 
 
 class PosixStore:
-    """The checkpoints of a root. Keeps nothing in memory: several of them, on several nodes, may have the same root."""
+    """The checkpoints of a root. Stateless: several of them, on several nodes, may have the same root."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -110,7 +110,6 @@ class PosixStore:
         return gone
 
     def _thrown_away(self, place: Place) -> str | None:
-        """Its path in trash/; None if there is nothing."""
         path = f"{place.run}/{naming.TRASH}/{naming.staging_directory(*place[1:])}"
         self._tier.remove_tree(path)
         try:
@@ -151,8 +150,8 @@ class PosixStore:
         self._tier.remove_tree(removed)
 
     def put_back(self, alone: Alone = lambda run: nullcontext()) -> list[str]:
-        """What a replacement left aside goes only once the names under checkpoints/ are durable: until then it may be what a
-        power cut brings back.
+        """Move replaced checkpoints on only after the names under checkpoints/ are durable: until then a power cut may bring
+        them back.
         """
         back = []
         for run in filter(naming.is_run_name, self._tier.list("")):
@@ -162,8 +161,8 @@ class PosixStore:
         return back
 
     def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
-        """Every tree in staging/ and trash/ whose name is one of ours; everything else stays. So does what may have been
-        replaced, and gets the name of that: a crash has come between the exchange and that name.
+        """Every tree in staging/ and trash/ with a name of ours; everything else stays. A tree that may be a replaced
+        checkpoint stays, renamed accordingly: a crash came between the exchange and that rename.
         """
         spared = {path for place in live for path in (place.path, naming.progress_path(place.path))}
         removed = []
@@ -179,7 +178,7 @@ class PosixStore:
         return removed
 
     def _complete(self, place: Place, contents: CommitContents) -> None:
-        """As the only writer there, whose files are whole and durable."""
+        """As the only writer, whose files are complete and durable."""
         for name, data in contents.small.items():
             self._tier.put(f"{place.path}/{name}", data)
         self._tier.put(f"{place.path}/{naming.MANIFEST}", contents.manifest)
@@ -187,15 +186,15 @@ class PosixStore:
         self._tier.put(f"{place.path}/{naming.COMMIT}", contents.commit)
 
     def _complete_jointly(self, place: Place, contents: CommitContents) -> None:
-        """As one of several nodes, of which others may do the same: they put the same bytes there."""
+        """As one of several nodes, which may write the same bytes at the same time."""
         _check_there(self._tier, place, contents)
         added = {**contents.small, naming.MANIFEST: contents.manifest, naming.COMMIT: contents.commit}
         for name, data in added.items():
             self._put_again(f"{place.path}/{name}", data)
-        _check_there(self._tier, place, contents)  # else another node has published it, and the small ones stand there alone
+        _check_there(self._tier, place, contents)  # else another node has published it, and only the small files are left
 
     def _has_replaced(self, place: Place, target: str, commit: bytes) -> bool:
-        """Whether these bytes stand there already: then what they have replaced is at `place`, and is not exchanged for them
+        """Whether these bytes are published already: then `place` has what they replaced, and must not be exchanged
         again.
         """
         try:
@@ -207,7 +206,7 @@ class PosixStore:
             return False
 
     def _put_again(self, path: str, data: bytes) -> None:
-        """A small file that a committer who was lost may have left here, whole or not."""
+        """A small file that a lost committer may have left here, complete or not."""
         if self._tier.size(path) is None:
             try:
                 self._tier.put(path, data)
@@ -221,9 +220,9 @@ class PosixStore:
             self._tier.replace(path, data)
 
     def _give_name(self, place: Place, target: str, over: bool) -> None:
-        """Where what stands there is replaced, it stands in staging/ afterwards: a cut leaves one or the other.
+        """Publish. A replaced checkpoint is in staging/ afterwards: after a power cut one of the two is published.
 
-        A file system that cannot exchange names takes two renames. `put_back` mends what a crash leaves between them.
+        A file system that cannot exchange names takes two renames. `put_back` repairs a crash between them.
         """
         if not over:
             self._tier.publish(place.path, target)
@@ -255,7 +254,7 @@ class PosixStore:
         return self._tier.size(f"{path}/{naming.COMMIT}") is not None
 
     def _stands(self, target: str) -> bytes | None:
-        """The COMMIT of what stands there."""
+        """The published COMMIT."""
         path = f"{target}/{naming.COMMIT}"
         try:
             return None if self._tier.size(path) is None else self._tier.read(path, 0, manifest.COMMIT_BYTES_MAX)
@@ -263,7 +262,7 @@ class PosixStore:
             return None
 
     def _asked(self, place: Place, contents: CommitContents, over: bool, question: CheckpointError) -> Publication:
-        """The name is taken, or what was staged is not there: another committer may have published the same (I14)."""
+        """The name is taken, or the staged files are missing: another committer may have published the same (I14)."""
         target = naming.checkpoint_path(place.run, place.step)
         try:
             stands = self._stands(target)
@@ -278,7 +277,7 @@ class PosixStore:
         return Publication("taken" if is_taken else "gone", question.detail)
 
     def _confirmed(self, place: Place, target: str) -> Publication:
-        """Another committer has published it, and may have been lost before the names were durable."""
+        """Another committer has published it, and may have died before the names were durable."""
         try:
             self._tier.sync_directory(target.rpartition("/")[0])
             self._tier.sync_directory(place.path.rpartition("/")[0])
@@ -289,7 +288,7 @@ class PosixStore:
         return _PUBLISHED
 
     def _lost(self, contents: CommitContents, target: str, failure: StorageFailed) -> Publication:
-        """The rename has failed, or its answer was lost, or it is not durable (I9)."""
+        """The rename has failed, or its result is unknown, or it is not durable (I9)."""
         visible = f"{target} is visible, but fsync of its parent directory failed: {failure.detail}"
         if failure.members.get("outcome") == "unknown":
             return Publication("unknown", visible)
@@ -319,13 +318,13 @@ class PosixStore:
         return back
 
     def _rooms(self) -> Iterator[tuple[str, str]]:
-        # A run whose first save was cut short has only staging/, so nobody else knows it yet.
+        # A run whose first save was interrupted has only staging/, and is not listed otherwise.
         for run in filter(naming.is_run_name, self._tier.list("")):
             for room in (naming.STAGING, naming.TRASH):
                 yield run, room
 
     def _is_kept(self, run: str, name: str) -> bool:
-        """Whether this may be what stood there before what stands there now, or is being replaced at this moment."""
+        """Whether this may be a replaced checkpoint, or is being replaced at this moment."""
         staged = naming.parse_staging_directory(name)
         if staged is None or _is_replaced(staged):
             return staged is not None
@@ -338,8 +337,6 @@ class PosixStore:
 
 
 class PosixStaged:
-    """A directory below `RUN/staging/`."""
-
     def __init__(self, tier: Tier, place: Place) -> None:
         self._tier, self.place = tier, place
         self._path = place.path
@@ -384,7 +381,7 @@ def _is_ours(room: str, name: str) -> bool:
 
 
 def _asides(run: str, step: int) -> tuple[Place, Place]:
-    """Where what was replaced stands, by age."""
+    """The places of replaced checkpoints, by age."""
     return naming.replaced_place(run, step), naming.replaced_place(run, step, 1)
 
 

@@ -1,4 +1,4 @@
-"""Files without a name on the root's disk: their space is reserved as a whole, and freed with the last descriptor."""
+"""Unnamed files on the root's disk: their space is reserved as a whole, and freed with the last descriptor."""
 
 from __future__ import annotations
 
@@ -55,15 +55,13 @@ def is_in_memory(at: Path | int) -> bool:
 
 
 def is_scratch(descriptor: int) -> bool:
-    """Whether this is a file without a name and without holes: nobody else can open it, and writes to it
-    need no new block.
-    """
+    """Whether this is an unnamed file without holes: no other process can open it, and writes to it need no new block."""
     status = os.fstat(descriptor)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0
 
 
 def write_speed(descriptor: int, size: int) -> float:
-    """Bytes a second that the disk takes, from a short synced write; the written bytes are given up again."""
+    """Bytes a second of the disk, from a short synced write; the written bytes are discarded."""
     length = min(size, PROBE_BYTES)
     piece = os.urandom(min(length, _PROBE_PIECE_BYTES))  # not zeros, which some disks do not write at all
     with translated("probe", "scratch"):
@@ -92,7 +90,7 @@ def _free(root: Path) -> int:
 
 
 def nameless(root: Path) -> int:
-    """A descriptor of a new file in `root` that nobody else can open."""
+    """A descriptor of a new file in `root` that no other process can open."""
     flags = os.O_RDWR | os.O_CLOEXEC
     with suppress(OSError):
         return os.open(root, os.O_TMPFILE | flags, 0o600)

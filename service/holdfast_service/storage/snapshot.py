@@ -45,9 +45,7 @@ class HubSnapshot:
         return self._cache.stamp(self._found(path))
 
     def _found(self, path: str) -> str:
-        """The place of a file's bytes. Only the text of a link is used; the path that it names is opened without following
-        links.
-        """
+        """The path of a file's bytes. Only the text of a link is used; its target is opened without following links."""
         there = f"{self._snapshot}/{path}"
         try:
             target = _TARGET.fullmatch(os.readlink(self._cache.root / there))

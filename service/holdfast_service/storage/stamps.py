@@ -30,6 +30,6 @@ def _stamp(directory: int, below: str, names: Sequence[str]) -> str | None:
             raise
         if not stat.S_ISREG(status.st_mode):
             return None
-        # Nobody can set the time of the last status change, unlike that of the last write.
+        # Programs cannot set the time of the last status change, unlike that of the last write.
         parts.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_ctime_ns:x}")
     return " ".join(parts)

@@ -67,16 +67,16 @@ class Tier(Readable, Protocol):
         """A new file with room for `size` bytes; parents are made. `StorageFailed` if something exists at `path`."""
 
     def join(self, path: str, size: int) -> FileWriter:
-        """A file with room for `size` bytes that writers of several nodes fill, each its own ranges; made if there is none.
+        """A file with room for `size` bytes that writers of several nodes fill, each its own ranges; created if missing.
 
-        It has all bytes once every writer has finished. Ranges begin and end at multiples of the page size, or at its end.
+        It is complete once every writer has finished. Ranges begin and end at multiples of the page size, or at its end.
         """
 
     def put(self, path: str, data: bytes) -> None:
         """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
 
     def put_first(self, path: str, data: bytes) -> bool:
-        """A new small file, durable with its name when this returns; False where there is one, which stays.
+        """A new small file, durable with its name when this returns; False if one exists, which stays.
 
         Of several nodes that do this at once, one succeeds, and the others find the whole file.
         """
@@ -100,7 +100,7 @@ class Tier(Readable, Protocol):
         """
 
     def supplant(self, source: str, target: str) -> None:
-        """Replace a file by a durable one, or put it where there is none, atomically; durable there when this returns.
+        """Replace or create a file from a durable one, atomically; durable there when this returns.
 
         Readers that have the old one open keep reading that.
         """
@@ -122,24 +122,21 @@ class Tier(Readable, Protocol):
         """Remove one file."""
 
     def remove_empty(self, path: str) -> bool:
-        """Remove an empty directory; False if it is not empty, or not a directory.
-
-        A missing one is fine.
-        """
+        """Remove an empty directory; False if it is not empty, or not a directory. True for a missing one."""
 
     def remove_tree(self, path: str) -> None:
         """Remove whatever is at `path` and below it; a missing path is fine. Of a symbolic link only the link is removed."""
 
     def hold(self, path: str) -> AbstractContextManager[None]:
-        """Hold a name against everybody else who would, on this machine and others; parents are made. `InUse` where
-        somebody does. The name is free again at the end of the context, or of the process, however it ends.
+        """Hold a name exclusively, on all machines; parents are made. `InUse` if it is held. It is freed at the end of the
+        context, or of the process, however it ends.
 
-        A file may stand there meanwhile, and after a process was killed; it means nothing by itself.
+        A file may exist there meanwhile, and after a process was killed; it means nothing by itself.
         """
 
     def idle_s(self, path: str) -> float:
-        """Seconds since something in this directory or below it was last written or made, by the storage's own clock;
-        0 if it is not there.
+        """Seconds since something in this directory or below it was last written or made, by the storage's clock; 0 if it is
+        missing.
         """
 
     def free_bytes(self) -> int:

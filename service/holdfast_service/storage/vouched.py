@@ -1,7 +1,7 @@
-"""Reads small files that decide about others: never more than a limit, and a damaged file is never taken for a missing one.
+"""Reads small files that decide about others: never more than a limit, and never taking a damaged file for a missing one.
 
-Their names prove nothing. A sparse file of gigabytes must not fill the daemon's memory. A link or a pipe in the place of a
-file is damage: if it counted as missing, the daemon would act as if no such file had been written.
+A sparse file of gigabytes must not fill the daemon's memory. A link or a pipe in the place of a file is damage: if it
+counted as missing, the daemon would act as if no such file had been written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
 
 
 def read_commit(tier: Readable, directory: str) -> bytes:
-    """COMMIT as it is stored, with which reading begins (I5); `NotCommitted` if there is none."""
+    """COMMIT as stored, which is read first (I5); `NotCommitted` if there is none."""
     try:
         found = read_whole(tier, f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT, manifest.COMMIT_BYTES_MAX)
     except CorruptManifest as error:
@@ -61,7 +61,7 @@ def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
 
 
 def _prove_in_pieces(tier: Readable, path: str, stated: str) -> None:
-    """Check a long file's digest in pieces, so that a file that is not a manifest is never in memory as a whole."""
+    """Check a long file's digest in pieces, so that a file that is no manifest is never in memory as a whole."""
     made, offset = hashlib.sha256(), 0
     piece = memoryview(bytearray(_AT_ONCE_BYTES))
     while count := tier.read_into(path, offset, piece):

@@ -52,6 +52,6 @@ class Writeback:
 
 
 def drop_from_cache(descriptor: int) -> None:
-    """Let the kernel drop a file's clean pages: nobody reads a checkpoint right after it was written."""
+    """Let the kernel drop a file's clean pages: a checkpoint is rarely read right after it was written."""
     with suppress(OSError):  # only advice
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
