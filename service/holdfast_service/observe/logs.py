@@ -1,7 +1,7 @@
 """Logging of the service: one line per record, as text or JSON, with the same declared fields.
 
-Messages name a save as RUN@STEP, or the caller passes it with `about`. Only the fields that docs/api.md
-lists are written, so that no secret leaks through a field.
+Messages name a save as RUN@STEP, or the caller passes it with `about`. Only the fields that docs/api.md lists are written,
+so that no secret leaks through a field.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def about(run: str | None = None, step: int | None = None, attempt: int | None =
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of a record: as given by `about`, otherwise parsed from its message, and the code of an error in
-    it.
-    """
+    """The fields of a record: as given by `about`, otherwise parsed from its message, and an error's code."""
     found = {name: vars(record)[name] for name in _GIVEN if vars(record).get(name) is not None}
     arguments = record.args if isinstance(record.args, tuple) else ()
     place = _PLACE.search(record.msg) if isinstance(record.msg, str) else None
@@ -58,8 +56,8 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _in_words(record: logging.LogRecord) -> logging.LogRecord:
-    """The record on one line: an error of ours with what to do behind it, and what is no mistake of the program, such as a
-    full disk or a catalog that is away, in place of its traceback.
+    """The record on one line: for errors of ours the message with its hint, and for environment failures, such as a full
+    disk or an unavailable catalog, no traceback.
     """
     if not isinstance(record.args, tuple):
         return record
@@ -82,8 +80,6 @@ def _said(error: CheckpointError) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON with the fields that docs/api.md lists."""
-
     def __init__(self, node: str) -> None:
         super().__init__()
         self._node = node
@@ -108,7 +104,7 @@ class JsonLines(logging.Formatter):
 class TextLines(logging.Formatter):
     """Format a record as a text line; run, step and code are appended unless the message names them.
 
-    What others have said steers no terminal, and more lines of it are indented, so that none looks like a record.
+    Control characters are escaped, and further lines indented, so that none looks like a record.
     """
 
     def __init__(self) -> None:

@@ -26,11 +26,11 @@ _EXPORTERS = (
 
 
 class OtelTracer:
-    """Gives spans to a processor. The SDK reads the OTEL_* variables that say where to, how many and how often."""
+    """Passes spans to a processor. The SDK reads the OTEL_* variables for endpoint, sampling and batching."""
 
     def __init__(self, processor: SpanProcessor, node: str, version: str) -> None:
         about = {"service.name": SERVICE, "service.version": version, "service.instance.id": node, "holdfast.node": node}
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say wins over what is said here.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         self._provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SCOPE, version)
@@ -61,12 +61,11 @@ class OtelTracer:
         made.end(_ns(whole.ended))
 
     def close(self) -> None:
-        """Send what is left, stop."""
         self._provider.shutdown()
 
 
 def exporting(node: str, version: str) -> OtelTracer | None:
-    """A tracer that sends to where the OTEL_* variables say, by the OTLP exporter that is installed; None without one."""
+    """A tracer with the endpoint of the OTEL_* variables and the installed OTLP exporter; None without one."""
     for name in _EXPORTERS:
         if _there(name):
             exporter: SpanExporter = import_module(name).OTLPSpanExporter()

@@ -27,8 +27,6 @@ class SpanPart(NamedTuple):
 
 
 class Tracer(Protocol):
-    """Receiver of spans."""
-
     @contextmanager
     def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
         yield _ignore
@@ -60,7 +58,7 @@ def tracing() -> bool:
 
 @contextmanager
 def span(name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[bytes, bytes]] = ()) -> Iterator[Tell]:
-    """Trace the block, under the span that `headers` (traceparent) or the calling code are in; it may tell more of it."""
+    """Trace the block, under the span in `headers` (traceparent) or of the calling code; the result adds attributes."""
     if _tracer is None:
         yield _ignore
         return
