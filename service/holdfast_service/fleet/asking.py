@@ -1,5 +1,5 @@
-"""Asks one daemon what it says of its runs. Whatever answers may not be a daemon, or may mean harm: an answer has a length
-and a time, and what no daemon says is refused as a whole.
+"""Queries one daemon's runs. The peer may be no daemon, or malicious: a response is limited in length and time, and an
+invalid one is refused as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE_RUNS = 200
 SUMMARY_BYTES_MAX = 256 * 1024
 NODES_MAX, RANKS_MAX = 10_000, 1_000_000
 CURSOR_MAX = 4096  # characters
-SAID_BYTES_MAX = 128 * 1024 * 1024  # of memory, about, for what one daemon says; of more, the most urgent runs are kept
+SAID_BYTES_MAX = 128 * 1024 * 1024  # about so much memory for one daemon's runs; beyond it, the most urgent are kept
 ATTENTION_MAX = 20  # of a run, errors first
 SHORT_MAX = 64  # characters of a version, a code
 
@@ -34,17 +34,17 @@ _NONE = "its answer is none of a Holdfast daemon of this version"
 
 
 class NotReached(Exception):
-    """Why a daemon could not be asked, in words without secrets."""
+    """Why a daemon could not be queried, without secrets."""
 
 
 class Said(NamedTuple):
-    """What a daemon said last."""
+    """A daemon's last response."""
 
     version: str | None = None
     summaries: tuple[RunSummary, ...] = ()
     ranks: int = 0
     asked: str | None = None
-    cut: bool = False  # it says so much of its runs that not all are kept
+    cut: bool = False  # not all of its runs are kept
 
 
 class _Listed(NamedTuple):
@@ -65,14 +65,14 @@ class _Nodes(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """Summaries that are not read yet: what reads them lists every mistake, which for 4 MiB of nonsense are gigabytes."""
+    """Summaries in raw form: validation lists every mistake, which for 4 MiB of nonsense are gigabytes."""
 
     items: Annotated[list[msgspec.Raw], Meta(max_length=PAGE_RUNS)]
     next: Annotated[str, Meta(max_length=CURSOR_MAX)] | None = None
 
 
 class _Summary(msgspec.Struct):
-    """What is looked at of a summary before all of it is."""
+    """The fields of a summary that are read before validation."""
 
     attention: Annotated[list[dict[str, Any]], Meta(max_length=LIST_MAX)]
 
@@ -82,7 +82,7 @@ _whole = decoder(dict[str, Any])
 
 
 async def ask(client: httpx.AsyncClient, url: str) -> Said:
-    """What a daemon says; `NotReached`, and what httpx raises."""
+    """A daemon's response; `NotReached`, and what httpx raises."""
     health = await _get(client, f"{url}/healthz", _health)
     nodes = await _get(client, f"{url}/v1/nodes", _nodes)
     listed = await _summaries(client, url)
@@ -90,7 +90,7 @@ async def ask(client: httpx.AsyncClient, url: str) -> Said:
 
 
 async def _summaries(client: httpx.AsyncClient, url: str) -> _Listed:
-    """Of the runs that need attention most: as many as are listed, and as there is memory for."""
+    """The runs that need attention most, as many as are listed and fit memory."""
     found: list[RunSummary] = []
     allowance = MemoryAllowance(SAID_BYTES_MAX)
     query: dict[str, Any] = {"limit": PAGE_RUNS, "sort": "attention"}
@@ -110,7 +110,7 @@ async def _summaries(client: httpx.AsyncClient, url: str) -> _Listed:
 async def _get(
     client: httpx.AsyncClient, url: str, decode: Callable[[bytes | memoryview], Kind], query: Mapping[str, Any] | None = None
 ) -> Kind:
-    """One answer of a bounded length."""
+    """One response of a limited length."""
     body = bytearray()
     async with client.stream("GET", url, params=query) as answer:
         if answer.status_code in (401, 403):
@@ -130,7 +130,7 @@ async def _get(
 
 
 def _read(given: msgspec.Raw, allowance: MemoryAllowance) -> RunSummary:
-    """A summary as a daemon may write one; `NotReached`."""
+    """A valid summary; `NotReached`."""
     text = bytes(given)
     if len(text) > SUMMARY_BYTES_MAX:
         raise NotReached(_NONE)

@@ -1,4 +1,4 @@
-"""Bounds what another machine says, by what it is and not by where it stands: a new field is bounded, too."""
+"""Limits the data of another machine by type, not by field, so that new fields are limited, too."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _VALUE_BYTES, _LIST_BYTES, _OBJECT_BYTES = 64, 128, 1024
 
 
 class Unbounded(ValueError):
-    """What no daemon says."""
+    """Data that no daemon sends."""
 
 
 class MemoryAllowance:
-    """How much memory what one machine says may still take."""
+    """The memory that one machine's data may still take."""
 
     def __init__(self, size: int) -> None:
         self.left = size
 
     def bounded(self, value: Any, name: str = "") -> Any:
-        """A value as JSON has it, with sentences cut; `Unbounded` for a list, a string, a number or a time that is none.
+        """A value as JSON has it, with sentences cut; `Unbounded` for an invalid list, string, number or time.
 
-        It counts against the allowance, of which less than nothing may be left afterwards.
+        It counts against the allowance, which may become negative.
         """
         if isinstance(value, dict):
             return self._object(value)

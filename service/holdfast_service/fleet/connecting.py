@@ -1,4 +1,4 @@
-"""Connections to other machines: which certificates are trusted, and why one failed, in words without any address."""
+"""Connections to other machines: trusted certificates, and causes of failures without any address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Looks names up in threads that nobody waits for: a name server may take minutes, and the daemon may have to end."""
+    """Resolves names in threads that are not awaited: a name server may take minutes, and the daemon may have to end."""
 
     async def getaddrinfo(self, host: Any, port: Any, **how: Any) -> Any:
         found: asyncio.Future[Any] = self.create_future()
@@ -43,8 +43,8 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
-    """Do a piece of network work in this thread, in so much time as a whole; `TimeoutError`. Limits for each step alone do
-    not end it: a server may send a byte at a time.
+    """Run network work in this thread, with a limit for the whole; `TimeoutError`. Limits for each step are not enough: a
+    server may send a byte at a time.
     """
     loop = _Loop()
     try:
@@ -57,7 +57,7 @@ def within(seconds: float, work: Coroutine[Any, Any, Made]) -> Made:
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """Trusts the certificates of the system and those that httpx brings, or those in `ca_file` alone; `InvalidRequest`."""
+    """Trusts the certificates of the system and of httpx, or only those in `ca_file`; `InvalidRequest`."""
     try:
         if ca_file is not None:
             if not ca_file.is_file():  # a pipe would be waited for
@@ -74,7 +74,7 @@ def trusting(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def cause(error: BaseException) -> str:
-    """What the system says of a failed connection; else only the kind of error, because messages may have the address."""
+    """The system's message for a failed connection; else only the kind of error, because messages may have the address."""
     for one in _chain(error):
         if isinstance(one, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {one.verify_message}"

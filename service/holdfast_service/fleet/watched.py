@@ -1,7 +1,7 @@
-"""Watches other daemons over their REST API: what they say of their runs, and since when one cannot be reached.
+"""Watches other daemons over their REST API: their runs, and since when one is unreachable.
 
-Nothing is stored: a daemon that is started again knows what it has asked since. The addresses come from the command line,
-and a token is sent to its own address alone; no redirect is followed.
+Nothing is stored: a restarted daemon knows only its own queries. The addresses come from the command line, and a token is
+sent to its own address alone; no redirect is followed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from holdfast_service.fleet.connecting import cause, trusting, within
 
 log = logging.getLogger(__name__)
 
-ASK_S = 5.0  # how often each daemon is asked
+ASK_S = 5.0  # interval of queries
 ANSWER_S = 30.0  # for all its answers
 DAEMONS_MAX = 256
 ALL_RUNS_MAX = DAEMONS_MAX * RUNS_MAX
-UNREACHABLE_S = 30.0  # an alert tells of it after so long
+UNREACHABLE_S = 30.0  # an alert follows after so long
 CLOSE_S = 3.0
 TOKENS_BYTES_MAX = 256 * 1024
 
 
 class _Run(NamedTuple):
-    """What a daemon said of a run, and where that is in a list of all runs."""
+    """A daemon's run, and its position in the list of all runs."""
 
     urgency: tuple[bool, int, int, bool, str, str]
     summary: RunSummary
@@ -55,10 +55,10 @@ class _State(NamedTuple):
 
 
 class Watch:
-    """The daemons at some addresses, each asked in a thread of its own. Thread-safe."""
+    """Watched daemons, each queried in its own thread. Thread-safe."""
 
     def __init__(self, urls: Sequence[str], tokens: Mapping[str, str], ca: Path | None = None, ask_s: float = ASK_S) -> None:
-        """Raises `InvalidRequest` for an address that is none, or a token for an address that is not watched."""
+        """Raises `InvalidRequest` for an invalid address, or a token for an unwatched address."""
         if len(urls) > DAEMONS_MAX:
             raise InvalidRequest(f"--watch: at most {DAEMONS_MAX} daemons", hint="leave some out")
         self.urls = tuple(dict.fromkeys(check_address(url) for url in urls))
@@ -85,8 +85,8 @@ class Watch:
             thread.join(max(limit - time.monotonic(), 0.0))
 
     def daemons(self, sees: Callable[[str], bool] | None = None) -> list[WatchedDaemon]:
-        """All watched daemons, those that need a person first. `sees`: for somebody who may see these runs only, and is told
-        of those daemons alone that have one of them.
+        """All watched daemons, those that need attention first. `sees` filters runs; daemons without a visible run are
+        omitted then.
         """
         with self._lock:
             states = dict(self._states)
@@ -103,8 +103,8 @@ class Watch:
         first: int = 0,
         count: int | None = None,
     ) -> list[WatchedRun]:
-        """So many of the runs of all watched daemons that somebody may see, from the `first` on; those that need attention
-        come first. Only these are made: there may be a million.
+        """`count` runs of all watched daemons that pass `sees`, from the `first` on; those that need attention come first.
+        Only these are built: there may be a million.
         """
         with self._lock:
             states = dict(self._states)
@@ -123,7 +123,6 @@ class Watch:
         ]
 
     def alerts(self, after_s: float = UNREACHABLE_S) -> list[tuple[str, Attention]]:
-        """An alert for each daemon that has been unreachable for so long."""
         with self._lock:
             states = dict(self._states)
         now = time.monotonic()
