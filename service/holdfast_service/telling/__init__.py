@@ -1,1 +1,1 @@
-"""What people and other programs are told: notifications, and the command of `--on-event`."""
+"""Notifications for people and other programs, and the command of `--on-event`."""

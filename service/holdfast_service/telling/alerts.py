@@ -1,4 +1,4 @@
-"""Everything that needs attention now: what `GET /v1/alerts` lists, of all runs, and what other sources say."""
+"""All present alerts: those of `GET /v1/alerts`, of all runs, and those of other sources."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Alerting = Callable[[], Iterable[tuple[str, Attention]]]
 
 
 class AlertSources:
-    """Asks all sources: the summaries of runs, the service for nodes and replicas, and others."""
+    """Combines the summaries of runs, the service for nodes and replicas, and other sources."""
 
     def __init__(self, summaries: Summaries, of_service: Callable[[], Iterable[Alert]], *others: Alerting) -> None:
         self._summaries, self._of_service, self._others = summaries, of_service, others
 
     def now(self) -> dict[NoticeKey, Attention]:
-        """All alerts; `CatalogUnavailable`, because what is not known is not over."""
+        """All alerts; `CatalogUnavailable`, because an unknown alert is not over."""
         listed = without_what_follows([*self._of_runs(), *self._of_service()])
         found: list[tuple[str, Attention]] = [(one.run or NO_RUN, one) for one in listed]
         return current([*found, *(one for source in self._others for one in source())])

@@ -1,6 +1,6 @@
-"""Sends one notice to one target, over HTTP or by mail. What is raised and logged has no secret and no whole address in it.
+"""Sends one notice to one target, over HTTP or by mail. Errors and logs contain no secret and no whole address.
 
-No redirect is followed, and of an answer only the status is looked at: nothing of it goes anywhere.
+No redirect is followed, and only a response's status is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STANDARD_PREFIX = b"whsec_"  # a secret of the Standard Webhooks is base64 behin
 
 
 class NotDelivered(Exception):
-    """A notice was not accepted. `again_s`: how long its target asks to wait."""
+    """A notice was not accepted. `again_s`: the delay that its target requests."""
 
     def __init__(self, problem: str, hint: str, again_s: float = 0.0) -> None:
         super().__init__(problem)

@@ -1,4 +1,4 @@
-"""Decides what a target is told now. Pure values in, values out."""
+"""Decides which alerts a target is sent now. Pure values in, values out."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ ALERTS_MAX = 50  # of a message; the next one has the others
 SETTLED_S = 30.0  # an alert is over when it has been absent for so long
 CLOCK_S = 60.0  # a time that is later than now by more was written by a clock that was wrong
 DEATH = "run-lost"
-AGAIN_S = (
-    900.0  # after the last message, a death that came later is told: a run that is resumed and dies at once is not over
-)
+AGAIN_S = 900.0  # after the last message, a later death is sent: a run that is resumed and dies at once is not over
 TEXT_MAX = 2000  # characters of a text or a hint
 NO_RUN = ""
 
 
 class NoticeKey(NamedTuple):
-    """What tells one alert from another; `run` is empty for one about no run."""
+    """Identifies an alert; `run` is empty for one about no run."""
 
     run: str
     code: str
 
 
 class Told(NamedTuple):
-    """What one target has been told of one alert, or is going to be. Times are seconds since the epoch."""
+    """The state of one alert for one target, sent or to be sent. Times are seconds since the epoch."""
 
     key: NoticeKey
     level: AlertLevel
@@ -46,11 +44,11 @@ class Told(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What changes: alerts that are new, alerts that were over before they were told, and what the next message says."""
+    """Changes: new alerts, alerts that were over before they were sent, and the contents of the next message."""
 
     added: tuple[Told, ...]
-    forgotten: tuple[NoticeKey, ...]  # over, and there is nothing to tell
-    dropped: int  # of these, alerts that were never told
+    forgotten: tuple[NoticeKey, ...]  # over, without a message
+    dropped: int  # of these, alerts that were never sent
     firing: tuple[Told, ...]
     recovered: tuple[Told, ...]
     waiting: int
@@ -79,7 +77,7 @@ def plan(
     absent: Mapping[NoticeKey, float],
     now: float,
 ) -> Plan:
-    """What `target` is told now. `known` is what it was told before, `absent` for how many seconds alerts of these are."""
+    """The next message for `target`. `known` is the state of its alerts, `absent` the seconds since each was last seen."""
     wanted = {key: item for key, item in alerts.items() if concerns(target, key, item)}
     added = {key: _said(Told(key, item.level, "", "", None, now), item) for key, item in wanted.items() if key not in known}
     firing = []
@@ -104,7 +102,6 @@ def plan(
 
 
 def as_alert(target: str, told: Told, recovered: bool, dashboard: str | None) -> NoticedAlert:
-    """An alert as a message has it."""
     run = told.key.run or None
     return NoticedAlert(
         id=alert_id(target, told),
@@ -122,7 +119,7 @@ def as_alert(target: str, told: Told, recovered: bool, dashboard: str | None) ->
 
 
 def alert_id(target: str, told: Told) -> str:
-    """Follows from what is stored before it is sent, so that a daemon that is started again says the same."""
+    """Follows from what is stored before sending, so that a restarted daemon uses the same one."""
     return _digest(target, *told.key, repr(told.since))
 
 
@@ -136,24 +133,24 @@ def _digest(*parts: str) -> str:
 
 
 def concerns(target: HttpTarget | MailTarget, key: NoticeKey, item: Attention) -> bool:
-    """Whether a target is told of such an alert; of what is about no run, only a target for all runs."""
+    """Whether a target receives such an alert; one about no run goes only to targets for all runs."""
     if target.level == "error" and item.level != "error":
         return False
     return matches(target.runs, key.run) if key.run else target.runs == ALL
 
 
 def _said(told: Told, item: Attention) -> Told:
-    """An alert as its source puts it now, in a length and in characters that every receiver takes."""
+    """An alert in its source's current words, limited in length and characters to what every receiver takes."""
     return told._replace(level=item.level, text=_text(item.text), hint=_text(item.hint), step=item.step)
 
 
 def _text(text: str) -> str:
-    """One control character, which a mail server or a chat refuses, would keep all alerts of its message from everybody."""
+    """Replaces control characters: a mail server or chat would refuse the whole message."""
     return visible_lines(text[:TEXT_MAX])
 
 
 def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now: float) -> bool:
-    if item.acknowledged is not None:  # somebody has seen it; that it is over is still told, if it was told before
+    if item.acknowledged is not None:  # it was acknowledged; its end is still sent, if its begin was
         return False
     if before.times == 0 or before.last is None:
         return _passed(before.since, now, target.after_s)
@@ -165,5 +162,5 @@ def _is_due(target: HttpTarget | MailTarget, before: Told, item: Attention, now:
 
 
 def _passed(since: float, now: float, seconds: float) -> bool:
-    """Whether so much time has passed, as far as the clock can be believed: one that was set back holds nothing up."""
+    """Whether so much time has passed; a clock that was set back delays nothing."""
     return now - since >= seconds or since - now > CLOCK_S

@@ -1,7 +1,7 @@
-"""Runs a command of the operator's for each event of this node, with the event as JSON on its input.
+"""Runs an operator's command for each event of this node, with the event as JSON on its input.
 
-At most once: an event that happens while no daemon runs, or is waiting when the daemon ends, goes without. Events wait in
-the catalog, of which nothing that saves waits. What fails is logged and counted, and is no event: that would be run as well.
+At most once: events that happen without a daemon, or wait when it ends, are skipped. Events wait in the catalog; no save
+waits for them. Failures are logged and counted, but are no events, because these would run the command again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 4  # commands
 READ_MAX = 100  # events
 LOOK_S = 5.0  # and soon after this process has recorded an event,
-LINGER_S = 0.1  # when it has answered what waits: reading hurries what the catalog is still to be told
+LINGER_S = 0.1  # after the queue is empty: reading makes the catalog flush its writes early
 OUTCOMES = ("done", "failed", "dropped")
 
 
@@ -33,7 +33,7 @@ class EventCommands:
     """The threads that run the command. Recording an event never waits for them."""
 
     def __init__(self, command: Command, events: Events, node: str, kinds: Collection[str], root: Path) -> None:
-        """`kinds` are those for which it is run; none: all."""
+        """The command runs for these `kinds`; none: all."""
         self._command, self._events, self._node = command, events, node
         self._kinds, self._root = frozenset(kinds), root
         self.counts = {outcome: 0 for outcome in OUTCOMES}
@@ -49,12 +49,11 @@ class EventCommands:
         self._thread.start()
 
     def busy(self) -> bool:
-        """Whether a command runs, or is about to."""
         with self._lock:
             return self._going > 0 or self._changed.is_set()
 
     def close(self) -> None:
-        """End the commands that run, and run no other."""
+        """End running commands, and start no other."""
         if self._closing.is_set():
             return
         self._deaf()
@@ -81,7 +80,7 @@ class EventCommands:
                 self._closing.wait(LINGER_S)
 
     def _read(self) -> bool:
-        """Start the command for events that are new, and wait for its turn; whether there may be more."""
+        """Start the command for new events, and wait for its turn; True if there may be more."""
         self._changed.clear()
         if self._position is None:
             self._position = self._newest()
@@ -134,7 +133,7 @@ class EventCommands:
             log.warning("--on-event for event %d (%s): it %s; it printed at last: %r", event.id, event.kind, how, output)
 
     def _newest(self) -> int | None:
-        """The newest event; None while the catalog is away: its next one is the first that is seen."""
+        """The newest event; None while the catalog is unavailable: then the first later event counts."""
         try:
             return self._events.bounds()[1]
         except CheckpointError:

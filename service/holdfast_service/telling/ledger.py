@@ -1,7 +1,7 @@
-"""What one target was told: the rows of the catalog, and above them what could not be written there yet.
+"""A target's sent alerts: the rows of the catalog, and changes that could not be written there yet.
 
-A catalog that answers but takes nothing, as on a full disk, is when people have to be told. They are, and once: what was
-told stays here until it is noted, so that a message which was accepted is not sent again.
+A catalog that answers but takes no writes, as on a full disk, is a reason for alerts. They are sent once: the state stays
+here until it is written, so that an accepted message is not repeated.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """For the thread of one target alone."""
+    """For one target's thread."""
 
     def __init__(self, notices: Notices, target: str) -> None:
         self._notices, self._target = notices, target
         self._changes = Changes()
 
     def known(self) -> dict[NoticeKey, Told]:
-        """What the target was told of, and is going to be; `CatalogUnavailable`."""
+        """The target's alerts, sent or to be sent; `CatalogUnavailable`."""
         known = {**self._notices.known(self._target), **self._changes.put}
         return {key: told for key, told in known.items() if key not in self._changes.gone}
 
     def prepare(self, made: Plan) -> None:
-        """Note alerts that are new, before anything is sent, so that they keep their ids; forget those that are over."""
+        """Record new alerts before sending, so that they keep their ids; forget those that are over."""
         for told in made.added:
             self._put(told)
         for key in made.forgotten:
@@ -37,7 +37,6 @@ class Ledger:
         self._note()
 
     def sent(self, made: Plan, now: float) -> None:
-        """A message was accepted."""
         for told in made.firing:
             self._put(told._replace(times=told.times + 1, last=now))
         for told in made.recovered:
@@ -46,7 +45,7 @@ class Ledger:
         self._note()
 
     def hand_over(self) -> None:
-        """Another node tells now, and what it noted counts."""
+        """Another node sends now: only its records count."""
         self._changes = Changes()
 
     def _put(self, told: Told) -> None:

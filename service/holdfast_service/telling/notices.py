@@ -1,4 +1,4 @@
-"""What each target was told, in the catalog: daemons that are started again, and other nodes, go on from there."""
+"""The state of each target's alerts in the catalog, from which restarted daemons and other nodes continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBLEM_MAX = 500  # characters
 
 
 class Delivered(NamedTuple):
-    """How messages to one target have fared, over all nodes and daemons."""
+    """Results of deliveries to one target, over all nodes and daemons."""
 
     sent: int = 0
     failed: int = 0
@@ -33,9 +33,7 @@ class Delivered(NamedTuple):
 
 @dataclass
 class Changes:
-    """What is to be noted of one target: alerts as they are told now, and those that are over; messages that were accepted,
-    and alerts that were never told.
-    """
+    """Pending changes for one target: alerts sent or over, accepted messages, and alerts that were never sent."""
 
     put: dict[NoticeKey, Told] = field(default_factory=dict)
     gone: set[NoticeKey] = field(default_factory=set)
@@ -50,13 +48,13 @@ class Notices:
         self._database, self._node = database, node
 
     def known(self, target: str) -> dict[NoticeKey, Told]:
-        """What a target was told of, and is going to be."""
+        """A target's alerts, sent or to be sent."""
         with self._database.read() as session:
             rows = session.scalars(select(NoticeRow).where(NoticeRow.target == target))
             return {(told := _told(row)).key: told for row in rows}
 
     def note(self, target: str, changes: Changes) -> None:
-        """Write down what a target was told, in one transaction."""
+        """Write a target's changes in one transaction."""
         with self._database.write() as session:
             for told in changes.put.values():
                 session.merge(_row(target, told))
@@ -67,12 +65,11 @@ class Notices:
                 self._accepted(session, target, changes.sent)
 
     def tested(self, target: str) -> None:
-        """A test message was accepted."""
         with self._database.write() as session:
             self._accepted(session, target, 1)
 
     def failed(self, target: str, problem: str) -> bool:
-        """A message was not accepted; whether the one before it was, or there was none."""
+        """Record a failed delivery; True if the one before succeeded, or there was none."""
         with self._database.write() as session:
             row = self._fares(session, target)
             first = row.problem is None
@@ -82,7 +79,6 @@ class Notices:
             return first
 
     def delivered(self, targets: Collection[str]) -> dict[str, Delivered]:
-        """How messages to these targets have fared."""
         told = (NoticeRow.target.in_(targets), NoticeRow.told > 0)
         with self._database.read() as session:
             counted = session.execute(select(NoticeRow.target, func.count()).where(*told).group_by(NoticeRow.target))
@@ -91,7 +87,7 @@ class Notices:
             return {name: _delivered(rows.get(name), firing.get(name, 0)) for name in targets}
 
     def keep_only(self, targets: Collection[str]) -> None:
-        """Forget what targets that are no more were told, and how that fared."""
+        """Forget everything about targets that no longer exist."""
         with self._database.write() as session:
             for table in (NoticeRow, DeliveryRow):
                 session.execute(delete(table).where(table.target.not_in(targets)))

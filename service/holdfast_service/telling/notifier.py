@@ -1,7 +1,7 @@
-"""Tells people of alerts. Nothing that saves ever waits for it: it reads the catalog, in threads of its own.
+"""Sends alerts to people. No save ever waits for it: it reads the catalog, in its own threads.
 
-One thread looks what needs attention; each target has a thread that sends, and to which only the newest look matters. So
-nothing is queued but rows of the catalog: one for each alert and target. On several nodes, one has the duty.
+One thread collects alerts; each target has a thread that sends, and uses only the newest collection. So nothing is queued
+but rows of the catalog: one for each alert and target. Of several nodes, one is on duty.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ AnyTarget = HttpTarget | MailTarget
 
 
 class News(Protocol):
-    """Where it is recorded what became of messages."""
+    """Records the results of messages."""
 
     def add(self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info") -> None: ...
 
 
 class Telling(NamedTuple):
-    """What a notifier works with. `on_duty` says whether telling is this node's."""
+    """A notifier's dependencies. `on_duty` returns whether this node sends."""
 
     notices: Notices
     alerts: Callable[[], Mapping[NoticeKey, Attention]]
@@ -56,9 +56,7 @@ class Telling(NamedTuple):
 
 
 class AlertsNow(NamedTuple):
-    """What needed attention at one moment, of which the target's thread has not told yet. `at` is that of people, which
-    may be set; `seen` is the monotonic clock's.
-    """
+    """The alerts at one moment, for a target's thread. `at` is wall-clock time, which may be set; `seen` is monotonic."""
 
     alerts: Mapping[NoticeKey, Attention]
     at: float
@@ -66,10 +64,10 @@ class AlertsNow(NamedTuple):
 
 
 class Notifier:
-    """Tells the targets of a file what needs attention, as long as that is this node's duty. Thread-safe."""
+    """Sends alerts to the targets of a file, while this node is on duty. Thread-safe."""
 
     def __init__(self, path: Path, of: Telling, look_s: float = LOOK_S) -> None:
-        """Raises `InvalidRequest` if the file is not as it should be."""
+        """Raises `InvalidRequest` for an invalid file."""
         self._path, self._look_s = path, look_s
         self._notices, self._alerts, self._news, self._on_duty, self._node = of
         self.counts = {outcome: 0 for outcome in OUTCOMES}  # of this process
@@ -85,7 +83,7 @@ class Notifier:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; a message that is being sent is sent once more by the next daemon if its end is not seen."""
+        """Stop; the next daemon repeats a message whose delivery was not confirmed."""
         self._closing.set()
         with self._lock:
             senders = list(self._senders.values())
@@ -97,7 +95,7 @@ class Notifier:
             thread.join(max(limit - time.monotonic(), 0.0))
 
     def targets(self) -> list[NotificationTarget]:
-        """The targets, and how messages to them have fared, over all nodes; `CatalogUnavailable`."""
+        """The targets, and the results of deliveries, over all nodes; `CatalogUnavailable`."""
         listed = self.file.target
         fared = self._notices.delivered([one.name for one in listed])
         return [
@@ -157,7 +155,7 @@ class Notifier:
         return Ledger(self._notices, target.name)
 
     def tell(self, target: AnyTarget, ledger: Ledger, look: AlertsNow, absent: Mapping[NoticeKey, float]) -> bool:
-        """Tell a target what is due; whether there is more. Raises `NotDelivered`, and `CatalogUnavailable`."""
+        """Send a target's due alerts; True if there are more. Raises `NotDelivered`, and `CatalogUnavailable`."""
         made = plan(target, look.alerts, ledger.known(), absent, look.at)
         ledger.prepare(made)
         self.counts["dropped"] += made.dropped
@@ -218,8 +216,8 @@ class Notifier:
             took_s = time.thread_time() - began
 
     def _reread(self) -> None:
-        """Take over a file that was changed; one that is wrong changes nothing, and one that still changes may be half
-        written: it waits for the next look.
+        """Take over a changed file, unless it is invalid; one that is still changing may be incomplete, and waits for the
+        next look.
         """
         stamp, seen = _stamp(self._path), self._stamp_seen
         self._stamp_seen = stamp
@@ -252,7 +250,9 @@ class Notifier:
 
 
 class _Sender:
-    """The thread of one target. It sees the newest look only; while its target does not answer it tries ever less often."""
+    """The thread of one target. It sees only the newest alerts; while its target does not answer it retries at increasing
+    intervals.
+    """
 
     def __init__(self, notifier: Notifier, target: AnyTarget) -> None:
         self.target = target
@@ -267,7 +267,7 @@ class _Sender:
         self.thread.start()
 
     def hear(self, look: AlertsNow | None) -> None:
-        """This needs attention now; None: telling it is another node's duty."""
+        """Set the present alerts; None: another node is on duty."""
         with self._changed:
             self._look = look
             self._off_duty |= look is None
@@ -301,7 +301,6 @@ class _Sender:
                 self._wait(NotDelivered(f"a fault of the daemon: {type(error).__name__}", "see its log"), RETRY_MAX_S)
 
     def _wait(self, error: NotDelivered, seconds: float) -> None:
-        """Record a failure, and wait before the next try."""
         with self._changed:
             self._hurried = False
         try:
@@ -314,7 +313,7 @@ class _Sender:
             self._changed.wait_for(lambda: self._stopped or self._hurried, seconds * random.uniform(0.8, 1.2))
 
     def _next(self) -> AlertsNow | None:
-        """The newest look, once there is one that was not seen; None at the end."""
+        """The newest alerts that were not processed yet; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._look is not None)
             if self._off_duty:
@@ -324,9 +323,7 @@ class _Sender:
             return None if self._stopped else look
 
     def _absent(self, look: AlertsNow) -> dict[NoticeKey, float]:
-        """For how many seconds alerts are absent, as far as this process has seen it: what a daemon does not know at its
-        start is not over.
-        """
+        """Seconds for which alerts are absent, since this process started: an alert unknown at the start is not over."""
         if self._sure is None:
             self._sure = look.seen + UNSURE_S
         since = max(look.seen, self._sure)

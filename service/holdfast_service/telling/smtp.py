@@ -1,4 +1,4 @@
-"""Conversations with mail servers that end: `smtplib` has a limit for each byte, and none for a whole answer."""
+"""SMTP with a limit for the whole conversation: `smtplib` has one for each byte only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from functools import cached_property
 
 STEP_S = 10.0  # for each step,
 WHOLE_S = 30.0  # and for all of them
-ANSWERS_BYTES_MAX = 256 * 1024  # of all that a server says
+ANSWERS_BYTES_MAX = 256 * 1024  # of all of a server's responses
 
 
 class _Answers(io.RawIOBase):
-    """What a server says, in the time and the length that are left."""
+    """A server's responses, within the remaining time and length."""
 
     def __init__(self, connection: socket.socket, ends: float) -> None:
         self._connection, self._ends, self._left = connection, ends, ANSWERS_BYTES_MAX
@@ -41,7 +41,6 @@ class _Plain(smtplib.SMTP):
     file: io.BufferedReader | None
 
     def getreply(self) -> tuple[int, bytes]:
-        """The server's next answer."""
         if self.sock is None:
             raise smtplib.SMTPServerDisconnected("it is not connected")
         if self.file is None:
@@ -59,8 +58,8 @@ class _Tls(_Plain, smtplib.SMTP_SSL):
 
 @contextmanager
 def conversation(host: str, port: int, tls: ssl.SSLContext | None) -> Iterator[smtplib.SMTP]:
-    """A conversation with a mail server, over TLS from the beginning if `tls` is given. What becomes of the goodbye does not
-    matter: a message that was accepted stays so.
+    """A conversation with a mail server, over TLS from the beginning if `tls` is given. Errors of QUIT are ignored: the
+    message was accepted.
     """
     name = socket.gethostname()  # smtplib would ask a name server, for as long as that takes
     if tls is None:

@@ -1,7 +1,7 @@
-"""Where the daemon sends alerts: the file of `--notify`, in TOML. What is not understood is refused by name.
+"""The targets of alerts: the file of `--notify`, in TOML. Unknown keys are rejected and listed.
 
-The file is the only place for targets: it alone says where this machine connects to, and no API changes that. Secrets
-are in files of their own, and are read at each delivery, so that they can be replaced at any time.
+The file is the only place for targets: it alone determines where this machine connects to, and no API changes that. Secrets
+are in separate files, read at each delivery, so that they can be replaced at any time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Address = Annotated[str, Field(pattern=_ADDRESS, max_length=254)]
 
 
 class _Target(BaseModel):
-    """What every kind of target has."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Name
@@ -79,7 +77,7 @@ class HttpTarget(_Target):
 
     @property
     def shown(self) -> str:
-        """The address without what may be secret in it: only scheme, host and port."""
+        """The address without secrets: only scheme, host and port."""
         if self.url is None:
             return f"the address in {self.url_file}"
         parts = urlsplit(self.url)
@@ -89,8 +87,6 @@ class HttpTarget(_Target):
 
 
 class MailTarget(_Target):
-    """Mail, by way of a server."""
-
     kind: Literal["mail"]
     server: str = Field(pattern=r"^[A-Za-z0-9._:\[\]-]{1,255}$")
     sender: Address
@@ -130,7 +126,7 @@ Target = Annotated[HttpTarget | MailTarget, Field(discriminator="kind")]
 
 
 class NotifyFile(BaseModel):
-    """The whole file. `dashboard` is where people open the pages, for links in messages."""
+    """The whole file. `dashboard` is the dashboard's public address, for links in messages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,7 +148,7 @@ class NotifyFile(BaseModel):
 
 
 def check_url(url: str) -> str:
-    """An http or https address without user, password and fragment; `ValueError`, which does not show it."""
+    """An http or https address without user, password and fragment; `ValueError`, without the address."""
     if not url.isascii() or not url.isprintable():
         raise ValueError("it is no http:// or https:// address")
     try:
@@ -168,7 +164,7 @@ def check_url(url: str) -> str:
 
 
 def read_targets(path: Path) -> NotifyFile:
-    """The targets in a file; `InvalidRequest` says what is wrong with it, without what may be secret."""
+    """The targets in a file; `InvalidRequest` with the mistake, but without possible secrets."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -191,12 +187,12 @@ def read_targets(path: Path) -> NotifyFile:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a pipe without waiting for what writes into it."""
+    """Open a pipe without waiting for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_secret(path: Path, bytes_min: int = SECRET_BYTES_MIN) -> bytes:
-    """What is in a file of its own, without white space around it; `InvalidRequest`."""
+    """The content of a secret's file, without surrounding white space; `InvalidRequest`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

@@ -13,7 +13,7 @@ _MARKS = {"error": ":red_circle:", "warning": ":large_yellow_circle:", "recovere
 
 
 def subject(notice: Notice) -> str:
-    """One line: the most important alert, and how many others there are."""
+    """One line: the most important alert, and the number of others."""
     if notice.kind == "test":
         return f"[holdfast] test message of {notice.node}"
     first, *others = notice.alerts
@@ -23,12 +23,11 @@ def subject(notice: Notice) -> str:
 
 
 def plain(notice: Notice) -> str:
-    """The text of a mail."""
     return "\n\n".join(["\n".join(_paragraph(one)) for one in notice.alerts] + list(_ending(notice))) + "\n"
 
 
 def slack(notice: Notice) -> str:
-    """The text of a Slack message. What names and texts contain is no markup, and mentions nobody."""
+    """The text of a Slack message. Names and texts are escaped: no markup, no mentions."""
     parts = []
     for one in notice.alerts:
         mark = _MARKS["recovered" if one.status == "recovered" else one.level]
@@ -70,6 +69,6 @@ def _line(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Slack knows only its own markup; others that take its messages know Markdown, and mentions such as `@all`."""
+    """Slack has its own markup; compatible receivers also parse Markdown, and mentions such as `@all`."""
     text = text.replace("@", f"@{_NOTHING}").replace("](", f"]{_NOTHING}(")
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
