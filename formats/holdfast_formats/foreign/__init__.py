@@ -1,1 +1,1 @@
-"""Checkpoints that other programs wrote: what is in them, read without running anything of theirs."""
+"""Checkpoints that other programs wrote, read without running any of their code."""

@@ -1,4 +1,4 @@
-"""The files of a committed checkpoint, out of which only verified bytes come."""
+"""The files of a committed checkpoint, read with verification."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEPT_BYTES_MAX = 64 * 2**20  # verified extents that are kept: rows of a transpo
 class CommittedFiles:
     """The files of a committed checkpoint in `directory` of `files`. Thread-safe.
 
-    Whatever is handed over was copied out of memory whose digest was checked first (I7). A piece that is asked for as a
-    whole is read to where it is wanted and checked there. Raises `Damaged` with file, tensor and range for other bytes.
+    Bytes are copied out of memory whose digest was checked first (I7). A piece requested as a whole is read directly into
+    the caller's memory and checked there. Raises `Damaged` with file, tensor and range for other bytes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CommittedFiles:
         return made.tobytes()
 
     def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        """Fill a contiguous `buffer` with verified bytes; the number of them."""
+        """Fill a contiguous `buffer` with verified bytes; returns their number."""
         into = np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer.reshape(-1).view(np.uint8)
         stop = min(offset + into.nbytes, self._size(path))
         listed = self._pieces[path]
@@ -63,23 +63,23 @@ class CommittedFiles:
         return max(stop - offset, 0)
 
     def read_stored(self, path: str, offset: int, buffer: Any) -> int:
-        """The same as `read_into`: what is verified may come from a cache."""
+        """As `read_into`: verified bytes may come from a cache."""
         return self.read_into(path, offset, buffer)
 
     def stamp(self, path: str) -> str:
-        """What identifies a file's content: its bytes and the digests of all its pieces. It never changes."""
+        """Identifies a file's content by its size and the digests of its pieces. It never changes."""
         size = self._size(path)
         return f"{size}-{digest(''.join(piece.digest for piece in self._pieces[path]).encode())}"
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None for one that is not part of the checkpoint. `CorruptManifest` if it has another size."""
+        """Bytes of a file; None if it is not part of the checkpoint. `CorruptManifest` if its size is wrong."""
         entry = self._made.file(path)
         if entry is not None:
             verification.check_size(self._made, path, self._files.size(self._at(path)))
         return None if entry is None else entry.bytes
 
     def list(self, path: str) -> list[str]:
-        """The names of the files that the manifest lists, sorted."""
+        """Sorted names of the manifest's files."""
         return sorted(self._pieces) if path == "" else []
 
     def _size(self, path: str) -> int:
@@ -107,14 +107,14 @@ class CommittedFiles:
         return made
 
     def _verified_into(self, pieces: Sequence[Piece], into: NDArray[np.uint8]) -> None:
-        """Read pieces that follow each other, at once, to where they are wanted, and check each there."""
+        """Read consecutive pieces at once into the caller's memory, and check each there."""
         first = pieces[0].start
         read = self._files.read_into(self._at(pieces[0].file), first, into)
         try:
             for piece in pieces:
                 verification.check(piece, into[min(piece.start - first, read) : min(piece.stop - first, read)])
         except BaseException:
-            into[...] = 0  # nobody is to find bytes there that nothing vouches for
+            into[...] = 0  # leave no unverified bytes in the caller's memory
             raise
 
     def _at(self, path: str) -> str:
@@ -128,7 +128,7 @@ def same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def refuse_sub_byte(tensors: Mapping[str, ForeignTensor]) -> None:
-    """`StateMismatch`, by name, for elements of less than a byte, which can be copied but not moved."""
+    """`StateMismatch` for elements of less than a byte, which can be copied but not moved."""
     for name, tensor in tensors.items():
         if dtypes.bits(tensor.spec.dtype) % 8:
             raise StateMismatch(

@@ -1,7 +1,7 @@
-"""What stands in the directories and links of a foreign checkpoint, which no kind of checkpoint here reads.
+"""Directories and links in a foreign checkpoint that no kind here reads.
 
-Most are of no matter: logs, pictures, caches. One with files of tensors may be a second adapter, a layer of its own, or
-the states of a training, and is not passed over.
+Most are irrelevant: logs, pictures, caches. One with files of tensors may be a second adapter, another layer, or training
+state, and is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSORS = re.compile(
 
 
 def why_unused(files: ForeignFiles, name: str) -> str:
-    """Why a name that is no regular file is not imported; `StateMismatch`, by path, where it may hold tensors."""
+    """Why a name that is no regular file is not imported; `StateMismatch` if it may hold tensors."""
     if name.startswith("."):
         return "a hidden directory, of a cache or of a version control"
     if OTHER_STEP.fullmatch(name):
@@ -44,7 +44,7 @@ def why_unused(files: ForeignFiles, name: str) -> str:
 
 
 def _first(files: ForeignFiles, directory: str) -> str | None:
-    """The first file with tensors, as far as a look at some names tells; a directory of very many names counts as one."""
+    """The first file with tensors among a limited number of names; a directory of very many names counts as one."""
     waiting, listed = [(directory, 1)], 0
     while waiting:
         path, level = waiting.pop()

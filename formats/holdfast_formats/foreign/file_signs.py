@@ -1,4 +1,4 @@
-"""What stands in a file's place: nothing, a link, a pointer of Git LFS, a web page, or an archive."""
+"""Detects what is in a file's place: nothing, a link, a pointer of Git LFS, a web page, or an archive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ARCHIVES = (".nemo", ".tar", ".tar.gz", ".tgz", ".zip")
 
 
 def absent(files: ForeignFiles, path: str, why: str = "") -> CheckpointError:
-    """The error for a file that cannot be read: it is missing, or something else than a file. `why` it is looked for."""
+    """The error for a file that is missing, or is not a regular file. `why` it is needed."""
     directory, _, name = path.rpartition("/")
     if name in files.list(directory):
         return InvalidRequest(
@@ -26,7 +26,7 @@ def absent(files: ForeignFiles, path: str, why: str = "") -> CheckpointError:
 
 
 def check_head(path: str, head: bytes) -> None:
-    """`CorruptManifest`, by file, for one whose first bytes show that it stands for the real one."""
+    """`CorruptManifest` for a file whose first bytes show that it only replaces the real one."""
     if head.startswith(_POINTER):
         raise CorruptManifest(
             f"{path} is a pointer of Git LFS and not the file itself",
@@ -38,7 +38,7 @@ def check_head(path: str, head: bytes) -> None:
 
 
 def archive(name: str) -> str:
-    """What to do with an archive, by its name; empty for anything else."""
+    """Advice for an archive, by its name; empty for anything else."""
     if not name.endswith(_ARCHIVES):
         return ""
     kind = "an archive (tar) of NeMo" if name.endswith(".nemo") else "an archive"

@@ -1,4 +1,4 @@
-"""Reads tensors of a foreign checkpoint, box by box, into memory that the caller gives."""
+"""Reads tensors of a foreign checkpoint, box by box, into the caller's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast_formats.foreign.listing import Decoder, ForeignFiles, ForeignPiece
 from holdfast_formats.foreign.moves import MappedTensor, narrowed
 from holdfast_formats.region import Box, Shape, flat_boxes, intersect, whole
 
-SPAN_BYTES_MAX = 2**24  # read at once: of a piece whose elements do not follow each other, with the gaps
+SPAN_BYTES_MAX = 2**24  # read at once: of a piece with non-contiguous elements, including gaps
 SPARSE = 4  # gaps are read too, unless they are so many times as long as what is wanted
 
 
@@ -27,7 +27,7 @@ def elements(
 ) -> NDArray[Any]:
     """Elements [start, stop) of a mapped tensor, row-major, flat, in its dtype.
 
-    Raises `CorruptManifest` by file where one became shorter, and errors of `files`.
+    Raises `CorruptManifest` for a file that became shorter, and errors of `files`.
     """
     boxes = flat_boxes(start, stop, mapped.spec.shape)
     decoder = _decoder_of_all(tensors, mapped) if len(boxes) == 1 else None
@@ -67,7 +67,7 @@ def fetched(
 
 
 def _decoder_of_all(tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTensor) -> Decoder | None:
-    """The decoder that makes a tensor as it is; None for one that is mapped in any way."""
+    """The decoder of a tensor used as it is; None if it is mapped in any way."""
     if len(mapped.moves) != 1:
         return None
     move, source = mapped.moves[0], tensors[mapped.moves[0].source]
@@ -92,7 +92,7 @@ def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any
 
 
 def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shape, into: NDArray[Any]) -> None:
-    """`fill`, of elements that are `step` apart: with those between them, in parts of about `SPAN_BYTES_MAX`."""
+    """`fill` with a step: reads the elements between, too, in parts of about `SPAN_BYTES_MAX`."""
     outer = next((d for d, (n, by) in enumerate(zip(box.shape, step, strict=True)) if n > 1 and by > 1), 0)
     spanned = [(n - 1) * by + 1 for n, by in zip(box.shape, step, strict=True)]
     row = prod(spanned[:outer]) * prod(spanned[outer + 1 :]) * step[outer] * dtypes.to_numpy(tensor.spec.dtype).itemsize
@@ -108,8 +108,8 @@ def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shap
 
 
 def assign(into: NDArray[Any], values: NDArray[Any], name: str) -> None:
-    """Copy values, converted to the other dtype; `StateMismatch` where that changes the kind of number, or a number does not
-    fit: it would become infinite, or NaN.
+    """Copy values, converted to the other dtype; `StateMismatch` if that changes the kind of number, or a number overflows
+    to infinity or NaN.
     """
     if into.dtype != values.dtype and (_whole_number(into.dtype) or _whole_number(values.dtype)):
         raise StateMismatch(f"tensor {name!r} cannot be converted from {values.dtype} to {into.dtype}", tensor=name)
@@ -138,7 +138,7 @@ def _whole_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _part(array: NDArray[Any], box: Box, step: Shape = ()) -> NDArray[Any]:
-    """A box of an array, as a view also where there are no dimensions; its elements may be `step` apart."""
+    """A box of an array as a view, also without dimensions; its elements may be `step` apart."""
     index: tuple[Any, ...] = (*box.slices, ...)
     if step:
         sides = zip(box.offset, box.shape, step, strict=True)
@@ -148,7 +148,7 @@ def _part(array: NDArray[Any], box: Box, step: Shape = ()) -> NDArray[Any]:
 
 
 def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: int) -> NDArray[Any]:
-    """A target's box with its dimensions as the source has them; the same memory.
+    """A view of a target's box with the source's order of dimensions.
 
     `...` ends each index, because an index without dimensions would give a copy of the element.
     """
@@ -159,7 +159,6 @@ def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: in
 
 
 def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
-    """Read a box that is inside a piece, in spans of at most `SPAN_BYTES_MAX`."""
     within = box.within(piece.box).offset
     first = piece.start + sum(i * step for i, step in zip(within, piece.strides, strict=True)) * dtype.itemsize
     direct = into.dtype == dtype and into.flags.c_contiguous and _row_major(piece.strides, box.shape)
@@ -179,7 +178,7 @@ def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: B
 
 
 def _spans(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Boxes that tile `shape`, each of which is read at once, with their first corners."""
+    """Boxes that tile `shape`, with their first corners; each is read at once."""
     waiting = [whole(shape)]
     while waiting:
         box = waiting.pop()

@@ -1,6 +1,6 @@
 """A plain Hugging Face model: safetensors files in one directory, with an index, numbered, or a single one.
 
-`hugging_face_names` says what is refused. Links of a hub's snapshot are followed when the directory is opened.
+`hugging_face_names` lists what is refused. Links of a hub's snapshot are followed when the directory is opened.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ _HINT = "pass the directory of a Hugging Face model with regular files"
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """Whether there are weights at all; `last`, since other programs leave files of this kind beside their own."""
+    """Whether there are weights at all; `last`, since other programs leave such files beside their own."""
     return any(name.endswith(_ENDING) for name in files.list(""))
 
 
 def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
-    """Every tensor of the model, from the files' headers; the index, where there is one, must say the same.
+    """Every tensor of the model, from the files' headers; an index must agree.
 
-    Raises `StateMismatch` for what is more than such a model, or other, and when headers and index disagree;
-    `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be true,
-    `LimitExceeded` for an asset that is too large.
+    Raises `StateMismatch` for anything beyond such a model, and if headers and index disagree; `InvalidRequest` if there is
+    no safetensors file, `CorruptManifest` for an invalid header or index, `LimitExceeded` for an asset that is too large.
     """
     names = files.list("")
     index = next(
@@ -109,7 +108,7 @@ _decode_index = decoder(_Index)
 
 
 def in_file(files: ForeignFiles, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
-    """The tensors of one safetensors file, from its header; errors by file. `why` it should be there."""
+    """The tensors of one safetensors file, from its header. `why` it is needed."""
     size = files.size(file)
     if size is None:
         raise file_signs.absent(files, file, why)
@@ -131,14 +130,14 @@ def in_file(files: ForeignFiles, file: str, group: str = GROUP, why: str = "") -
 
 
 class TakenTensors(NamedTuple):
-    """Tensors, and what was taken for granted of their dtypes."""
+    """Tensors, and assumptions about their dtypes."""
 
     tensors: tuple[ForeignTensor, ...]
     notes: tuple[str, ...]
 
 
 def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], options: ReadOptions) -> TakenTensors:
-    """Tensors of safetensors files, BF16 where integers are its bits; `StateMismatch` by name where that is not certain."""
+    """Tensors of safetensors files, BF16 where integers are its bits; `StateMismatch` if that is not certain."""
     tensors = tuple(found)
     stored = (sixteen_bits.StoredDtype(one.spec.name, one.spec.dtype, one.pieces[0].file) for one in tensors)
     dtype = sixteen_bits.taken_for_bfloat16(stored, config, options.int16)
@@ -148,7 +147,7 @@ def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], optio
 
 
 def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
-    """The plain files beside the weights whose names the format does not use itself."""
+    """The plain files beside the weights, except names of the format itself."""
     found = []
     for name in names:
         size = files.size(name)
@@ -163,8 +162,8 @@ def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def why_unused(files: ForeignFiles, name: str) -> str:
-    """Why a name beside the weights is not copied, if it is not one of the files that hold tensors. `StateMismatch`, by
-    path, for a directory with files that may.
+    """Why a name beside the weights is not copied, if it is not a file with tensors. `StateMismatch` for a directory that
+    may have some.
     """
     if files.size(name) is None:
         return directories.why_unused(files, name)

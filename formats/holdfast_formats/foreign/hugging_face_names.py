@@ -1,7 +1,7 @@
-"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
+"""Checks that a directory is a Hugging Face model and nothing else. Unknown content is refused, never skipped.
 
-Otherwise an import could commit weights that load wrong, or lose training state: weights transposed for another
-framework, quantised weights, optimizer state and masters.
+Otherwise an import could commit weights that load wrong, or lose training state: weights transposed for another framework,
+quantised weights, optimizer state and masters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ALONE = "to import the weights without it, put them into a separate directory, 
 
 
 def weights(names: Iterable[str]) -> list[str]:
-    """The safetensors files that are the model, where no index says which."""
+    """The safetensors files of the model if there is no index."""
     return [
         name
         for name in names
@@ -55,9 +55,9 @@ def weights(names: Iterable[str]) -> list[str]:
 
 
 def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...]:
-    """The files that hold the same weights once more, which nobody needs to read.
+    """Files that are copies of the same weights, which need no reading.
 
-    Raises `StateMismatch` for a file or directory that holds more of a training, or that nobody here understands.
+    Raises `StateMismatch` for a file or directory with more of a training, and for unknown ones.
     """
     known, copies = set(used), []
     for name in names:
@@ -81,7 +81,7 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...
 
 
 def check_shards(files: Sequence[str]) -> None:
-    """`StateMismatch` unless files that no index lists are one model: a single file, or all of its numbered ones."""
+    """`StateMismatch` unless files without an index are one model: a single file, or all of its numbered ones."""
     for file in files:
         if _ADAPTER.match(file):
             raise StateMismatch(f"{file} is an adapter, not a model", hint="merge it into its base model first", file=file)
@@ -98,7 +98,7 @@ def check_shards(files: Sequence[str]) -> None:
 
 
 def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
-    """`StateMismatch` for weights that lie as another framework wants them: Paddle, Flax and TensorFlow turn them round."""
+    """`StateMismatch` for weights in another framework's layout: Paddle, Flax and TensorFlow transpose them."""
     found = (metadata or {}).get("format")
     if found not in _FORMATS:
         raise StateMismatch(
@@ -109,7 +109,7 @@ def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
 
 
 def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, Any]) -> None:
-    """`StateMismatch` for numbers that are not what the model computes with, by the tensor's name and its file."""
+    """`StateMismatch` for values that the model does not compute with, by the tensor's name and its file."""
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
@@ -127,7 +127,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
 
 
 def read_config(source: ForeignFiles) -> Mapping[str, Any]:
-    """The model's config.json, nothing where there is none; `CorruptManifest` for one that cannot be read."""
+    """The model's config.json, empty without one; `CorruptManifest` if it cannot be read."""
     size = source.size(CONFIG)
     if size is None:
         if CONFIG in source.list(""):

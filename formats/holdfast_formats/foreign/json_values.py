@@ -1,6 +1,6 @@
 """Values of other programs as the JSON of state.json, and back: tuples, bytes, numbers that JSON lacks.
 
-The tags are those of `holdfast.tensors.json_values`, which a trainer's library reads and writes documents with.
+The tags are those of `holdfast.tensors.json_values`, by which the client reads and writes documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Other = Callable[[Trail, Any], Any]  # the JSON of a value of another type; rais
 
 
 def encode(value: Any, other: Other, trail: Trail = ()) -> Any:
-    """The JSON value that stands for `value`. What is no plain Python value is given to `other`, with the path to it.
+    """The JSON form of `value`. `other` converts values that are not plain Python, with the path to them.
 
     Raises `InvalidRequest`, with the path, for values nested too deeply.
     """
@@ -42,25 +42,24 @@ def encode(value: Any, other: Other, trail: Trail = ()) -> Any:
 
 
 def pairs(value: Mapping[Any, Any], other: Other, trail: Trail) -> list[list[Any]]:
-    """Keys and values as the tags of mappings have them."""
+    """Keys and values for the tags of mappings."""
     return [[encode(k, other, (*trail, repr(k)[:40])), encode(v, other, (*trail, str(k)[:80]))] for k, v in value.items()]
 
 
 def ordered(encoded: dict[str, Any]) -> dict[str, Any]:
-    """An object of JSON values that states the order of its keys, where that is not the sorted one."""
+    """A JSON object with the order of its keys, if that is not the sorted one."""
     keys = list(encoded)
     return encoded if keys == sorted(keys) else {**encoded, "$keys": keys}
 
 
 def path_of(trail: Trail) -> str:
-    """A path as people write it: `loader.order[3]`."""
     return "".join(step if step.startswith("[") else f".{step}" for step in trail).lstrip(".")
 
 
 def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
-    """The value that a JSON document stands for; `stored` is asked for what stands beside it, by kind and name.
+    """The value of a JSON document; `stored` returns what is beside it, by kind and name.
 
-    Raises `CorruptManifest` for what no document has, and `InvalidRequest` for tags of Python types that are not plain.
+    Raises `CorruptManifest` for an invalid document, and `InvalidRequest` for tags of Python types that are not plain.
     """
     if isinstance(encoded, list):
         return [decode(item, stored) for item in encoded]

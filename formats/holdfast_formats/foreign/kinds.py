@@ -1,4 +1,4 @@
-"""What a kind of foreign checkpoint is, and which kind a directory is. `known_kinds` has them all."""
+"""The kinds of foreign checkpoints, and detection of a directory's kind. `known_kinds` lists them all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
 
 
 class ReadOptions(NamedTuple):
-    """What a user may ask of an import: names and layouts as they are (`as_is`), Paddle's broken flat directories put
-    together (`assemble_flat`), 16-bit integers taken for what they are (`int16`, one of `sixteen_bits.WAYS`), the
-    number of ranks whose shards are there (`shards`).
+    """Options of an import: original names and layouts (`as_is`), joining of Paddle's broken flat directories
+    (`assemble_flat`), the meaning of 16-bit integers (`int16`, one of `sixteen_bits.WAYS`), the number of ranks with shards
+    (`shards`).
     """
 
     as_is: bool = False
@@ -23,9 +23,9 @@ class ReadOptions(NamedTuple):
 
 
 class ForeignKind(NamedTuple):
-    """A kind of checkpoint: its name as `--from` takes it, what people call it, how it is recognised (by names of files and
-    headers, never by loading), and how it is read. A kind that others extend is the `last` choice: it is not asked for a
-    directory that another one recognises.
+    """A kind of checkpoint: its name for `--from`, its description, how it is recognised (by names of files and headers,
+    never by loading), and how it is read. A kind that others extend is the `last` choice, if no other recognises the
+    directory.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ForeignKind(NamedTuple):
 def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     """The kind of a directory, or the `wanted` one.
 
-    Raises `InvalidRequest` for a kind that does not exist, `StateMismatch` where none fits, or more than one.
+    Raises `InvalidRequest` for an unknown kind, `StateMismatch` if none fits, or more than one.
     """
     if wanted is not None:
         found = [kind for kind in kinds if kind.name == wanted]

@@ -1,4 +1,4 @@
-"""All kinds of foreign checkpoints that an import understands. A new one is a line here."""
+"""All kinds of foreign checkpoints that an import supports. A new one is a line here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a foreign checkpoint contains: its tensors, where their elements stand in which file, and the use of every file.
+"""The contents of a foreign checkpoint: its tensors, the places of their elements in files, and the use of every file.
 
-An adapter (one module for each kind of checkpoint) turns a directory into a `ForeignListing` and reads no tensor for it.
-Whatever it does not understand it refuses by file and key: nothing is skipped without a reason in `files`.
+An adapter (one module for each kind of checkpoint) turns a directory into a `ForeignListing` without reading tensors. It
+refuses unknown content by file and key: nothing is skipped without a reason in `files`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ class ForeignFiles(Protocol):
 
 
 class TensorKey(NamedTuple):
-    """A tensor's group and its name."""
-
     group: str
     name: str
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether a tensor is no weight: it belongs to one rank's process, or to a value that a module keeps beside them."""
+    """Whether a tensor is no weight: it belongs to one rank's process, or is a module's value beside the weights."""
     return _OF_RANK.match(name) is not None
 
 
 class StoredMember(NamedTuple):
-    """A member of a zip file: its name there, its bytes in the file, and the CRC-32 that the zip file states of them."""
+    """A member of a zip file: its name, its bytes in the file, and its stated CRC-32."""
 
     name: str
     start: int
@@ -60,10 +58,10 @@ class StoredMember(NamedTuple):
 
 
 class ForeignPiece(NamedTuple):
-    """A box of a tensor, and where it stands: the byte of its first element, and the step of each dimension in elements.
+    """A box of a tensor, and its place: the byte of its first element, and the step of each dimension in elements.
 
-    Steps are not negative. `strides` of a row-major piece are `layout.parts.strides(box.shape)`. `member` is the one of a
-    zip file that holds it, if its CRC-32 is known.
+    Steps are not negative. `strides` of a row-major piece are `layout.parts.strides(box.shape)`. `member` is its zip member,
+    if the CRC-32 is known.
     """
 
     file: str
@@ -77,14 +75,14 @@ class FetchBox(Protocol):
     """Reads a box of a stored tensor."""
 
     def __call__(self, tensor: ForeignTensor, box: Box, into: NDArray[Any] | None = None, /) -> NDArray[Any]:
-        """The box, in the tensor's dtype: `into`, if an array of the box's shape and that dtype is given, or a new array."""
+        """The box, in the tensor's dtype: in `into`, if an array of that shape and dtype is given, or a new array."""
 
 
 class Decoder(Protocol):
     """Computes a tensor's values from other stored tensors: those of a quantised optimizer, say.
 
-    One whose values do not follow from its type and its inputs alone has an attribute `terms`, whose `repr` says from what;
-    one that computes stretches in order, and none of them better for being long, has `band_bytes`, how many to ask for.
+    One whose values depend on more than its type and inputs has an attribute `terms`, whose `repr` identifies the rest. One
+    that must compute in order, in short ranges, has `band_bytes`, the bytes to request at once.
     """
 
     @property
@@ -96,10 +94,10 @@ class Decoder(Protocol):
 
 
 class ForeignTensor(NamedTuple):
-    """A tensor of a foreign checkpoint as a whole, in the layout that it has there.
+    """A whole tensor of a foreign checkpoint, in its original layout.
 
     The dtype of `spec` is that of its values: bfloat16 that numpy stored as U16 is BF16. `pieces` tile it exactly, or are
-    empty where `decoder` computes it. `copies` are pieces that must hold the same bytes as these.
+    empty if `decoder` computes it. `copies` are pieces that must hold the same bytes.
     """
 
     spec: TensorSpec
@@ -116,7 +114,7 @@ Use = Literal["tensors", "asset", "state", "signal", "unused"]
 
 
 class FileUse(NamedTuple):
-    """What became of a source file. `unused` needs a reason, which people read: why no state of the training is lost."""
+    """The use of a source file. `unused` needs a reason for the report: why no training state is lost."""
 
     file: str
     use: Use
@@ -126,7 +124,7 @@ class FileUse(NamedTuple):
 class ForeignListing(NamedTuple):
     """All of a foreign checkpoint. `documents` are JSON values by group and key, for state.json; `assets` are copied.
 
-    `notes` say what was decoded, or taken for granted, in sentences for the report.
+    `notes` are sentences for the report on decoding and assumptions.
     """
 
     kind: str
@@ -135,5 +133,5 @@ class ForeignListing(NamedTuple):
     documents: Mapping[str, Mapping[str, Any]] = {}
     assets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    step: int | None = None  # of the training, where the checkpoint says it
+    step: int | None = None  # of the training, if the checkpoint has it
     made_assets: Mapping[str, bytes] = {}  # files to write that are translated from the source's own, by name

@@ -1,8 +1,8 @@
 """Maps tensors of one checkpoint to those of another: which box of which source fills which box of a target.
 
-A move covers what formats differ in: names, transposition, concatenation, splits, fused and stacked tensors, slices and
-padding, and rows that are interleaved. A target's dtype may differ from its sources'; floating-point values are then rounded
-to the nearest, ties to even.
+A move covers the differences of formats: names, transposition, concatenation, splits, fused and stacked tensors, slices and
+padding, and interleaved rows. A target's dtype may differ from its sources'; floating-point values are then rounded to the
+nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class BoxMove(NamedTuple):
-    """`box` of the source goes to the box `target`. The target's dimension d is the source's dimension `axes[d]`; None is
-    a dimension of one that the source lacks. A source dimension that no axis names has one element in `box`.
+    """`box` of the source goes to the box `target`. The target's dimension d is the source's dimension `axes[d]`; None is a
+    dimension of size one that the source lacks. A source dimension that no axis names has one element in `box`.
 
-    `step` and `target_step` are the distances between the elements of a box in each dimension; empty, and usually, all 1.
+    `step` and `target_step` are the distances between the elements of a box in each dimension; empty, as usual, means all 1.
     """
 
     source: TensorKey
@@ -37,7 +37,7 @@ class BoxMove(NamedTuple):
 
 
 class MappedTensor(NamedTuple):
-    """A tensor that is made of others. Elements that no move fills are zeros, and only allowed with `padded`."""
+    """A tensor that is made of others. Unfilled elements are zeros, and only allowed with `padded`."""
 
     spec: TensorSpec
     moves: tuple[BoxMove, ...]
@@ -49,7 +49,7 @@ class MappedTensor(NamedTuple):
 
 
 def same(tensor: ForeignTensor, key: TensorKey | None = None, dtype: str | None = None) -> MappedTensor:
-    """The tensor as it is, under another key or in another dtype perhaps."""
+    """The unchanged tensor, with an optional other key or dtype."""
     return permuted(tensor, tuple(range(len(tensor.spec.shape))), key, dtype)
 
 
@@ -65,7 +65,7 @@ def permuted(
 
 
 def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None:
-    """`StateMismatch`, by name, unless the moves fill the tensor exactly once, from boxes that the sources have."""
+    """`StateMismatch` unless the moves fill the tensor exactly once, from boxes that the sources have."""
     name, shape = mapped.spec.name, mapped.spec.shape
     for move in mapped.moves:
         if move.source not in sources:
@@ -88,7 +88,7 @@ def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None
 
 
 def narrowed(move: BoxMove, box: Box) -> BoxMove | None:
-    """The share of a move that fills `box` of the target; None if it fills nothing of it."""
+    """The share of a move that fills `box` of the target, if any."""
     if move.stepped:
         return _narrowed_steps(move, box)
     common = intersect(move.target, box)
@@ -103,7 +103,7 @@ def narrowed(move: BoxMove, box: Box) -> BoxMove | None:
 
 
 def drawn(move: BoxMove, box: Box) -> BoxMove | None:
-    """The share of a move that comes out of `box` of the source; None if nothing of it does."""
+    """The share of a move that reads `box` of the source, if any."""
     axes = tuple(move.axes.index(d) if d in move.axes else None for d in range(len(move.box.shape)))
     back = narrowed(BoxMove(move.source, move.target, move.box, axes, move.target_step, move.step), box)
     return None if back is None else move._replace(box=back.target, target=back.box)
@@ -139,10 +139,10 @@ def _spanned(box: Box, steps: Shape) -> Box:
 
 
 def _plain_targets(moves: Sequence[BoxMove]) -> list[Box]:
-    """Boxes that overlap if targets do, and no others.
+    """Boxes that overlap if and only if the targets do.
 
-    Where all targets have the same steps, a dimension of step s becomes two, of an element's place ÷ s and of the rest.
-    Where they differ, each stepped dimension is cut into its elements.
+    If all targets have the same steps, a dimension of step s becomes two, of an element's place ÷ s and of the rest.
+    Otherwise each stepped dimension is cut into its elements.
     """
     if not any(move.target_step for move in moves):
         return [move.target for move in moves]

@@ -1,7 +1,7 @@
-"""How optimizer state of other programs is stored here, so that a torch trainer's `restore()` resumes from it.
+"""Optimizer state of other programs in the form from which a torch trainer's `restore()` resumes.
 
 Tensors are `NAME/exp_avg`, `NAME/exp_avg_sq` and `NAME/step` (F32, no dimension) in group `optim`, in the weights' names and
-layout; masters are `NAME` in group `master`. The document below belongs to them (key `optimizer`, as trainers name it).
+layout; masters are `NAME` in group `master`. Their document has the key `optimizer`, the usual name in trainers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MASTER_KEYS = frozenset(
 
 
 def document(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> dict[str, Any]:
-    """The optimizer's document, for `documents["optim"]["optimizer"]`: for each group of parameters, their names and its
-    hyper-parameters, of which a trainer keeps its own where none are given.
+    """The optimizer's document, for `documents["optim"]["optimizer"]`: the parameter names and hyper-parameters of each
+    group. Without hyper-parameters, a trainer keeps its own.
     """
     made = {names[0]: _ordered({"params": list(names), **hyper}) for names, hyper in groups if names}
     return {
@@ -47,5 +47,4 @@ def document(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> dict[
 
 
 def _ordered(held: dict[str, Any]) -> dict[str, Any]:
-    """An object that states its order, where that is not the sorted one."""
     return held if list(held) == sorted(held) else {"$keys": list(held), **held}

@@ -1,4 +1,4 @@
-"""An adapter as PEFT saves it: `adapter_model.safetensors` or `.bin` beside `adapter_config.json`."""
+"""A PEFT adapter: `adapter_model.safetensors` or `.bin` beside `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """By its configuration and its weights."""
     return files.size(CONFIG) is not None and any(files.size(name) is not None for name in (SAFE, PICKLED))
 
 
 def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     """The adapter's tensors under PEFT's names, in group `adapter`; its configuration is an asset.
 
-    Raises `StateMismatch` for what is no part of an adapter, `CorruptManifest` for a configuration that cannot be read.
+    Raises `StateMismatch` for other content, `CorruptManifest` for an unreadable configuration.
     """
     names = files.list("")
     _check_config(files)

@@ -1,4 +1,4 @@
-"""Writes pickles: plain values, and objects of classes that are only named. Nothing is imported, and nothing is called.
+"""Writes pickles: plain values, and objects of named classes. Nothing is imported, and nothing is called.
 
 The opcodes are those of protocol 2, which every reader of torch's files knows; bytes raise it to 3.
 """
@@ -21,7 +21,7 @@ class NamedGlobal(NamedTuple):
 
 
 class GlobalCall(NamedTuple):
-    """What a global returns for these arguments, once it is loaded."""
+    """The result of a global for these arguments, computed by the reader."""
 
     function: NamedGlobal
     arguments: tuple[Any, ...]
@@ -35,7 +35,7 @@ class MadeObject(NamedTuple):
 
 
 class PersistentId(NamedTuple):
-    """Something that the reader finds elsewhere by this identifier, as torch finds storages."""
+    """A reference that the reader resolves, as torch finds storages."""
 
     identifier: Any
 
@@ -47,14 +47,14 @@ class ObjectKeys(NamedTuple):
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of a value; `InvalidRequest` for a type that it does not know, and for values nested too deeply."""
+    """The pickle of a value; `InvalidRequest` for an unknown type, and for values nested too deeply."""
     writer = _PickleWriter()
     writer.write(value, 0)
     return b"\x80" + bytes((writer.protocol,)) + bytes(writer.made) + b"."
 
 
 class _PickleWriter:
-    """Writes one pickle. Names and texts are written once, and referred to after that."""
+    """Writes one pickle. Names and texts are memoized."""
 
     def __init__(self) -> None:
         self.made, self.protocol = bytearray(), 2

@@ -1,11 +1,11 @@
-"""Reads pickles and torch files without running anything of them: the one door for all that is pickled.
+"""Reads pickles and torch files without running anything in them: the only entry point for pickled data.
 
-Containers, numbers and texts become Python's own values. Arrays, tensors and bytes objects become their places in the
-file: their bytes are never read here. Objects of classes that the caller allows become inert records. Any other class or
-function, and any opcode, depth or size over a limit is refused by file and byte. A process needs less than 256 MiB for
-it, whatever the file. What is returned contains no value within itself, and a walk through it is short.
+Containers, numbers and texts become Python's own values. Arrays, tensors and bytes objects become their places in the file:
+their bytes are never read here. Objects of classes that the caller allows become inert records. Any other class or function,
+and any opcode, depth or size over a limit is refused by file and byte. Memory use is below 256 MiB for any file. Results
+contain no cycles, and are quick to walk through.
 
-Errors are `StateMismatch` for what is not read, `LimitExceeded`, and `CorruptManifest` for files that are cut off.
+Errors are `StateMismatch` for unsupported content, `LimitExceeded`, and `CorruptManifest` for truncated files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_pickle(files: ForeignFiles, path: str, allowed: Collection[str] = ()) -
 def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None) -> Any:
     """The value of a file of `torch.save`, a zip file or in the older form; `allowed` as of `read_pickle`.
 
-    `at` is the first byte and the length of a zip file that is a part of the file.
+    `at` is the first byte and the length of a zip file inside the file.
     """
     size = _size(files, path)
     start, length = (0, size) if at is None else at

@@ -1,7 +1,7 @@
-"""Which 16-bit integers of a checkpoint are the bits of bfloat16. numpy has no such dtype, and writes them as integers.
+"""Decides whether a checkpoint's 16-bit integers are the bits of bfloat16, which numpy lacks and writes as integers.
 
-The checkpoint itself decides: a program that wrote BF16 as such has no need of integers for it, and Paddle has no U16 other
-than these bits. Where nothing decides, the user does (`--int16`).
+The checkpoint itself decides: a program that wrote BF16 needs no integers for it, and Paddle uses U16 for nothing else.
+Otherwise the user decides (`--int16`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HINT = f"say what they are: `import --int16 {INTEGERS}` keeps them, `--int16 {B
 
 
 class StoredDtype(NamedTuple):
-    """The dtype that a file says of a tensor."""
+    """A tensor's dtype in its file."""
 
     name: str
     dtype: str
@@ -29,9 +29,9 @@ class StoredDtype(NamedTuple):
 def taken_for_bfloat16(
     stored: Iterable[StoredDtype], config: Mapping[str, Any], way: str | None, *, of_paddle: bool = False
 ) -> str | None:
-    """The integer dtype whose tensors are bfloat16; None if there is none. `config` is the model's config.json.
+    """The integer dtype whose tensors are bfloat16, if there is one. `config` is the model's config.json.
 
-    `StateMismatch`, by tensor and file, where neither the checkpoint nor `way` (one of `WAYS`) says it.
+    `StateMismatch` if neither the checkpoint nor `way` (one of `WAYS`) decides.
     """
     first: dict[str, StoredDtype] = {}
     for one in stored:
@@ -53,7 +53,6 @@ def taken_for_bfloat16(
 
 
 def with_bfloat16(tensor: ForeignTensor, dtype: str | None) -> ForeignTensor:
-    """The tensor as BF16, if it is of the integer `dtype`, which has the same width."""
     if tensor.spec.dtype != dtype:
         return tensor
     spec = tensor.spec
@@ -61,12 +60,12 @@ def with_bfloat16(tensor: ForeignTensor, dtype: str | None) -> ForeignTensor:
 
 
 def note(dtype: str) -> str:
-    """What the report says of integers that were taken for bfloat16."""
+    """The note about integers that were read as bfloat16."""
     return f"bfloat16 was stored as {dtype}, its bits"
 
 
 def _says_bfloat16(config: Mapping[str, Any]) -> bool:
-    """Whether a model, or one of those that it is made of, is in bfloat16 by its config.json."""
+    """Whether config.json states bfloat16 for the model or one of its parts."""
     parts = [config, *(one for one in config.values() if isinstance(one, Mapping))]
     return any(str(one.get(key)).endswith(BFLOAT16) for one in parts for key in ("dtype", "torch_dtype"))
 

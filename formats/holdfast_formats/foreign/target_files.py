@@ -1,4 +1,4 @@
-"""The files that an import, an export or a conversion writes: each of literal bytes and of tensors, at places known before.
+"""The files of an import, export or conversion: each of literal bytes and tensors, at places known beforehand.
 
 One executor writes them all (`holdfast_service.daemon.copying.streaming`), file by file.
 """
@@ -30,8 +30,8 @@ class StreamedTensor(NamedTuple):
 class TargetFile(NamedTuple):
     """A file of `bytes` bytes; its name is a path below the target directory.
 
-    `sealed` gives literals that depend on the tensors' bytes, by the CRC-32 (zip's) of each; their number and lengths do
-    not depend on them.
+    `sealed` computes literals that depend on the tensors' bytes, from the CRC-32 (zip's) of each; their number and lengths
+    are fixed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TargetFile(NamedTuple):
 
 
 def check(file: TargetFile) -> None:
-    """`InvalidRequest` unless literals and tensors follow each other without a gap from first byte to last."""
+    """`InvalidRequest` unless literals and tensors tile the file."""
     crcs = {tensor.mapped.key: 0 for tensor in file.tensors}
     literals = (*file.literals, *(file.sealed(crcs) if file.sealed is not None else ()))
     spans = [(one.start, one.start + len(one.data)) for one in literals]

@@ -1,8 +1,8 @@
 """The state dict of a torch optimizer, beside the model's in the same file, by the names of the parameters.
 
-It numbers parameters in the order in which the optimizer was given them, and has their names only if it was given these.
-Without names, one group of as many parameters as the model has tensors, each with state of that tensor's shape, is what
-`model.parameters()` gives. Anything else could be another order, and is refused.
+It numbers parameters in the optimizer's order, and has their names only if the optimizer was given them. Without names, one
+group of as many parameters as the model has tensors, each with state of that tensor's shape, must be `model.parameters()`.
+Anything else could have another order, and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HINT = (
 
 
 class TorchOptimizer(NamedTuple):
-    """The tensors and the document of an optimizer, and a note of what was taken for granted."""
+    """The tensors and the document of an optimizer, and a note about assumptions."""
 
     tensors: tuple[ForeignTensor, ...]
     document: dict[str, Any]
@@ -39,7 +39,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, key: str) -> TorchOptimizer:
-    """The optimizer under `key` of a file. `StateMismatch`, by key, where its parameters have no certain names."""
+    """The optimizer under `key` of a file. `StateMismatch` if its parameters' names are not certain."""
     groups, state = value[_GROUPS], value[_STATE]
     fits = isinstance(groups, list) and isinstance(state, dict) and all(isinstance(held, dict) for held in state.values())
     if not fits or not all(isinstance(group, dict) and isinstance(group.get(_PARAMS), list) for group in groups):
@@ -92,7 +92,7 @@ def _in_order(
 def _placed(
     state: Mapping[ForeignTensor, Mapping[Any, Any]], document: dict[str, Any], file: str, key: str
 ) -> list[ForeignTensor]:
-    """The tensors of the state; what is no tensor goes into the document."""
+    """The tensors of the state; other values go into the document."""
     tensors: list[ForeignTensor] = []
     kept: dict[str, Any] = {}
     masters: dict[str, list[str]] = {}
@@ -116,5 +116,4 @@ def _placed(
 
 
 def refused(file: str, key: str, what: str) -> CheckpointError:
-    """Why an optimizer is not imported, by the file and its key there."""
     return torch_values.mismatch(file, key, f"has the optimizer {key!r}, which {what}", _HINT)

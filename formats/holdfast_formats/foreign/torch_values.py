@@ -14,7 +14,6 @@ from holdfast_formats.tensors import TensorSpec
 
 
 def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
-    """A pickled tensor as a whole one of this name."""
     spec = TensorSpec(group, name, array.dtype, array.shape)
     spec.check()
     piece = ForeignPiece(array.file, array.offset, whole(array.shape), array.strides, array.member)
@@ -22,7 +21,7 @@ def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
 
 
 def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
-    """The tensors of a state dict; `StateMismatch`, by key and file, where there is anything but tensors by names."""
+    """The tensors of a state dict; `StateMismatch` if it has anything but tensors by name."""
     if not isinstance(value, dict):
         raise mismatch(file, "", f"holds a {_kind(value)} and not a state dict")
     found = []
@@ -37,7 +36,7 @@ def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
 
 
 def plain(value: Any, file: str, key: str) -> Any:
-    """The JSON of a plain Python value; `StateMismatch`, by key and file, for anything else."""
+    """The JSON of a plain Python value; `StateMismatch` for anything else."""
 
     def other(trail: json_values.Trail, inner: Any) -> Any:
         path = json_values.path_of((key, *trail))
@@ -50,7 +49,7 @@ def plain(value: Any, file: str, key: str) -> Any:
 
 
 def integer(held: Mapping[Any, Any], key: str, file: str) -> int:
-    """A number that must be there; `StateMismatch` by key and file."""
+    """A required number; `StateMismatch` by key and file."""
     value = held.get(key)
     if type(value) is not int or value < 0:
         raise mismatch(file, key, f"has no number {key!r}")
@@ -58,7 +57,6 @@ def integer(held: Mapping[Any, Any], key: str, file: str) -> int:
 
 
 def mismatch(file: str, key: str, what: str, hint: str = "") -> CheckpointError:
-    """What of a file does not fit, by file and key."""
     hint = hint or "take it out of the file with the program that wrote it, and save the rest"
     return StateMismatch(f"{file} {what}", hint=hint, file=file, **({"tensor": key} if key else {}))
 

@@ -39,9 +39,9 @@ def recognises_file(files: ForeignFiles) -> bool:
 
 
 def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
-    """Every tensor of the model; the index, where there is one, must say the same.
+    """Every tensor of the model; an index must agree.
 
-    Raises `StateMismatch` for what is more than such a model, or other, and `CorruptManifest` for files that are cut off.
+    Raises `StateMismatch` for anything beyond such a model, and `CorruptManifest` for truncated files.
     """
     names = files.list("")
     index = _weight_map(files) if INDEX in names else None
@@ -64,8 +64,8 @@ def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
-    """The tensors of a state dict, which may be nested under one of the usual names; beside it may be a torch optimizer's,
-    and other tensors and plain values, which become documents. Raises `StateMismatch`, by key, for anything else.
+    """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
+    tensors and plain values, which become documents. Raises `StateMismatch` for anything else.
     """
     found = _bare(files.list(""))
     if len(found) != 1:
@@ -91,7 +91,7 @@ def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 def _with_values(
     files: ForeignFiles, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
 ) -> ForeignListing:
-    """The listing with an optimizer, and the tensors and plain values that stand beside the model."""
+    """The listing with an optimizer, tensors and plain values that are beside the model."""
     found = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
     if len(found) > 1:
         second = found[1][0]
@@ -133,7 +133,7 @@ def _optimizers_in(key: Any, value: Any) -> list[Any]:
 def _listing(
     kind: ForeignKind, files: ForeignFiles, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
 ) -> ForeignListing:
-    """The listing, with every file of the directory and what becomes of it."""
+    """The listing, with the use of every file of the directory."""
     names = files.list("")
     copies = hugging_face_names.check_names(names, used)
     placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
@@ -149,12 +149,12 @@ def _listing(
 
 
 def _bare(names: Iterable[str]) -> list[str]:
-    """Torch files that are not known to hold anything but weights."""
+    """Torch files that may hold more than weights."""
     return [name for name in names if _BARE.fullmatch(name) and name not in _NO_WEIGHTS]
 
 
 def _check_numbers(weights: Sequence[str]) -> None:
-    """`StateMismatch` unless files that no index lists are a single one, or all of the numbered ones."""
+    """`StateMismatch` unless files without an index are a single one, or all of the numbered ones."""
     if len(weights) == 1 and "-of-" not in weights[0]:
         return
     if sorted(weights) != [f"pytorch_model-{n:05}-of-{len(weights):05}.bin" for n in range(1, len(weights) + 1)]:

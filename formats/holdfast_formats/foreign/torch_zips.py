@@ -1,7 +1,7 @@
 """Torch's files as zips: the bytes before and after a tensor's elements, which are streamed between them.
 
-As `torch.save` has them, the records are stored uncompressed, the elements begin at a multiple of 64 bytes, and their CRC-32
-stands behind them.
+As in `torch.save`, the records are stored uncompressed, the elements begin at a multiple of 64 bytes, and their CRC-32
+follows them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_formats.tensors import TensorSpec
 
 ALIGNMENT_BYTES = 64
 ROOT = "archive"
-_LONG = 0xFFFFFFFF  # a size that stands in a zip64 field
+_LONG = 0xFFFFFFFF  # marks a size in a zip64 field
 _RECORDS = {"version": b"3\n", "byteorder": b"little"}
 
 _STORAGES = {
@@ -59,7 +59,7 @@ TORCH_DTYPES = {
 
 
 class _Record(NamedTuple):
-    """A record of a zip, from byte `start` on. If it is `described`, its CRC-32 follows its data."""
+    """A record of a zip, from byte `start` on. `described`: its CRC-32 follows its data."""
 
     name: str
     size: int
@@ -75,7 +75,6 @@ class _Record(NamedTuple):
         return b"PK\x03\x04" + self._header(known, len(extra)) + self._path + extra
 
     def entry(self, crc: int) -> bytes:
-        """The record in the zip's directory."""
         extra, shown = self._long_sizes(), min(self.size, _LONG)
         fields = struct.pack("<H", self._version) + self._header((crc, shown, shown), len(extra))
         return b"PK\x01\x02" + fields + struct.pack("<HHHII", 0, 0, 0, 0, self.start) + self._path + extra
@@ -113,11 +112,10 @@ class ZipAround(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of the whole zip."""
         return len(self.head) + self.data_bytes + self.tail_bytes
 
     def tail(self, crc: int) -> bytes:
-        """What follows the data, by their CRC-32."""
+        """The bytes after the data, which include their CRC-32."""
         described = self.last.descriptor(crc)
         directory = b"".join((*self.entries, self.last.entry(crc)))
         at, count = len(self.head) + self.data_bytes + len(described), len(self.entries) + 1
@@ -130,12 +128,11 @@ class ZipAround(NamedTuple):
 
 
 def of_tensor(spec: TensorSpec) -> ZipAround:
-    """The zip of a row-major tensor, as `torch.save` writes it. Raises `InvalidRequest` for a dtype that torch lacks."""
+    """The zip of a row-major tensor, as `torch.save` writes it. `InvalidRequest` for a dtype that torch lacks."""
     return _around({"data.pkl": pickle_writer.dumps(_tensor(spec)), **_RECORDS}, "data/0", spec.nbytes)
 
 
 def of_value(value: Any) -> bytes:
-    """The zip of a value without tensors: anything that `pickle_writer` writes."""
     pickled = pickle_writer.dumps(value)
     around = _around(_RECORDS, "data.pkl", len(pickled))
     return around.head + pickled + around.tail(zlib.crc32(pickled))

@@ -45,8 +45,6 @@ class _Leaf(NamedTuple):
 
 
 class _Json(NamedTuple):
-    """A value that is JSON already."""
-
     value: Any
 
 
@@ -62,9 +60,9 @@ class StateDictArrangement:
         self._weights: set[str] = set()
 
     def arrange(self) -> int | None:
-        """Put everything into the gathered listing. Returns the step of the training, where an entry says it.
+        """Put everything into the gathered listing. Returns the step of the training, if an entry has it.
 
-        Raises `StateMismatch` where no key is known as a model's, with what to do.
+        Raises `StateMismatch`, with a hint, if no key is a known name of a model.
         """
         leaves = self._leaves()
         flat = self._flat_model(leaves)
@@ -81,7 +79,7 @@ class StateDictArrangement:
         return self._step()
 
     def as_is(self) -> None:
-        """Every tensor under its own key as a model's, and every value under its own key."""
+        """List every tensor under its own key as a model's, and every value under its own key."""
         for fqn in self._saved.tensors:
             self._tensor(MODEL, fqn, fqn)
         for fqn in self._saved.values:
@@ -101,8 +99,8 @@ class StateDictArrangement:
         return [leaf._replace(path=leaf.path[1:]) if leaf.path[0] == key and len(leaf.path) > 1 else leaf for leaf in found]
 
     def _optimizer_apart(self, leaves: list[_Leaf]) -> list[_Leaf]:
-        """The leaves, with the joined keys of an optimizer that stand among the weights, as in `{**model, **optimizer}`,
-        under a key of their own. They are an optimizer's if its groups have the names of weights.
+        """Move the joined keys of an optimizer that are among the weights, as in `{**model, **optimizer}`, under a separate
+        key. They are an optimizer's if its groups have the names of weights.
         """
         top = {leaf.fqn for leaf in leaves if len(leaf.path) == 1}
         joined = {fqn for fqn in top if fqn.startswith(optimizers.JOINED)}
@@ -118,13 +116,13 @@ class StateDictArrangement:
         return [leaf._replace(path=(key, leaf.fqn)) if leaf.fqn in moved else leaf for leaf in leaves]
 
     def _path(self, fqn: str) -> Path:
-        """The path of a key. Planners that do not flatten note none; then only an optimizer's joined keys are told apart."""
+        """The path of a key. Planners that do not flatten record none; then only joined optimizer keys are recognised."""
         known = self._saved.paths.get(fqn)
         joined = None if known else _JOINED.fullmatch(fqn)
         return known or (fqn,) if joined is None else (joined[1], joined[2])
 
     def _flat_model(self, leaves: list[_Leaf]) -> list[str]:
-        """The tensors at the top, if they are the model: no key is one, and they do not merely stand beside mappings."""
+        """The tensors at the top, if they are the model: no key is one, and they are not merely beside mappings."""
         tensors = [leaf for leaf in leaves if leaf.fqn in self._saved.tensors]
         below = {str(leaf.path[0]) for leaf in tensors if len(leaf.path) > 1}
         top = [leaf.fqn for leaf in tensors if len(leaf.path) == 1]
@@ -163,7 +161,7 @@ class StateDictArrangement:
             self._extra(top, leaves)
 
     def _take_optimizer(self, top: str, found: SavedOptimizer) -> SavedOptimizer | str:
-        """Store the state of an optimizer; the reason why it cannot be."""
+        """Store the state of an optimizer; returns the reason if it is impossible."""
         groups = self._groups(top, found)
         if isinstance(groups, str):
             return groups
@@ -270,7 +268,7 @@ class StateDictArrangement:
 
 
 def _stepped(leaves: list[_Leaf], names: set[str]) -> bool:
-    """Whether an optimizer's state is of one of these tensors, which are weights then."""
+    """Whether an optimizer's state belongs to one of these tensors, which then are weights."""
     for _, head, *rest in (leaf.path for leaf in leaves if len(leaf.path) > 1 and str(leaf.path[0]).startswith(_OPTIMIZER)):
         joined = not rest and str(head).startswith(optimizers.JOINED)
         owner = optimizers.owner(str(head), names) if joined else rest[0] if rest and head == optimizers.STATE else None
@@ -283,7 +281,7 @@ _AS_IS = "--as-is takes all tensors under their own keys; or save the model unde
 
 
 def _put(root: dict[str, Any], path: Path, value: Any, fqn: str) -> None:
-    """Set a value at its path; lists on the way grow. `StateMismatch`, by key, for paths that contradict each other."""
+    """Set a value at its path; lists grow as needed. `StateMismatch`, by key, for contradictory paths."""
     at: Any = root
     for position, key in enumerate(path):
         if isinstance(key, int) and isinstance(at, list) and key < len(at) + 2**16:

@@ -20,7 +20,7 @@ _UNFINISHED = "it was left by a save that did not end"
 
 
 def walk(files: ForeignFiles, directory: str = "", depth: int = 0) -> Iterator[str]:
-    """The paths of all files. Raises `LimitExceeded` for directories that no checkpoint has."""
+    """The paths of all files. Raises `LimitExceeded` for too many or too deep directories."""
     for position, name in enumerate(files.list(directory)):
         path = f"{directory}/{name}" if directory else name
         if position > FILES_MAX or depth > DEPTH_MAX:
@@ -32,7 +32,7 @@ def walk(files: ForeignFiles, directory: str = "", depth: int = 0) -> Iterator[s
 
 
 def uses(files: ForeignFiles, saved: SavedState, directory: str, known: Mapping[str, FileUse]) -> tuple[FileUse, ...]:
-    """The use of every file. `known` are those that were read besides the metadata and what it names."""
+    """The use of every file. `known` are those read besides the metadata and its files."""
     of_tensors = {chunk.at.file for tensor in saved.tensors.values() for chunk in tensor.chunks}
     of_values = {at.file for at in saved.values.values()}
     found: list[FileUse] = []
@@ -47,7 +47,6 @@ def uses(files: ForeignFiles, saved: SavedState, directory: str, known: Mapping[
 
 
 def assets(found: tuple[FileUse, ...]) -> tuple[str, ...]:
-    """The files that are copied."""
     return tuple(use.file for use in found if use.use == "asset")
 
 

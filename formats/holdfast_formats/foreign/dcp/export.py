@@ -24,15 +24,13 @@ _STORAGE_INFO = NamedGlobal(f"{_PACKAGE}.filesystem._StorageInfo")
 
 
 class DcpExport(NamedTuple):
-    """The files of a DCP directory, `.metadata` as the last, and the key and the reason of what it does not have."""
+    """The files of a DCP directory, `.metadata` as the last, and each omitted key with the reason."""
 
     files: tuple[TargetFile, ...]
     left_out: tuple[tuple[str, str], ...]
 
 
 class _Entry(NamedTuple):
-    """Where an entry of the state dict is stored."""
-
     leaf: ExportedLeaf
     file: str
     start: int
@@ -47,7 +45,7 @@ def target_files(
 ) -> DcpExport:
     """Plan the files for tensors by their keys and for the JSON documents of state.json by group and key.
 
-    Raises `InvalidRequest` for an unknown layout, and `StateMismatch` for two entries of one key.
+    Raises `InvalidRequest` for an unknown layout, and `StateMismatch` for duplicate keys.
     """
     held = {tensor.key: tensor for tensor in tensors}
     left_out = [
@@ -72,7 +70,7 @@ def target_files(
 
 
 class _Files:
-    """Fills files one after the other, each of at most `file_bytes_max` bytes if it has more than one entry."""
+    """Fills files in turn, each of at most `file_bytes_max` bytes if it has more than one entry."""
 
     def __init__(self, file_bytes_max: int) -> None:
         self.entries: list[_Entry] = []

@@ -1,4 +1,4 @@
-"""The keys that a checkpoint's tensors and values have in a DCP state dict, for each layout of an export."""
+"""The keys of a checkpoint's tensors and values in a DCP state dict, for each layout of an export."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differe
 
 
 class ExportedLeaf(NamedTuple):
-    """An entry of a flattened state dict: a tensor, or else a value."""
-
     path: Path
     tensor: MappedTensor | None
     value: Any = None
@@ -33,22 +31,20 @@ class ExportedLeaf(NamedTuple):
 
 
 class ExportedNames(NamedTuple):
-    """The entries of the state dict, and what it has no place for, with the reason."""
+    """The entries of the state dict, and omitted ones with the reason."""
 
     leaves: tuple[ExportedLeaf, ...]
     left_out: tuple[tuple[str, str], ...]
 
 
 class _Stored(NamedTuple):
-    """A tensor to which a document refers."""
-
     name: str
 
 
 def names_of(
     tensors: Mapping[TensorKey, MappedTensor], documents: Mapping[str, Mapping[str, Any]], layout: str
 ) -> ExportedNames:
-    """Name everything. Raises `InvalidRequest` for a layout that does not exist, `StateMismatch` for keys that two have."""
+    """Name everything. Raises `InvalidRequest` for an unknown layout, `StateMismatch` for duplicate keys."""
     if layout not in LAYOUTS:
         raise InvalidRequest(f"there is no layout {layout!r}", hint=f"one of {', '.join(LAYOUTS)}")
     naming = _Naming(tensors, layout)
@@ -73,7 +69,7 @@ def names_of(
 
 
 class _Naming:
-    """Names the contents of one checkpoint; `waiting` are the tensors that have no name yet."""
+    """Names the contents of one checkpoint; `waiting` are the tensors without a name so far."""
 
     def __init__(self, tensors: Mapping[TensorKey, MappedTensor], layout: str) -> None:
         self.waiting, self.layout = dict(tensors), layout
@@ -86,7 +82,7 @@ class _Naming:
                 self._tensor(key, (group, key.name) if self.layout == "fsdp" else (key.name,))
 
     def optimizer(self, key: str, document: Any, count: int) -> None:
-        """The state and the groups of one optimizer, of `count` in the checkpoint."""
+        """Name the state and groups of one optimizer, of `count` in the checkpoint."""
         try:
             held = json_values.decode(document, lambda _, name: _Stored(name))
             groups = list(held["groups"].values())
@@ -114,7 +110,7 @@ class _Naming:
                     self._value(path, value, optimizer_state.GROUP)
 
     def optimizer_without_document(self) -> None:
-        """State of an optimizer of which no hyper-parameters are known."""
+        """Name optimizer state without hyper-parameters."""
         titan = self.layout == "torchtitan"
         found = [key.name.rpartition("/")[0] for key in self.waiting if key.group == optimizer_state.GROUP]
         self._state([name for name in dict.fromkeys(found) if name], _OptimizerPlace(optimizer_state.KEY, titan))
@@ -122,7 +118,7 @@ class _Naming:
             self.left_out.append((f"{optimizer_state.GROUP} (hyper-parameters)", "the checkpoint has none"))
 
     def document(self, key: str, document: Any, group: str, path: Path) -> None:
-        """A value that is no tensor, with the tensors to which it refers."""
+        """Name a value that is no tensor, and the tensors that it refers to."""
         if (group, key) == (_EXTRA, "rng"):
             self.left_out.append((f"{_EXTRA}/{key}", "random streams belong to the ranks that ran"))
             return
@@ -134,7 +130,7 @@ class _Naming:
         self._value(path, held, group)
 
     def other_extra(self) -> None:
-        """Tensors of the group `extra` to which no document refers."""
+        """Name tensors of the group `extra` that no document refers to."""
         for key in [key for key in self.waiting if key.group == _EXTRA and not is_of_rank(key.name)]:
             first, slash, rest = key.name.partition("/")
             self._tensor(key, (first, rest) if slash else (first,))

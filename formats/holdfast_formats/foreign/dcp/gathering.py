@@ -1,4 +1,4 @@
-"""Collects what a listing will say, and reads pickled values into documents."""
+"""Collects the entries of a listing, and reads pickled values into documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast_formats.foreign.pickles import PickledArray, PickledBytes, Pickled
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
-BYTES_MAX = 2**20  # of a bytes object in a document; the reader cannot tell longer ones from texts
+BYTES_MAX = 2**20  # of a bytes object in a document; the reader cannot distinguish longer ones from texts
 KEPT_BYTES_MAX = 4096  # values of so many bytes are read once: hyper-parameters are the same for many parameters
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _BYTES_IO = "_io.BytesIO"
@@ -23,13 +23,13 @@ PLAIN = frozenset((*_NAMESPACES, _BYTES_IO))
 
 
 class Unread(NamedTuple):
-    """Stands for a value that was not read."""
+    """Placeholder of a value that was not read."""
 
     reason: str
 
 
 class ValuePlace(NamedTuple):
-    """The file that a value is in, and where its arrays are stored: as tensors `prefix/…` of a group."""
+    """The file of a value, and where its arrays are stored: as tensors `prefix/…` of a group."""
 
     file: str
     group: str
@@ -37,7 +37,7 @@ class ValuePlace(NamedTuple):
 
 
 class GatheredListing:
-    """Tensors, documents and notes of a directory, as they are found."""
+    """Tensors, documents and notes of a directory, collected during reading."""
 
     def __init__(self, files: ForeignFiles, allowed: Collection[str] = PLAIN) -> None:
         self.files = files
@@ -49,7 +49,7 @@ class GatheredListing:
         self._placed = 0
 
     def add(self, spec: TensorSpec, pieces: tuple[ForeignPiece, ...], decoder: Decoder | None = None) -> None:
-        """Add a tensor; `StateMismatch` by name for one whose name is taken or not possible."""
+        """Add a tensor; `StateMismatch` for a name that is taken or impossible."""
         key = TensorKey(spec.group, spec.name)
         spec.check()
         if key in self.tensors:
@@ -64,7 +64,7 @@ class GatheredListing:
         held[key] = value
 
     def value(self, at: StoredAt) -> Any:
-        """A pickled value; `Unread` with the reason where it is not plain. Damaged files are errors."""
+        """A pickled value; `Unread` with the reason if it is not plain. Damaged files are errors."""
         try:
             return pickles.read_torch(self.files, at.file, self._allowed, (at.start, at.length))
         except Refused as error:
@@ -84,7 +84,7 @@ class GatheredListing:
         return made
 
     def json(self, value: Any, place: ValuePlace) -> Any:
-        """A value that was read, as JSON; `Unread` where something in it has no plain form."""
+        """A value as JSON; `Unread` if something in it has no plain form."""
         held = dict(self.tensors)
         try:
             return json_values.encode(value, lambda trail, other: self._other(trail, other, place))

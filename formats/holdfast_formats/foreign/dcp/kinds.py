@@ -1,4 +1,4 @@
-"""The kinds of directories that torch.distributed.checkpoint wrote: its own, Megatron-core's, and NeMo's."""
+"""The directories of torch.distributed.checkpoint: its own, Megatron-core's, and NeMo's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKEND = "torch_dist"
 
 
 def is_dcp(files: ForeignFiles) -> bool:
-    """Whether a directory has the files of a DCP save, also of one that did not end, or safetensors in shards."""
+    """Whether a directory has the files of a DCP save, complete or not, or safetensors in shards."""
     names = files.list("")
     if CONFIG in names and _backend(files, "") is not None:
         return False
@@ -109,7 +109,7 @@ def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: s
 
 
 def _backend(files: ForeignFiles, directory: str) -> str | None:
-    """The format that metadata.json of Megatron-core names; None if there is no such file."""
+    """The format in metadata.json of Megatron-core; None without this file."""
     path = _below(directory, CONFIG)
     if files.size(path) is None:
         return None

@@ -60,7 +60,7 @@ _DEPTH_MAX = 6
 
 
 class Constant(NamedTuple):
-    """A decoder of a number that the checkpoint has once, for all parameters."""
+    """Decodes a number that the checkpoint has once, for all parameters."""
 
     value: float
 
@@ -73,7 +73,7 @@ class Constant(NamedTuple):
 
 
 class MegatronArrangement:
-    """Arranges one saved state dict. `common` is the content of common.pt, or of `common_file`, where there is one."""
+    """Arranges one saved state dict. `common` is the content of common.pt, or of `common_file`, if there is one."""
 
     def __init__(self, saved: SavedState, payloads: Payloads, gathered: GatheredListing) -> None:
         self._saved, self._payloads, self._gathered = saved, payloads, gathered
@@ -87,7 +87,7 @@ class MegatronArrangement:
         self._prefix = _PREFIX if names and all(name.startswith(_PREFIX) for name in names) else ""
 
     def arrange(self) -> int | None:
-        """Put everything into the gathered listing. Returns the iteration, where `common` says it."""
+        """Put everything into the gathered listing. Returns the iteration, if `common` has it."""
         for fqn in self._saved.tensors:
             self._tensor(fqn)
         if not any(key.group == MODEL for key in self._gathered.tensors):
@@ -98,7 +98,7 @@ class MegatronArrangement:
         return iteration
 
     def as_is(self) -> int | None:
-        """Every tensor under its own key as a model's, and every object under its own key."""
+        """List every tensor under its own key as a model's, and every object under its own key."""
         for fqn, saved in self._saved.tensors.items():
             spec = TensorSpec(MODEL, fqn, saved.dtype, self._payloads.shape(saved))
             self._gathered.add(spec, self._payloads.pieces(saved))
@@ -129,7 +129,7 @@ class MegatronArrangement:
     def _unstacked(
         self, name: str, shape: Shape, pieces: tuple[ForeignPiece, ...], dtype: str
     ) -> Iterator[tuple[str, Shape, tuple[ForeignPiece, ...]]]:
-        """The tensors of single layers and experts, where a tensor has those of all."""
+        """Split a tensor of all layers and experts into single ones."""
         match = _STACKED_LAYERS.fullmatch(name)
         if match is not None and shape:
             count = self._layers.setdefault(match["before"], shape[0])
@@ -147,7 +147,7 @@ class MegatronArrangement:
         yield name, shape, pieces
 
     def _objects(self) -> None:
-        """Objects that ranks have of their own: by the key before `/shard_…`, then by place and number."""
+        """Objects of single ranks: by the key before `/shard_…`, then by place and number."""
         held: dict[str, dict[str, Any]] = {}
         empty = 0
         for fqn, at in self._saved.values.items():
@@ -197,7 +197,7 @@ class MegatronArrangement:
         return None
 
     def _note_steps(self, value: Any, depth: int = 0) -> None:
-        """Note the steps in groups of parameters, wherever they are in a value."""
+        """Record the steps in parameter groups, at any depth of a value."""
         if depth > _DEPTH_MAX:
             return
         if isinstance(value, dict):
@@ -220,7 +220,7 @@ class MegatronArrangement:
             self._steps.add(float(step))
 
     def _optimizer(self) -> None:
-        """The optimizer's step for each parameter, and its document."""
+        """Add the optimizer's step for each parameter, and its document."""
         names = list(dict.fromkeys(self._stepped))
         if not names:
             return
@@ -254,7 +254,7 @@ def _split(pieces: tuple[ForeignPiece, ...], count: int, width: int) -> list[tup
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether an object has no content: `[None]`, an empty stream of bytes, a tensor without elements."""
+    """Whether an object is empty: `[None]`, an empty stream of bytes, a tensor without elements."""
     if isinstance(value, list | tuple):
         return all(_is_empty(one) for one in value)
     if isinstance(value, PickledArray):

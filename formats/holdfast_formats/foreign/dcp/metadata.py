@@ -1,4 +1,4 @@
-"""What the `.metadata` of a DCP directory says: each tensor with its chunks, each value, and the places of all in files."""
+"""The `.metadata` of a DCP directory: tensors with their chunks, values, and the places of all in files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALLOWED = frozenset(
 
 
 class StoredAt(NamedTuple):
-    """Bytes [start, start + length) of a file, whose name is a path from the directory that is read."""
+    """Bytes [start, start + length) of a file; its name is relative to the directory."""
 
     file: str
     start: int
@@ -48,8 +48,6 @@ class StoredAt(NamedTuple):
 
 
 class SavedChunk(NamedTuple):
-    """A box of a tensor, and where it is stored."""
-
     box: Box
     at: StoredAt
 
@@ -64,7 +62,7 @@ class SavedTensor(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """A saved state dict: tensors and values by key, and the keys' paths where a planner has noted them.
+    """A saved state dict: tensors and values by key, and the keys' paths if a planner has recorded them.
 
     `flattened` are tensors of Megatron-core whose chunks are flat ranges of a grid's cells, with their true shapes.
     """
@@ -76,13 +74,12 @@ class SavedState(NamedTuple):
 
     @property
     def files(self) -> frozenset[str]:
-        """The files that something is in."""
         of_tensors = {chunk.at.file for tensor in self.tensors.values() for chunk in tensor.chunks}
         return frozenset(of_tensors | {at.file for at in self.values.values()})
 
 
 def read(files: ForeignFiles, directory: str = "") -> SavedState:
-    """Read `.metadata`. Raises `NotCommitted` without one, `StateMismatch` by key and file for whatever does not fit."""
+    """Read `.metadata`. Raises `NotCommitted` without one, `StateMismatch` by key and file for contradictions."""
     path = _below(directory, METADATA)
     if files.size(path) is None:
         raise NotCommitted(
@@ -112,7 +109,7 @@ def read(files: ForeignFiles, directory: str = "") -> SavedState:
 
 
 def check_tiled(fqn: str, shape: Shape, boxes: Iterable[Box], file: str) -> None:
-    """`StateMismatch`, by key, unless the boxes tile the shape exactly."""
+    """`StateMismatch` unless the boxes tile the shape exactly."""
     solid = [box for box in boxes if box.volume]
     for box in solid:
         check_box(box, shape, fqn)

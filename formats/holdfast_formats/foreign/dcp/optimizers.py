@@ -18,8 +18,8 @@ JOINED = (f"{STATE}.", JOINED_GROUPS)  # how flattened keys begin
 
 
 class SavedOptimizer(NamedTuple):
-    """The entries of one optimizer: what it keeps of each parameter by kind, and its groups' hyper-parameters by kind, all
-    as keys of the state dict. Without a key for `params` a group is that of the parameter in `names`.
+    """The entries of one optimizer: its state of each parameter by kind, and its groups' hyper-parameters by kind, all as
+    keys of the state dict. Without a key for `params` a group is that of the parameter in `names`.
     """
 
     state: Mapping[str, Mapping[str, str]]
@@ -28,7 +28,7 @@ class SavedOptimizer(NamedTuple):
 
 
 def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> SavedOptimizer | str:
-    """The optimizer whose entries have these paths and keys, below its own; the reason why there is none.
+    """The optimizer whose entries have these paths and keys, below its own; or the reason why there is none.
 
     `weights` are the names of the model's parameters.
     """
@@ -61,7 +61,7 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
 
 
 def owner(joined: str, weights: Collection[str]) -> str:
-    """The parameter that a flattened key is of."""
+    """The parameter of a flattened key."""
     return _split(joined.partition(".")[2], weights)[0]
 
 
@@ -74,7 +74,7 @@ def grouped(names: Iterable[str], hyper: Iterable[Mapping[str, Any]]) -> list[tu
 
 
 def _split(inner: str, weights: Collection[str]) -> tuple[str, str]:
-    """A parameter's name and the kind, which are joined with a dot; the kind may have dots of its own."""
+    """Split a parameter's name and the kind, joined with a dot; the kind may contain dots."""
     name, _, kind = inner.rpartition(".")
     while name not in weights:
         name, _, more = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Where in its payload each chunk's elements are: in a zip of `torch.save`, or in a safetensors part of a file."""
+"""The place of each chunk's elements in its payload: in a zip of `torch.save`, or in a safetensors part of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ZIP = b"PK"
 
 
 class SafetensorsPart(NamedTuple):
-    """The safetensors in a file from a byte on to its end: tensors by name, and where DCP says that each belongs."""
+    """The safetensors from a byte of a file to its end: tensors by name, with the place that DCP states for each."""
 
     tensors: Mapping[str, FileTensor]
     data: int
@@ -31,20 +31,19 @@ class SafetensorsPart(NamedTuple):
 
 
 class Payloads:
-    """Finds the pieces of the tensors of one directory. Each safetensors part is read once."""
+    """Finds the pieces of a directory's tensors. Reads each safetensors part once."""
 
     def __init__(self, files: ForeignFiles, saved: SavedState) -> None:
         self._files, self._saved = files, saved
         self._parts: dict[tuple[str, int], SafetensorsPart] = {}
 
     def pieces(self, tensor: SavedTensor) -> tuple[ForeignPiece, ...]:
-        """All pieces of a tensor, of its true shape. `StateMismatch` by key and file where a payload is of another one."""
+        """All pieces of a tensor, of its true shape. `StateMismatch` if a payload has another one."""
         found = [self._piece(tensor, chunk) for chunk in tensor.chunks]
         shape = self._saved.flattened.get(tensor.fqn)
         return tuple(found) if shape is None else tuple(part for piece in found for part in _cells(tensor, piece, shape))
 
     def shape(self, tensor: SavedTensor) -> Shape:
-        """A tensor's true shape."""
         return self._saved.flattened.get(tensor.fqn, tensor.shape)
 
     def _piece(self, tensor: SavedTensor, chunk: SavedChunk) -> ForeignPiece:
@@ -73,7 +72,7 @@ class Payloads:
 
 
 def safetensors_part(files: ForeignFiles, file: str, start: int = 0) -> SafetensorsPart:
-    """The safetensors in a file from byte `start` on. `CorruptManifest` by file where they do not fill it."""
+    """The safetensors in a file from byte `start` on. `CorruptManifest` if they do not fill it."""
     stored = files.size(file)
     if stored is None:
         raise file_signs.absent(files, file)
@@ -109,8 +108,8 @@ def _unfit(tensor: SavedTensor, chunk: SavedChunk, what: str) -> StateMismatch:
 
 
 def _cells(tensor: SavedTensor, piece: ForeignPiece, shape: Shape) -> list[ForeignPiece]:
-    """The pieces of a tensor of which a chunk is a flat range of one cell: Megatron-core describes a grid of equal cells,
-    and the elements of a cell as one more dimension.
+    """The pieces of a tensor whose chunks are flat ranges of one cell: Megatron-core describes a grid of equal cells, and
+    the elements of a cell as one more dimension.
     """
     grid, cell = tensor.shape[:-1], tensor.shape[-1]
     box = piece.box

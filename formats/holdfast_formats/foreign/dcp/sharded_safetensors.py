@@ -1,5 +1,5 @@
-"""The directories that `HuggingFaceStorageWriter(save_distributed=True)` writes: safetensors files, each with the shards of
-one rank, whose header says where in the tensor each shard's first element belongs.
+"""Directories of `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files with the shards of one rank, whose
+header has the place of each shard in its tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NOTE = "the shape of a tensor is the extent of its shards"
 def read(files: ForeignFiles, shards: int | None) -> ForeignListing:
     """All shards together, as group model; `shards` is the number of ranks that wrote some.
 
-    `StateMismatch` by name where they overlap, leave gaps, or differ in dtype, and where there are not so many: nothing in
-    the directory says how many there were, and a tensor whose last shard is missing would be a smaller one.
+    `StateMismatch` if they overlap, leave gaps, or differ in dtype, and for another number of shards: the directory does not
+    state it, and a tensor whose last shard is missing would be a smaller one.
     """
     _check_count(files, shards)
     pieces: dict[str, list[ForeignPiece]] = {}  # with those of no element, which count for a tensor's shape

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint with ZeRO, by their names, and what each of them holds."""
+"""The files of a DeepSpeed checkpoint with ZeRO, recognised by their names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ZeroFiles(NamedTuple):
 
 
 def tag(files: ForeignFiles) -> str | None:
-    """The directory of the checkpoint: the one that `latest` names, or the only one; None: there is none."""
+    """The directory of the checkpoint: the one in `latest`, or the only one; None without one."""
     names = files.list("")
     if any(_OPTIMIZER.fullmatch(name) for name in names):
         return ""
@@ -58,7 +58,7 @@ def _is_checkpoint(files: ForeignFiles, directory: str) -> bool:
 
 
 def sort_out(files: ForeignFiles, directory: str) -> ZeroFiles:
-    """The files of a tag's directory by rank; `StateMismatch`, by name, for any that is not one of these."""
+    """The files of a tag's directory by rank; `StateMismatch` for any other file."""
     models: dict[int | None, str] = {}
     optimizers: dict[int, str] = {}
     for name in files.list(directory):
@@ -91,7 +91,6 @@ def sort_out(files: ForeignFiles, directory: str) -> ZeroFiles:
 
 
 def read(files: ForeignFiles, path: str) -> dict[str, Any]:
-    """The dict in one of the files."""
     value = read_torch(files, path, _RECORDS)
     if not isinstance(value, dict):
         raise refused(path, "does not hold what DeepSpeed writes")
@@ -99,7 +98,7 @@ def read(files: ForeignFiles, path: str) -> dict[str, Any]:
 
 
 def stage(optimizer: Mapping[str, Any], path: str) -> int:
-    """The stage of ZeRO; DeepSpeed's optimizer for bfloat16 does not say that it is the first."""
+    """ZeRO's stage, which DeepSpeed's bfloat16 optimizer does not state: it is 1."""
     found = optimizer.get("zero_stage")
     if found is None and "single_partition_of_fp32_groups" in optimizer:
         return 1
@@ -111,7 +110,7 @@ def stage(optimizer: Mapping[str, Any], path: str) -> int:
 
 
 def dict_in(held: Mapping[str, Any], key: str, path: str) -> dict[Any, Any]:
-    """A dict that must be there."""
+    """A required dict."""
     found = held.get(key)
     if not isinstance(found, dict):
         raise torch_values.mismatch(path, key, f"has no dict {key!r}", _UNIVERSAL)
@@ -119,7 +118,7 @@ def dict_in(held: Mapping[str, Any], key: str, path: str) -> dict[Any, Any]:
 
 
 def list_in(held: Mapping[str, Any], key: str, path: str) -> list[Any]:
-    """A list that must be there."""
+    """A required list."""
     found = held.get(key)
     if not isinstance(found, list):
         raise torch_values.mismatch(path, key, f"has no list {key!r}", _UNIVERSAL)
@@ -127,7 +126,7 @@ def list_in(held: Mapping[str, Any], key: str, path: str) -> list[Any]:
 
 
 def flat(arrays: Sequence[Any], key: str, path: str) -> list[PickledArray]:
-    """Arrays of one dimension."""
+    """Required arrays of one dimension."""
     for number, array in enumerate(arrays):
         if not isinstance(array, PickledArray) or len(array.shape) != 1 or array.strides != (1,):
             raise torch_values.mismatch(path, key, f"has no flat tensor {key}[{number}]", _UNIVERSAL)
@@ -135,7 +134,7 @@ def flat(arrays: Sequence[Any], key: str, path: str) -> list[PickledArray]:
 
 
 def shapes_in(held: Mapping[str, Any], key: str, path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by the names of parameters."""
+    """Required shapes by parameter name."""
     found = dict_in(held, key, path)
     for name, shape in found.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):

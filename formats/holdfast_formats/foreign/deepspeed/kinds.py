@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints of ZeRO 1, 2 and 3: weights, FP32 masters and optimizer state as whole tensors by name.
 
-Weights are those of the module. ZeRO 3 stores none: they are the masters, rounded as DeepSpeed rounds them after a step.
-Where the module computes in FP32, the masters are the same numbers once more, and are compared instead of listed.
+Weights are those of the module. ZeRO 3 stores none: they are the masters, rounded as DeepSpeed does after a step. If the
+module computes in FP32, masters equal weights, and are compared instead of listed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def recognises(files: ForeignFiles) -> bool:
 
 
 def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
-    """The listing of the checkpoint that `latest` names; `StateMismatch` and `CorruptManifest` by file and key."""
+    """The listing of the checkpoint in `latest`; `StateMismatch` and `CorruptManifest` by file and key."""
     directory = zero_files.tag(files)
     if directory is None:
         raise refused(zero_files.LATEST, "names no directory with optimizer states of ZeRO", "copy the whole checkpoint")
@@ -72,7 +72,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _read(files: ForeignFiles, held: ZeroFiles) -> _Saved:
-    """All files, which must be of one step and of as many ranks as they say."""
+    """All files, checked to be of one step and of the stated number of ranks."""
     models = [zero_files.read(files, held.path(name)) for name in held.models]
     ranks = [rank_state(zero_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]
     stages = {rank.stage for rank in ranks}
@@ -94,7 +94,6 @@ def _read(files: ForeignFiles, held: ZeroFiles) -> _Saved:
 
 
 def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lanes]:
-    """The parameters and the lanes of the masters."""
     model, path = saved.models[0], saved.model_path
     groups = [shapes_in({str(number): shapes}, str(number), path) for number, shapes in enumerate(model["param_shapes"])]
     names = [name for shapes in groups for name in shapes]
@@ -116,7 +115,7 @@ def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lan
 
 
 def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], lanes: zero_partitions.Lanes) -> None:
-    """Where newer files say which part of a parameter is where, that must be what was computed."""
+    """Check the fragments that newer files state against the computed ones."""
     for number, rank in enumerate(ranks):
         if rank.fragments is None:
             continue
@@ -143,7 +142,7 @@ def _master(parameter: FlatParameter, lanes: zero_partitions.Lanes) -> ForeignTe
 
 
 def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[ForeignTensor], list[str]]:
-    """The module's weights and buffers, and masters where they are more than that; and notes."""
+    """The module's weights and buffers, masters if they differ from weights, and notes."""
     module, path = dict_in(saved.models[0], "module", saved.model_path), saved.model_path
     buffers = _names(list_in(saved.models[0], "buffer_names", path), "buffer_names", path)
     shared = dict_in({"shared_params": saved.models[0].get("shared_params") or {}}, "shared_params", path)
@@ -193,7 +192,7 @@ def _compared(tensor: ForeignTensor, master: ForeignTensor, path: str) -> Foreig
 def _partitioned(
     placeholder: ForeignTensor, master: ForeignTensor | None, frozen: ForeignTensor | None, path: str
 ) -> ForeignTensor:
-    """A weight that ZeRO 3 stores as its master, or, if it was not trained, in parts."""
+    """A weight that ZeRO 3 stores as its master, or in parts if it was not trained."""
     name, dtype = placeholder.spec.name, placeholder.spec.dtype
     if master is not None:
         key = TensorKey(GROUP, name)
@@ -208,7 +207,7 @@ def _partitioned(
 
 
 def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
-    """Parameters that were not trained, of which each rank's model states have a part (ZeRO 3)."""
+    """Frozen parameters, of which each rank's model states have a part (ZeRO 3)."""
     shapes = saved.models[0].get("frozen_param_shapes") or {}
     if saved.stage != 3 or not shapes:
         return {}
@@ -226,7 +225,6 @@ def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
 
 
 def stored(array: PickledArray, key: str) -> StoredArray:
-    """A pickled tensor as an array of a file."""
     shape: Shape = array.shape
     return StoredArray(array.file, key, array.dtype, shape, array.offset, array.strides, array.member)
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds besides tensors: schedules, counters, the caller's own state; and its other files."""
+"""The rest of a DeepSpeed checkpoint: schedules, counters, the caller's own state; and its other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RANDOM = re.compile(r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 
 
 def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, dict[str, Any]]:
-    """Schedules, counters and the caller's state as JSON; `StateMismatch`, by key, for anything that is no plain value."""
+    """Schedules, counters and the caller's state as JSON; `StateMismatch` for a value that is not plain."""
     made: dict[str, Any] = {}
     counters = {key: model[key] for key in (*_COUNTERS, *_MORE_COUNTERS) if key in model}
     schedule = model.get("lr_scheduler")
@@ -53,7 +53,7 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
 
 
 def uses(files: ForeignFiles, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str, ...]]:
-    """The use of every file, and which are copied; `StateMismatch`, by name, for one that may hold more of the training."""
+    """The use of every file, and copied ones; `StateMismatch` for one that may hold more of the training."""
     found = [FileUse(held.path(name), "tensors") for name in (*held.models, *held.optimizers)]
     own = {*held.models, *held.optimizers} if not held.directory else {held.directory}
     names = [name for name in files.list("") if name not in own]
@@ -79,7 +79,7 @@ def uses(files: ForeignFiles, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tup
 
 
 def _plain(name: str) -> bool:
-    """Whether a file can be copied without knowing what it is."""
+    """Whether a file can be copied without interpreting it."""
     return not (
         name in (LATEST, *_SCRIPTS) or name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".index.json"))
     )

@@ -1,4 +1,4 @@
-"""The optimizer's part of a ZeRO checkpoint: each rank's partitions of masters and of state, put together by parameter."""
+"""The optimizer's part of a ZeRO checkpoint: each rank's partitions of masters and state, joined by parameter."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _KNOWN = {
 
 
 class ZeroRank(NamedTuple):
-    """What one rank's file holds: masters by group (sub-group in ZeRO 3), state by group, and hyper-parameters.
+    """One rank's file: masters by group (sub-group in ZeRO 3), state by group, and hyper-parameters.
 
-    `paddings` follow each parameter of each group in the flat tensor. `fragments` are first element and length, in this
-    rank's partition of a group, of each parameter that it has a part of.
+    `paddings` follow each parameter of each group in the flat tensor. `fragments` are first element and length of the rank's
+    part of each parameter, in its partition of a group.
     """
 
     path: str
@@ -59,7 +59,7 @@ class ZeroRank(NamedTuple):
 
 
 def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
-    """One rank's file; `StateMismatch`, by key, for what is not as DeepSpeed writes it."""
+    """One rank's file; `StateMismatch` if it is not as DeepSpeed writes it."""
     held = dict_in(value, "optimizer_state_dict", path)
     unknown = sorted(str(key) for key in held.keys() - _KNOWN)
     unknown += sorted(str(key) for key in value.keys() - {"optimizer_state_dict", "ds_config", "ds_version"})
@@ -92,7 +92,6 @@ def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
 
 
 def _states(base: Mapping[str, Any], groups: int, path: str) -> tuple[Mapping[str, Any], ...]:
-    """The state of each flat tensor, in their order; nothing before the first step."""
     state = dict_in(base, "state", path)
     if not state:
         return ()
@@ -149,7 +148,7 @@ def _flat_kind(
         arrays = flat([state[kind] for state in rank.state], f"state/{kind}", rank.path)
         by_rank.append([StoredArray(a.file, kind, a.dtype, a.shape, a.offset, a.strides, a.member) for a in arrays])
         for group, (array, master) in enumerate(zip(by_rank[-1], rank.masters, strict=True)):
-            last = stage < 3 and rank is ranks[-1]  # whose masters are stored without the padding at the end
+            last = stage < 3 and rank is ranks[-1]  # its masters are stored without the padding at the end
             if array.shape[0] < master.shape[0] or (array.shape != master.shape and not last):
                 raise torch_values.mismatch(rank.path, kind, f"has {array.shape[0]} elements of {kind} in group {group}")
     lanes = by_rank if stage == 3 else [list(lane) for lane in zip(*by_rank, strict=True)]
@@ -161,7 +160,7 @@ def _flat_kind(
 def _number(
     parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], kind: str, files: ForeignFiles
 ) -> Iterator[ForeignTensor]:
-    """A number of each group that all ranks have, as a tensor without dimensions of each of its parameters."""
+    """A number of each group, equal on all ranks, as a scalar tensor of each of its parameters."""
     values = []
     for rank in ranks:
         own = [_value(rank, group, kind, files) for group in range(len(rank.masters))]
@@ -174,7 +173,7 @@ def _number(
 
 
 def _value(rank: ZeroRank, group: int, kind: str, files: ForeignFiles) -> float:
-    """A number of the state, or, as fused optimizers have the step, of the parameter group."""
+    """A number of the state, or of the parameter group, where fused optimizers have the step."""
     value = rank.state[group].get(kind)
     if value is None and kind == STEP:
         position = group if len(rank.groups) == len(rank.masters) else 0

@@ -20,7 +20,7 @@ Lanes = Sequence[Sequence[StoredArray]]  # arrays that follow each other, for ea
 
 
 class FlatRun(NamedTuple):
-    """Elements [start, stop) of a parameter are at `first` and after it, in the lane's arrays one after the other."""
+    """Elements [start, stop) of a parameter, contiguous from `first` on in the lane's concatenated arrays."""
 
     lane: int
     first: int
@@ -29,7 +29,7 @@ class FlatRun(NamedTuple):
 
 
 class FlatParameter(NamedTuple):
-    """A parameter, the group or sub-group whose optimizer state is its own, and where its elements are."""
+    """A parameter, the group or sub-group of its optimizer state, and its elements' places."""
 
     name: str
     shape: Shape
@@ -40,7 +40,7 @@ class FlatParameter(NamedTuple):
 def by_group(
     groups: Sequence[Mapping[str, Shape]], paddings: Sequence[Sequence[int]] | None, lanes: Lanes
 ) -> list[FlatParameter]:
-    """The parameters of stages 1 and 2. `StateMismatch` where the partitions are not as long as DeepSpeed makes them."""
+    """The parameters of stages 1 and 2. `StateMismatch` if the partitions' lengths are not DeepSpeed's."""
     found = []
     for group, (shapes, arrays) in enumerate(zip(groups, lanes, strict=True)):
         inner = paddings[group] if paddings is not None else [0] * len(shapes)
@@ -56,7 +56,7 @@ def by_group(
 
 
 def by_rank(shapes: Mapping[str, Shape], lanes: Lanes) -> list[FlatParameter]:
-    """The parameters of stage 3. `StateMismatch` where the partitions are not as long as DeepSpeed makes them."""
+    """The parameters of stage 3. `StateMismatch` if the partitions' lengths are not DeepSpeed's."""
     found = []
     offset, world = 0, len(lanes)
     ends = [sum(array.shape[0] for array in lanes[0][: n + 1]) for n in range(len(lanes[0]))]
@@ -75,7 +75,7 @@ def by_rank(shapes: Mapping[str, Shape], lanes: Lanes) -> list[FlatParameter]:
 
 
 def pieces(parameter: FlatParameter, lanes: Lanes) -> tuple[ForeignPiece, ...]:
-    """The pieces that tile the parameter; `StateMismatch` where a lane's arrays end too early."""
+    """The pieces that tile the parameter; `StateMismatch` if a lane's arrays end too early."""
     return tuple(piece for run in parameter.runs for piece in _cut(parameter, run, lanes[run.lane]))
 
 

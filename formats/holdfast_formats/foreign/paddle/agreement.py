@@ -1,6 +1,6 @@
-"""Whether weights, masters and optimizer state of one directory are of one model, by names, shapes and types.
+"""Checks that weights, masters and optimizer state of a directory are of one model, by names, shapes and types.
 
-Each set of files is complete by its own index, also where one of them is of another model or of another save.
+Each set of files is complete by its own index, even if one of them is of another model or save.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _HINT = (
 
 
 def check(tensors: Mapping[TensorKey, ForeignTensor], tied: Collection[str], trained: bool) -> list[str]:
-    """What is not there at all, in sentences for the report. `tied` are names that may lack a weight of their own,
-    `trained` says that the directory has files of a training.
+    """Notes for the report on missing parts. `tied` are names that may lack a weight of their own; `trained`: the directory
+    has training files.
 
-    Raises `StateMismatch` by key for state of a parameter that the model has not, or has otherwise, and for a parameter that
-    lacks a part of the state that others have.
+    Raises `StateMismatch` for state of an unknown parameter or with another shape, and for a parameter that lacks a part of
+    the state that others have.
     """
     weights = {key.name: tensor for key, tensor in tensors.items() if key.group in _WEIGHTS}
     masters = {key.name for key in tensors if key.group == optimizer_state.MASTER_GROUP}

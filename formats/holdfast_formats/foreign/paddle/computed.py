@@ -14,7 +14,7 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class Rounded(NamedTuple):
-    """The values of a tensor in a narrower dtype, rounded to the nearest, ties to even."""
+    """The values of a tensor rounded to a narrower dtype, to the nearest, ties to even."""
 
     source: ForeignTensor
     dtype: str

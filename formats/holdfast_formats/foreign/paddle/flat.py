@@ -1,7 +1,7 @@
-"""Puts tensors together that Paddle's sharding cut out of a flat buffer.
+"""Joins tensors that Paddle's sharding cut out of a flat buffer.
 
 Every parameter has a slot in the buffer, padded at its end, and every rank an equal part of the buffer. A rank's array of a
-parameter is what its part has of the slot: after the last element only padding follows.
+parameter is the overlap of its part with the slot: only padding follows the last element.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from holdfast_formats.region import Shape
 
 
 def assembled(slices: Sequence[StoredArray], shape: Shape) -> LocalTensorParts:
-    """The tensor of `shape` whose flat slices these are, in this order, without the padding.
+    """The tensor of `shape` of these flat slices, in order, without the padding.
 
-    Raises `StateMismatch` by key and file if they are not flat, or too short.
+    Raises `StateMismatch` if they are not flat, or too short.
     """
     first, wanted, at = slices[0], prod(shape), 0
     pieces: list[ForeignPiece] = []

@@ -1,7 +1,7 @@
-"""FlexCheckpoint, Paddle's distributed checkpoints: pickles of each rank's shards, and metadata that say where these belong.
+"""FlexCheckpoint, Paddle's distributed checkpoints: pickles of each rank's shards, and metadata with their places.
 
-All is in Paddle's layout. The metadata may be those of an earlier save, since Paddle does not write them anew: whatever does
-not fit the files is refused by name.
+All is in Paddle's layout. The metadata may be those of an earlier save, because Paddle does not overwrite them:
+contradictions with the files are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _STALE = "the metadata may be of an earlier save into this directory, which Padd
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """One of its directories, with a rank's file in it."""
     return any(_FILE.fullmatch(name) for state in GROUPS for name in files.list(state))
 
 
@@ -66,7 +65,6 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _owner(state: str, key: str) -> str:
-    """The parameter that a key is of."""
     if state == "optimizer_state":
         return key.rpartition(".")[0]
     return key.removesuffix(_MASTER) if state in ("master_weight", "ema_state") else key
@@ -91,7 +89,7 @@ def _array(piece: ForeignPiece, tensor: ForeignTensor) -> LocalTensorParts:
 
 
 class DescribedShard(NamedTuple):
-    """What the metadata say of a part: its box of the whole, or a flat range of that box."""
+    """A shard in the metadata: its box of the whole, or a flat range of that box."""
 
     dtype: str
     box: Box
@@ -111,7 +109,7 @@ class StateReader:
             self.arrays[name] = dict(saved.tensors)
 
     def tensors(self, metadata: Sequence[str]) -> dict[str, ForeignTensor]:
-        """The whole tensors by key. `StateMismatch` by key and file where files and metadata do not fit."""
+        """The whole tensors by key. `StateMismatch` if files and metadata contradict each other."""
         if not metadata:
             path = f"{self._state}/0.metadata"
             raise CorruptManifest(f"{path} is missing, which says where shards belong", file=path)

@@ -1,6 +1,6 @@
-"""Collects what an adapter finds in Paddle's layout, and lists it in the layout and under the names of the weights.
+"""Collects an adapter's tensors in Paddle's layout, and lists them in the layout and under the names of the weights.
 
-All kinds of Paddle's checkpoints end here, so that they agree in names, transposition, steps and documents.
+All adapters for Paddle use it, so that they agree in names, transposition, steps and documents.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Gathering:
 
     @property
     def half(self) -> str | None:
-        """The narrow dtype of the weights by config.json; None where it says another."""
+        """The narrow dtype of the weights in config.json; None for others."""
         said = (self.config or {}).get("torch_dtype") or (self.config or {}).get("dtype")
         return HALF.get(str(said).removeprefix("paddle.").removeprefix("torch."))
 
     @property
     def linears(self) -> Linears:
-        """The weights that Paddle holds transposed; ask once `names` are known."""
+        """The weights that Paddle holds transposed; call it once `names` are complete."""
         if self._linears is None:
             self._linears = linears(self.config, self.names)
         return self._linears
 
     def in_paddle(self, name: str, shape: Shape) -> Shape | None:
-        """A weight's shape in Paddle's layout by that in Hugging Face's; None if the model class is not known."""
+        """A weight's shape in Paddle's layout by that in Hugging Face's; None if the model class is unknown."""
         if len(shape) != 2 or not name.endswith(".weight"):
             return shape
         if self.linears.pattern is None:
@@ -82,7 +82,7 @@ class Gathering:
             )
 
     def powers(self, arrays: Iterable[LocalTensorParts]) -> None:
-        """Note the beta powers of a parameter; with `as_is` they are listed by the adapter instead."""
+        """Record the beta powers of a parameter; with `as_is` the adapter lists them instead."""
         self._powers.extend(arrays)
 
     def moments(self, of: str, held: Mapping[str, ForeignTensor]) -> None:
@@ -133,11 +133,13 @@ class Gathering:
         self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
 
     def _tied(self) -> Collection[str]:
-        """Embeddings of which Paddle may keep only one as a weight, and the state of the other."""
+        """Embeddings of which Paddle may keep the weight under one name, and the state under the other."""
         return _TIED if self.config is None or self.config.get("tie_word_embeddings") else ()
 
     def _alike(self, first: ForeignTensor, second: ForeignTensor) -> bool:
-        """Whether embeddings are tied, without a config.json: one has no state of its own, and both begin with the same."""
+        """Whether embeddings are tied, without a config.json: one has no state of its own, and both begin with the same
+        values.
+        """
         groups = ("master", optimizer_state.GROUP)
         owners = {key.name.partition("/")[0] for key in self.tensors if key.group in groups}
         if (first.spec.name in owners) == (second.spec.name in owners) or first.spec.shape != second.spec.shape:
@@ -147,7 +149,7 @@ class Gathering:
         return bool(values[0].any()) and values[0].tobytes() == values[1].tobytes()
 
     def listing(self, kind: str, names: Collection[str], used: Collection[str]) -> ForeignListing:
-        """Everything, with the use of each of the directory's files. `used` are those that hold tensors, or say where."""
+        """Everything, with the use of each file. `used` are those that hold tensors or their places."""
         hyper: dict[str, Any] = {}
         if self._powers and not self.options.as_is:
             known = progress.betas(self.files, self._powers, self.progress.step or 0)
@@ -163,7 +165,7 @@ class Gathering:
         told = {f"{key}.json": json.dumps(value, indent=1).encode() for key, value in self.progress.documents.items()}
         steps = sorted(key.name.removesuffix("/step") for key in self.tensors if key.name.endswith("/step"))
         if steps:
-            documents["extra"] = {}  # a trainer asks for the group
+            documents["extra"] = {}  # a trainer expects the group
             documents[optimizer_state.GROUP] = {optimizer_state.KEY: optimizer_state.document([(steps, hyper)])}
         rest = leftovers.sort_out(self.files, names, {*used, *self.progress.files})
         uses = [FileUse(name, "tensors") for name in used] + [FileUse(name, "state") for name in self.progress.files]
@@ -180,13 +182,12 @@ class Gathering:
 
 
 def renamed(tensor: ForeignTensor, group: str, name: str) -> ForeignTensor:
-    """The same tensor under another key."""
     spec = tensor.spec
     return tensor._replace(spec=type(spec)(group, name, spec.dtype, spec.shape))
 
 
 def read_json(files: ForeignFiles, path: str) -> dict[str, Any]:
-    """A JSON object; `CorruptManifest` by file for anything else, `LimitExceeded` for a longer one than any model's."""
+    """A JSON object; `CorruptManifest` for anything else, `LimitExceeded` beyond the size of any model's."""
     size = files.size(path)
     if size is None:
         raise CorruptManifest(f"{path} is not a regular file", hint="copy the file that it links to", file=path)
@@ -202,7 +203,6 @@ def read_json(files: ForeignFiles, path: str) -> dict[str, Any]:
 
 
 def where(tensor: ForeignTensor) -> str:
-    """The files of a tensor, for people."""
     inner = tensor.decoder.inputs if tensor.decoder is not None else ()
     held = sorted({piece.file for one in (tensor, *inner) for piece in one.pieces})
     return ", ".join(held[:3]) + (" …" if len(held) > 3 else "")

@@ -1,4 +1,4 @@
-"""The kinds of Paddle's checkpoints. A directory is of one of them."""
+"""The kinds of Paddle's checkpoints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The files of a directory that hold no tensors: signals of writers, assets, and what a torch trainer cannot use.
+"""Files of a directory without tensors: signals of writers, assets, and what a torch trainer cannot use.
 
-Every writer leaves a signal when its files are complete. Where some did and others did not, the directory may be torn.
+Every writer leaves a signal when its files are complete. If only some did, the directory may be torn.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _RANDOM_REASON = "states of Paddle's random number generators (Philox and mt1993
 
 
 class Leftovers(NamedTuple):
-    """What became of the files that hold no tensors, and which of them are copied."""
+    """The use of files without tensors, and the copied ones."""
 
     uses: tuple[FileUse, ...]
     assets: tuple[str, ...]
 
 
 def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -> Leftovers:
-    """The use of each name that is not in `used`. Raises `StateMismatch` by file for one that may hold tensors."""
+    """The use of each name that is not in `used`. `StateMismatch` for one that may hold tensors."""
     uses: list[FileUse] = []
     assets: list[str] = []
     for name in names:
@@ -73,8 +73,8 @@ def _refused(name: str, what: str) -> StateMismatch:
 
 
 def check_signals(names: Iterable[str], writers: int, kinds: Collection[str] = ()) -> None:
-    """`StateMismatch` by file if some writers left their signal and others did not. `writers` is their number as far as it
-    is known, `kinds` of weights are there. Without any signal only the tensors tell whether they are complete.
+    """`StateMismatch` if only some writers left their signal. `writers` is their known number, `kinds` those of weights that
+    exist. Without any signal only the tensors show whether they are complete.
     """
     ranks: dict[str, set[int]] = defaultdict(set)
     for name in names:

@@ -1,7 +1,7 @@
-"""LoRA adapters of PaddleNLP and PaddleFormers, listed in group `adapter` as PEFT names and holds them.
+"""LoRA adapters of PaddleNLP and PaddleFormers, listed in group `adapter` under PEFT's names.
 
-Paddle's A is [in, r] and B [r, out], whatever the file says of its layout; PEFT has both transposed. Masters and optimizer
-are sets as those of a unified checkpoint.
+Paddle's A is [in, r] and B [r, out], whatever layout the file states; PEFT has both transposed. Masters and optimizer are
+sets as those of a unified checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = "lora_config.json"
 PICKLE = "lora_model_state.pdparams"
 PEFT_CONFIG = "adapter_config.json"  # the key of its document in group `adapter`
 _STEM = "peft_model"
-# What is translated for PEFT, and what says nothing about how the adapter is added: training, and how ranks divide it.
+# Keys translated for PEFT, and keys that do not affect how the adapter is added: training, and its division among ranks.
 _UNDERSTOOD = frozenset(
     {
         "r",
@@ -50,7 +50,6 @@ _PREFIX = "base_model.model."
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """An adapter's files, as Paddle names them."""
     names = files.list("")
     return any(is_of_set(name, _STEM) for name in names) or PICKLE in names
 
@@ -87,12 +86,11 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _in_paddle(held: FileSet) -> FileSet:
-    """The set with the layout that its arrays have, rather than what the files say."""
+    """The set in its actual layout, not the one that the files state."""
     return held._replace(formats=dict.fromkeys(held.formats, "np"))
 
 
 def _of_peft(tensor: ForeignTensor, options: ReadOptions) -> ForeignTensor:
-    """A tensor under PEFT's name, and in its layout."""
     group = "adapter" if tensor.spec.group == "model" else tensor.spec.group
     if options.as_is:
         return renamed(tensor, group, tensor.spec.name)
@@ -113,7 +111,7 @@ def _of_peft(tensor: ForeignTensor, options: ReadOptions) -> ForeignTensor:
 
 
 def _peft_config(config: Mapping[str, Any]) -> bytes:
-    """Paddle's configuration as PEFT reads it. `StateMismatch` where PEFT has nothing like it."""
+    """Paddle's configuration as PEFT reads it. `StateMismatch` for settings that PEFT lacks."""
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise StateMismatch(f"{CONFIG}: r is {rank!r} and lora_alpha {alpha!r}", file=CONFIG)

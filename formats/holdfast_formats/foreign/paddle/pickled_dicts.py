@@ -1,7 +1,7 @@
 """The dicts that `paddle.save` pickles: arrays by name, among them large ones that were cut, and those of protocol 2.
 
 bfloat16 is stored as uint16. Older protocols limit the length of bytes, so that Paddle cut arrays of over 2³⁰ bytes into
-flat slices `KEY@@.0`, `KEY@@.1` …, and says under `UnpackBigParamInfor@@` how to join them.
+flat slices `KEY@@.0`, `KEY@@.1` …, with instructions under `UnpackBigParamInfor@@`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def read_dict(files: ForeignFiles, path: str, nested: Collection[str] = ()) -> S
 
 
 def refuse_rest(path: str, rest: Mapping[str, Any]) -> None:
-    """`StateMismatch` by file and key if something is left."""
     if rest:
         raise _unknown(path, next(iter(rest)))
 
@@ -91,7 +90,7 @@ def _parts(key: str, array: PickledArray | LatinArray) -> LocalTensorParts:
 
 
 def _join_big(path: str, found: dict[str, LocalTensorParts], stated: Any) -> None:
-    """Replace slices of arrays that were cut by the whole ones."""
+    """Replace slices of cut arrays by the whole ones."""
     if not isinstance(stated, dict):
         raise _unknown(path, BIG)
     for key, how in stated.items():
@@ -127,7 +126,7 @@ def _joined(slices: list[LocalTensorParts], shape: Shape, key: str) -> LocalTens
 
 
 class Concatenated(NamedTuple):
-    """The elements of several tensors, one after the other, as one of `shape`."""
+    """The concatenated elements of several tensors, as one of `shape`."""
 
     inputs: tuple[ForeignTensor, ...]
     shape: Shape
@@ -152,7 +151,7 @@ def _out_of(values: NDArray[Any], box: Box, shape: Shape, start: int) -> NDArray
 
 
 class Latin:
-    """Decodes an array whose bytes were pickled as text: Latin-1, encoded as UTF-8, so that places must be counted."""
+    """Decodes an array whose bytes were pickled as Latin-1 text, encoded as UTF-8, so that positions must be counted."""
 
     def __init__(self, array: LatinArray, dtype: str) -> None:
         if array.strides != strides(array.shape):

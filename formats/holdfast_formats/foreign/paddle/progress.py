@@ -1,7 +1,7 @@
-"""How far the training was: Paddle's trainer state and scheduler, and the steps that its beta powers tell.
+"""The training's progress: Paddle's trainer state and scheduler, and the steps that follow from its beta powers.
 
 Paddle keeps β^(t+1) of each parameter, multiplied up in F32, where torch keeps the step t. The number of steps comes from
-the trainer's state; the powers must agree with it, unless they are too small to be told apart.
+the trainer's state; the powers must agree with it, unless they are too small to distinguish.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDING = 1.2e-7  # of a product in F32, and of β itself
 
 
 class TrainingProgress(NamedTuple):
-    """The training's step (None: no file says it), its documents by key, and the files that they came from."""
+    """The training's step (None: in no file), its documents by key, and their files."""
 
     step: int | None
     documents: dict[str, Any]
@@ -41,7 +41,7 @@ class TrainingProgress(NamedTuple):
 
 
 def read(files: ForeignFiles) -> TrainingProgress:
-    """What the directory says of the training; `StateMismatch` by file where a number is not one."""
+    """The directory's training progress; `StateMismatch` if a number is not one."""
     documents: dict[str, Any] = {}
     used, step, rate = [], None, None
     for path in TRAINER_STATES:
@@ -65,7 +65,6 @@ def read(files: ForeignFiles) -> TrainingProgress:
 
 
 def document(value: Any) -> Any:
-    """A value as documents have it."""
     return json_values.encode(value, lambda _, other: repr(other))
 
 
@@ -81,7 +80,7 @@ def _trainer_state(files: ForeignFiles, path: str) -> Any:
 
 
 def _plain(files: ForeignFiles, value: Any) -> Any:
-    """The value without records and small arrays: these become dicts and lists."""
+    """The value with records and small arrays as dicts and lists."""
     if isinstance(value, PickledRecord):
         return _plain(files, value.state if value.state is not None else value.items)
     if isinstance(value, dict):
@@ -94,15 +93,14 @@ def _plain(files: ForeignFiles, value: Any) -> Any:
 
 
 def small_values(files: ForeignFiles, array: PickledArray) -> Any:
-    """The values of a small array as nested lists."""
     stored = StoredArray(array.file, "", array.dtype, array.shape, array.offset, array.strides)
     return fetched(files, stored.tensor("extra", "value")).tolist()
 
 
 def betas(files: ForeignFiles, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:
-    """β1 and β2, as the beta powers after `step` steps tell them; None where they are too small to tell.
+    """β1 and β2, from the beta powers after `step` steps; None if they are too small.
 
-    Raises `StateMismatch` by key and file for a power of no β after so many steps, or of another β than the others.
+    Raises `StateMismatch` for a power of no β after so many steps, or of another β than the others.
     """
     known: dict[str, tuple[float, LocalTensorParts]] = {}
     for power in powers:
@@ -122,7 +120,7 @@ def betas(files: ForeignFiles, powers: Iterable[LocalTensorParts], step: int) ->
 
 
 def _beta(value: float, step: int) -> float | None:
-    """The β of at most two digits after its nines whose power this is, to the rounding of F32."""
+    """The β of at most two digits after its nines whose power this is, within F32 rounding."""
     if not 0 < value < 1:
         return None
     rest = float(f"{1 - value ** (1 / (step + 1)):.2g}")

@@ -1,7 +1,7 @@
-"""Decodes the optimizer state that Paddle quantised when it saved (`ckpt_quant_stage`), in Paddle's layout.
+"""Decodes optimizer state that Paddle quantised when it saved (`ckpt_quant_stage`), in Paddle's layout.
 
 O1 keeps a byte of each moment and scales for each column, O2 four bits of each moment in one byte, and scales for every 32
-rows of a column. What was rounded away stays lost; the values are those that the codes stand for.
+rows of a column. Rounding errors stay.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class HalfBytes(NamedTuple):
 
     @staticmethod
     def _scale(scale: ForeignTensor, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        """A row of scales for each row of the box."""
         (row, column), (rows, columns) = box
         first, last = row // GROUP_ROWS, -(-(row + rows) // GROUP_ROWS)
         found = fetch(scale, Box((first, column), (last - first, columns)))
@@ -81,20 +80,19 @@ class HalfBytes(NamedTuple):
 
 
 def _second(part: NDArray[Any], lowest: NDArray[Any], highest: NDArray[Any]) -> NDArray[Any]:
-    """The second moment, whose root's inverse is this part of the way from the lowest to the highest."""
+    """The second moment, from its inverse root, interpolated between the lowest and the highest."""
     one, epsilon = part.dtype.type(1), part.dtype.type(_EPSILON)
     return np.asarray(np.square(one / (part * (highest - lowest) + lowest) - epsilon))  # lo = hi: any part is lo
 
 
 def is_quantised(held: Mapping[str, StoredArray]) -> bool:
-    """Whether a parameter's optimizer state, by type, has codes or scales."""
     return any(kind not in held or held[kind].dtype in ("I8", "U8") for kind in (FIRST, SECOND)) and SECOND in held
 
 
 def decoded(name: str, held: Mapping[str, StoredArray], shape: Shape | None) -> dict[str, ForeignTensor]:
-    """Both moments of a parameter, by type, from its stored arrays; `shape` is the parameter's, where it is known.
+    """Both moments of a parameter, by type, from its stored arrays; `shape` is the parameter's, if known.
 
-    Raises `StateMismatch` by key and file where they are not as Paddle's quantiser writes them.
+    Raises `StateMismatch` if they are not as Paddle's quantiser writes them.
     """
     second = held[SECOND]
     if shape is not None and second.shape != shape:

@@ -34,11 +34,11 @@ _INCOMPLETE = "copy the whole directory, or import another step"
 
 class FileSet(NamedTuple):
     """A set's index, and the arrays of its files by key, in the order of the files. `ranks` are tensor-parallel ranks by
-    file, where the files are those of ranks, and `degree` is their number.
+    file, if the files belong to ranks, and `degree` is their number.
     """
 
     index_name: str
-    stated: Mapping[str, Any]  # what the index says
+    stated: Mapping[str, Any]  # the index's own contents
     arrays: Mapping[str, list[StoredArray]]
     formats: Mapping[str, str | None]
     numpy_bits: str | None  # the integers that were taken for bfloat16
@@ -58,7 +58,6 @@ class FileSet(NamedTuple):
 
 
 def is_of_set(name: str, stem: str) -> bool:
-    """Whether a file is the index of a set, or one of its files."""
     if not name.startswith(stem):
         return False
     rest = name[len(stem) :]
@@ -66,8 +65,8 @@ def is_of_set(name: str, stem: str) -> bool:
 
 
 def find_set(files: ForeignFiles, names: Iterable[str], stem: str, int16: str | None) -> FileSet:
-    """The set of this stem; without arrays if there is none. Raises `CorruptManifest` by file and key where the index and
-    the files do not fit, `StateMismatch` for 16-bit integers that may be numbers or bfloat16 (`int16` says which).
+    """The set of this stem; empty if there is none. Raises `CorruptManifest` if index and files disagree, `StateMismatch`
+    for 16-bit integers that may be numbers or bfloat16, unless `int16` decides.
     """
     listed = [name for name in names if is_of_set(name, stem)]
     index_name = f"{stem}.safetensors.index.json"
@@ -108,14 +107,14 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str, int16: str | 
 
 
 def is_paddles(files: ForeignFiles, names: Iterable[str]) -> bool:
-    """Whether Paddle wrote a directory, by its config.json, or by what no other program leaves beside weights."""
+    """Whether Paddle wrote a directory, by its config.json, or by files that no other program leaves beside weights."""
     if CONFIG in names and any(key in read_json(files, CONFIG) for key in _VERSIONS):
         return True
     return any(_OF_PADDLE.fullmatch(name) for name in names)
 
 
 def _bits(files: ForeignFiles, names: Iterable[str], arrays: dict[str, list[StoredArray]], int16: str | None) -> str | None:
-    """The integer dtype that stands for bfloat16 in a set, whose arrays become BF16."""
+    """The integer dtype that represents bfloat16 in a set, whose arrays become BF16."""
     stored = [StoredDtype(array.key, array.dtype, array.file) for held in arrays.values() for array in held]
     if not any(one.dtype.endswith("16") for one in stored):
         return None
@@ -133,7 +132,7 @@ def _order(name: str, stem: str) -> tuple[int, list[int], str]:
 
 
 def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int], int, int]:
-    """The tensor-parallel rank of each file, their number, and that of all ranks; all of them must be there."""
+    """The tensor-parallel rank of each file, their number, and that of all ranks, none of which may be missing."""
     ranks: dict[str, int] = {}
     places: dict[tuple[tuple[str, int], ...], set[int]] = defaultdict(set)
     for name in held:
@@ -157,7 +156,7 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
 
 
 def _missing(found: set[int], shards: int | None) -> int | None:
-    """The first number of a rank's files that is missing; 0 is a file without a number."""
+    """The first missing number of a rank's files; 0 is a file without a number."""
     if shards is None and found == {0}:
         return None
     last = shards or max(found, default=0)
@@ -165,7 +164,7 @@ def _missing(found: set[int], shards: int | None) -> int | None:
 
 
 def _check_index(held: FileSet) -> None:
-    """Every key of the index is where it says, and nothing else is there, but for what Paddle forgets to list."""
+    """Check that index and files agree, except for keys that Paddle forgets to list."""
     placed = held.stated.get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CorruptManifest(f"{held.index_name} has no weight_map of keys and files", file=held.index_name)

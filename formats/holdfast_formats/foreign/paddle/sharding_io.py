@@ -1,6 +1,6 @@
 """Checkpoints of `sharding_io`, which zero-cost checkpoints (ZCC) write too, and older ones without `model_meta.json`.
 
-Every rank has pickles of its own: the weights, the optimizer with its masters, and an average. The optimizer knows
+Every rank has its own pickles: the weights, the optimizer with its masters, and an average. The optimizer refers to
 parameters by static names. Sharding stage 1 v2 cuts them out of a flat buffer, v1 gives each parameter to one rank.
 """
 
@@ -29,7 +29,6 @@ _FILE = re.compile(r"(model_state|optimizer|ema)((?:[._](?:tp|pp|shard|sharding|
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """Pickles of ranks, with `model_meta.json` or in the older form."""
     found = {match[1] for name in files.list("") if (match := _FILE.fullmatch(name))}
     return "optimizer" in found or "model_state" in found
 
@@ -51,7 +50,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]:
-    """Each kind's files by rank. `CorruptManifest` by file if a rank that has files of another kind has none."""
+    """Each kind's files by rank. `CorruptManifest` if a rank lacks the files of one kind."""
     found: dict[str, dict[RankPlace, str]] = defaultdict(dict)
     for name, match in held.items():
         place = place_of(match[2])
@@ -80,7 +79,7 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
 
 
 class RankReader:
-    """Reads the ranks' files, and lists what they hold together: by group, parameter and type, then by rank."""
+    """Reads the ranks' files, and lists their joint contents: by group, parameter and type, then by rank."""
 
     def __init__(self, gathering: Gathering, naming: StaticNames) -> None:
         self.gathering, self.naming = gathering, naming
@@ -88,7 +87,7 @@ class RankReader:
         self._degree = 1
 
     def read(self, kind: str, place: RankPlace, path: str) -> None:
-        """The tensors of one file. Weights come first: they may name the parameters."""
+        """Read the tensors of one file. Weights come first: they may name the parameters."""
         saved = read_dict(self.gathering.files, path, (MASTERS,))
         self._degree = max(self._degree, place.tp + 1)
         if kind == "optimizer":
@@ -110,7 +109,6 @@ class RankReader:
         refuse_rest(path, {key: value for key, value in saved.rest.items() if key != SCHEDULER or kind != "optimizer"})
 
     def list_all(self) -> None:
-        """List everything that was read."""
         gathering = self.gathering
         gathering.names.update(name for _, name, _ in self._parts)
         moments: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -130,7 +128,7 @@ class RankReader:
             gathering.notes.append("group ema is Paddle's average, which began at zero and is not corrected for it")
 
     def _weights_of_masters(self) -> None:
-        """Weights that were not saved, since they are their masters, rounded."""
+        """List unsaved weights, which are rounded masters."""
         made = set()
         for place, parameter in self.naming.parameters():
             key, master = TensorKey("model", parameter.name), TensorKey("master", parameter.name)
@@ -158,7 +156,7 @@ class RankReader:
             )
 
     def _whole(self, name: str, held: Mapping[RankPlace, LocalTensorParts]) -> LocalTensorParts:
-        """A tensor from what the ranks have of it: first over sharding, then over tensor parallelism."""
+        """Join the ranks' parts of a tensor: first over sharding, then over tensor parallelism."""
         sharded: dict[tuple[int, int, int], list[LocalTensorParts]] = defaultdict(list)
         for place in sorted(held, key=lambda place: (place.tp, place.pp, place.moe, place.shard)):
             sharded[place.tp, place.pp, place.moe].append(held[place])
@@ -181,7 +179,6 @@ class RankReader:
         return tensor_parallel.joined(ranks, self._degree, shape, fused)
 
     def _local(self, slices: Sequence[LocalTensorParts], shape: Shape | None) -> LocalTensorParts:
-        """A tensor-parallel rank's part from those of its sharding ranks."""
         flat_slices = self.naming.flat and shape is not None and len(shape) == 1 and len(slices) > 1
         if shape is None or (all(one.shape == shape for one in slices) and not flat_slices):
             return _all_equal(slices)

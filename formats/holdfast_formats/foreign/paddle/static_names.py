@@ -1,6 +1,6 @@
-"""What `model_meta.json`, or the weights themselves, say of the parameters of each rank: names, shapes, dtypes.
+"""Parameters of each rank, from `model_meta.json` or the weights themselves: names, shapes, dtypes.
 
-Paddle's optimizers know a parameter by a static name such as `linear_0.w_0`, its model by a structured one.
+Paddle's optimizers name a parameter by a static name such as `linear_0.w_0`, its model by a structured one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ class RankPlace(NamedTuple):
 
 
 def place_of(suffix: str) -> RankPlace:
-    """The rank that a suffix such as `tp00_pp01` names."""
     found = re.findall(r"([a-z]+)(\d+)", suffix)
     return RankPlace(**{_AXES[axis]: int(number) for axis, number in found if axis in _AXES})
 
 
 def every_place(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All numbers of ranks in axes of these sizes, one after the other: names of files may claim any size."""
+    """All places of axes of these sizes, lazily: names of files may claim any size."""
     if not sizes:
         yield ()
         return
@@ -44,7 +43,7 @@ def every_place(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class NamedParameter(NamedTuple):
-    """What the metadata say of a parameter on a rank."""
+    """A rank's parameter in the metadata."""
 
     name: str
     shape: Shape | None
@@ -53,7 +52,7 @@ class NamedParameter(NamedTuple):
 
 
 class StaticNames:
-    """Structured names by static ones, and what is known of parameters, for each tensor-parallel rank and stage."""
+    """Structured names by static ones, and known parameters, for each tensor-parallel rank and stage."""
 
     def __init__(self, meta: Mapping[str, Any] | None) -> None:
         self.known = meta is not None
@@ -77,7 +76,7 @@ class StaticNames:
             self.flat |= str(stated.get("sharding_strategy")).lower().endswith("v2")
 
     def add(self, place: RankPlace, saved: SavedDict) -> None:
-        """Names that a rank's weights were saved with."""
+        """Add the names in a rank's weights."""
         for name, static in saved.static.items():
             self._name((place.tp, place.pp, place.moe), name, static)
         if not self.known:
@@ -86,7 +85,7 @@ class StaticNames:
                 held[name] = NamedParameter(name, tensor.shape, tensor.dtype, None)
 
     def _name(self, where: tuple[int, int, int], name: str, static: str) -> None:
-        """Tied parameters have one static name; the first of their names stands for them."""
+        """Tied parameters have one static name; the first of their names represents them."""
         first = self._static.setdefault(where, {}).setdefault(static, name)
         self._canonical.setdefault(where, {}).setdefault(name, first)
 
@@ -104,7 +103,6 @@ class StaticNames:
         return held.get(name) or NamedParameter(name, None, None, None)
 
     def parameters(self) -> Iterator[tuple[RankPlace, NamedParameter]]:
-        """All of them, with their ranks."""
         for (tp, pp, moe), held in sorted(self._parameters.items()):
             for parameter in held.values():
                 yield RankPlace(tp, pp, 0, moe), parameter

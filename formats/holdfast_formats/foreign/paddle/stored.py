@@ -1,4 +1,4 @@
-"""Arrays as Paddle's files hold them, before they get our names and layouts."""
+"""Arrays of Paddle's files, before they get our names and layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class StoredArray(NamedTuple):
-    """An array in a file: its key there, the dtype of its values, and where its elements stand, as in a `ForeignPiece`."""
+    """An array in a file: its key, the dtype of its values, and its elements' places, as in a `ForeignPiece`."""
 
     file: str
     key: str
@@ -27,13 +27,12 @@ class StoredArray(NamedTuple):
     member: StoredMember | None = None
 
     def piece(self, inner: Box, at: Sequence[int]) -> ForeignPiece:
-        """The box `inner` of this array as the box of a tensor whose first corner is `at`."""
+        """The box `inner` of this array as a piece of a tensor, where its first corner is `at`."""
         first = sum(i * step for i, step in zip(inner.offset, self.strides, strict=True))
         start = self.start + first * dtypes.to_numpy(self.dtype).itemsize
         return ForeignPiece(self.file, start, Box(tuple(at), inner.shape), self.strides, self.member)
 
     def all(self) -> ForeignPiece:
-        """The whole array as a piece of a tensor of its shape."""
         return self.piece(whole(self.shape), (0,) * len(self.shape))
 
     def run(self, first: int, start: int, stop: int, shape: Shape) -> list[ForeignPiece]:
@@ -52,19 +51,18 @@ class StoredArray(NamedTuple):
         return pieces
 
     def tensor(self, group: str, name: str) -> ForeignTensor:
-        """The array as a tensor of its own."""
         return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), (self.all(),))
 
 
 class SafetensorsFile(NamedTuple):
-    """A file's arrays in the order in which they stand, and what its metadata calls the format."""
+    """A file's arrays in their order, and the format in its metadata."""
 
     arrays: tuple[StoredArray, ...]
     format: str | None
 
 
 def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
-    """The arrays of a safetensors file; `CorruptManifest` by file for an invalid one, or one that is not there."""
+    """The arrays of a safetensors file; `CorruptManifest` for an invalid or missing one."""
     size = files.size(path)
     if size is None:
         raise file_signs.absent(files, path)

@@ -1,7 +1,7 @@
 """Joins the parts of tensor-parallel ranks in Paddle's layout, where a column cut is along the last dimension.
 
 Fused layers need care: of gate|up, each rank has its part of the gate and then its part of the up projection, while the
-whole has all of the gate first. QKV that is fused by groups of heads is cut between groups, like any other column.
+whole has all of the gate first. QKV fused by groups of heads is cut between groups, like any other column.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _GATE_UP = frozenset({"gate_up_proj", "gate_up_fused_proj", "up_gate_proj"})
 
 
 class LocalTensorParts(NamedTuple):
-    """What one rank has of a tensor: its shape there, where its elements stand, where the same bytes stand once more, and
-    the file and key for messages.
+    """A rank's part of a tensor: its shape, its elements' places, copies of the same bytes, and the file and key for
+    messages.
     """
 
     dtype: str
@@ -54,14 +54,13 @@ class LocalTensorParts(NamedTuple):
         return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), self.pieces, self.copies, self.decoder)
 
     def odd(self, why: str) -> StateMismatch:
-        """An error about this part by key and file."""
         return StateMismatch(
             f"{self.file}: {self.key!r} is {self.dtype} of shape {list(self.shape)}: {why}", file=self.file, tensor=self.key
         )
 
 
 def of_arrays(arrays: Sequence[StoredArray]) -> LocalTensorParts:
-    """The first array; the others are copies of it. `StateMismatch` by key and files if they cannot be."""
+    """The first array; the others are copies of it. `StateMismatch` if they cannot be."""
     first = arrays[0]
     for array in arrays[1:]:
         if (array.dtype, array.shape) != (first.dtype, first.shape):
@@ -76,7 +75,7 @@ def of_arrays(arrays: Sequence[StoredArray]) -> LocalTensorParts:
 
 
 def proportions(name: str, config: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """The sizes, relative to each other, of what is fused in a layer and cut each by itself: (1,) if it is cut as one."""
+    """The relative sizes of a layer's fused parts, each cut by itself: (1,) if it is cut as one."""
     layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     model = (config or {}).get("model_type")
     if layer in _GATE_UP and model != "gpt_oss":  # which has them interleaved
@@ -89,7 +88,7 @@ def proportions(name: str, config: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def local_shape(name: str, shape: Shape, degree: int) -> Shape:
-    """The shape of a rank's part, by the name of its layer; that of the whole where no cut is known."""
+    """The shape of a rank's part, by the name of its layer; that of the whole if no cut is known."""
     larger = whole_shape(name, shape, degree)
     if larger is None:
         return shape
@@ -97,9 +96,7 @@ def local_shape(name: str, shape: Shape, degree: int) -> Shape:
 
 
 def whole_shape(name: str, local: Shape, degree: int) -> Shape | None:
-    """The shape of a tensor whose parts of `degree` ranks have shape `local`, by the name of its layer; None if that does
-    not tell.
-    """
+    """The shape of a tensor whose parts of `degree` ranks have shape `local`, by the name of its layer; None if unknown."""
     layer, _, kind = name.rpartition(".")
     layer = layer.rpartition(".")[2]
     if layer in _COLUMNS and kind in ("weight", "bias"):
@@ -114,7 +111,7 @@ def joined(
 ) -> LocalTensorParts:
     """The tensor of `shape` of which each rank has a part, or everything. `parts` are the `proportions` of its layer.
 
-    Raises `StateMismatch` by key and file if the ranks' shapes do not make up the whole.
+    Raises `StateMismatch` if the ranks' shapes do not make up the whole.
     """
     ranks = [held[rank] for rank in sorted(held)]
     first = ranks[0]
@@ -143,14 +140,13 @@ def joined(
 
 
 class Cutting(NamedTuple):
-    """A cut along a dimension into `degree` parts, each of which has a part of everything that is fused."""
+    """A cut along a dimension into `degree` parts, each with a part of every fused tensor."""
 
     dimension: int
     sizes: Sequence[int]  # of what is fused, in one part
     degree: int
 
     def placed(self, part: LocalTensorParts, pieces: Sequence[ForeignPiece], rank: int) -> list[ForeignPiece]:
-        """A rank's pieces where the whole has them."""
         made = []
         for before, size in zip(accumulate((0, *self.sizes)), self.sizes, strict=False):
             offset, extent = [0] * len(part.shape), list(part.shape)
@@ -167,7 +163,7 @@ class Cutting(NamedTuple):
 
 
 def clip(piece: ForeignPiece, box: Box, dtype: str) -> ForeignPiece | None:
-    """The part of a piece that is in `box`; None if there is none."""
+    """The part of a piece in `box`, if any."""
     common = intersect(piece.box, box)
     if common is None:
         return None

@@ -1,6 +1,8 @@
-"""Which weights Paddle holds transposed: [in, out] where Hugging Face has [out, in]; and tensors with two dimensions turned.
+"""Weights that Paddle holds transposed ([in, out] instead of Hugging Face's [out, in]), and tensors with two dimensions
+exchanged.
 
-Paddle's model classes say it by the names of their Linear layers. A tensor is turned by its strides, not by moving it.
+Paddle's model classes list them by the names of their Linear layers. A tensor is transposed by its strides, not by moving
+it.
 """
 
 from __future__ import annotations
@@ -34,19 +36,16 @@ _PLAIN = re.compile(
 
 
 class Linears(NamedTuple):
-    """The Linear weights of a model class; `model` is its name, None where no table has it."""
+    """The Linear weights of a model class; `model` is its name, None if no table has it."""
 
     model: str | None
     pattern: re.Pattern[str] | None
 
     def certainly(self, name: str) -> bool:
-        """Whether it is known to be a Linear weight."""
         return self.pattern is not None and "lora" not in name and self.pattern.search(name) is not None
 
     def has(self, name: str) -> bool:
-        """Whether Paddle holds this weight transposed, if it has two dimensions. Raises `StateMismatch` by name where the
-        model class is not known.
-        """
+        """Whether Paddle holds this weight transposed, if it has two dimensions. `StateMismatch` for an unknown class."""
         if self.pattern is None:
             raise StateMismatch(
                 f"{name!r} is in Paddle's layout, and it is not known which weights of "
@@ -84,7 +83,6 @@ def _pattern(linear: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def turned(tensor: ForeignTensor) -> ForeignTensor:
-    """A tensor of two dimensions with these exchanged."""
     spec = tensor.spec
     decoder = None if tensor.decoder is None else Turned(tensor.decoder)
     made = type(spec)(spec.group, spec.name, spec.dtype, spec.shape[::-1])

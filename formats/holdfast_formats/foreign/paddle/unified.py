@@ -1,7 +1,7 @@
 """Unified checkpoints of PaddleNLP and PaddleFormers: safetensors files of the model, its masters and the optimizer.
 
-The model's files say in their metadata whether they are in Hugging Face's layout or in Paddle's; masters and optimizer are
-always in Paddle's. An optimizer may be merged, or in parts of ranks (`ignore_merge_optimizer`), or quantised.
+The model's files state their layout in the metadata, Hugging Face's or Paddle's; masters and optimizer are always in
+Paddle's. An optimizer may be merged, or in parts of ranks (`ignore_merge_optimizer`), or quantised.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STAGES = (None, "O0", "O1", "O2")
 
 
 def recognises(files: ForeignFiles) -> bool:
-    """An optimizer or masters as unified checkpoints name them; or a model alone whose tensors are not as Hugging Face has
-    them: in Paddle's layout, or in a directory of Paddle with bfloat16 as U16.
+    """An optimizer or masters with a unified checkpoint's names; or a model alone that Hugging Face would not write: in
+    Paddle's layout, or in a directory of Paddle with bfloat16 as U16.
     """
     names = files.list("")
     if any(name.startswith(("peft_model", "lora_model")) or name == "lora_config.json" for name in names):
@@ -42,7 +42,7 @@ def recognises(files: ForeignFiles) -> bool:
     try:
         found = read_safetensors(files, held[0])
     except CorruptManifest:
-        return False  # reading it as a model of Hugging Face says what is wrong
+        return False  # the reader of Hugging Face models reports the error
     return found.format == "np" or (_has_bits(found) and is_paddles(files, names))
 
 
@@ -63,13 +63,13 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 class UnifiedReader:
-    """Reads sets of files into a gathering: first the model, whose shapes are needed for the others."""
+    """Reads sets of files into a gathering: first the model, whose shapes the others need."""
 
     def __init__(self, gathering: Gathering, options: ReadOptions) -> None:
         self.gathering, self.options = gathering, options
 
     def read(self, sets: Mapping[str, FileSet]) -> None:
-        """The three sets of a directory, each of which may be empty."""
+        """Read the three sets of a directory, each of which may be empty."""
         gathering = self.gathering
         gathering.names.update(key for stem in (MODEL, MASTERS) for key in sets[stem].arrays)
         gathering.names.update(key.rpartition("/")[0] for key in sets[OPTIMIZER].arrays)
@@ -84,8 +84,8 @@ class UnifiedReader:
         self.optimizer(sets[OPTIMIZER])
 
     def _are_masters(self, sets: Mapping[str, FileSet]) -> bool:
-        """Whether the model's files hold masters (`skip_save_model_weight`): all F32, in Paddle's layout, of a model that
-        is narrower by its config.json.
+        """Whether the model's files hold masters (`skip_save_model_weight`): all F32, in Paddle's layout, of a model with a
+        narrower dtype in config.json.
         """
         held = sets[MODEL]
         if not held.arrays or sets[MASTERS].arrays or self.gathering.half is None:
@@ -104,7 +104,7 @@ class UnifiedReader:
         )
 
     def weights(self, held: FileSet, group: str) -> None:
-        """Weights or masters, under their names. Only the model's own files may be in Hugging Face's layout."""
+        """List weights or masters, under their names. Only the model's own files may be in Hugging Face's layout."""
         for key, arrays in held.arrays.items():
             turned = {group == "model" and held.formats[array.file] != "np" for array in arrays}
             if len(turned) > 1:
@@ -120,7 +120,7 @@ class UnifiedReader:
         return self.gathering.shapes.get(key)
 
     def optimizer(self, held: FileSet) -> None:
-        """The moments; beta powers are checked against the number of steps."""
+        """List the moments; beta powers are checked against the number of steps."""
         stage = held.said("ckpt_quant_stage")
         if stage not in _STAGES:
             raise StateMismatch(f"{held.index_name}: no quantisation {stage!r} is known", file=held.index_name)
@@ -168,7 +168,7 @@ class UnifiedReader:
         self.gathering.moments(owner, quantised.decoded(owner, single, self._shape(owner)))
 
     def tensor(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
-        """The tensor of a key's arrays. `shape` is the whole one in Paddle's layout, where it is known."""
+        """The tensor of a key's arrays. `shape` is the whole one in Paddle's layout, if known."""
         if held.ranks:
             return self._of_ranks(held, key, arrays, shape)
         slices = self.options.assemble_flat and len(arrays) > 1 and shape != POWER  # one may be as long as the whole
@@ -184,7 +184,7 @@ class UnifiedReader:
         return flat.assembled(arrays, shape).tensor(*key)
 
     def _cut(self, held: FileSet) -> list[list[StoredArray]]:
-        """Keys that are in several files, as a parameter is whose slices two ranks have."""
+        """Keys in several files, such as a parameter sliced between two ranks."""
         found = [arrays for key, arrays in held.arrays.items() if not key.endswith(progress.POWERS)]
         return [arrays for arrays in found if len(arrays) > 1]
 
@@ -206,7 +206,7 @@ class UnifiedReader:
     def _of_shards(
         self, held: FileSet, arrays: Sequence[StoredArray], shape: Shape | None, local: Shape | None
     ) -> LocalTensorParts:
-        """What a tensor-parallel rank has: whole with one of its sharding ranks (v1), or in flat slices with all (v2)."""
+        """A tensor-parallel rank's part: whole with one of its sharding ranks (v1), or in flat slices with all (v2)."""
         vectors = all(len(array.shape) == 1 for array in arrays)
         if shape is None or local is None or not vectors or not held.sharded:
             return tensor_parallel.of_arrays(arrays)

@@ -1,1 +1,1 @@
-"""Pickles and torch files, read by an interpreter that calls nothing. Its door is `holdfast_formats.foreign.pickles`."""
+"""Pickles and torch files, read by an interpreter that calls nothing. Entry point: `holdfast_formats.foreign.pickles`."""

@@ -1,7 +1,7 @@
-"""Arrays and tensors, as the functions of numpy and torch that a pickle names would make them; none of them is run.
+"""The arrays and tensors of numpy's and torch's functions in a pickle; none of these functions is run.
 
-Each function here takes the arguments of a call as they were read, and raises `Unfit` for those that numpy's and torch's
-own pickles never have.
+Each function here takes the arguments of a call, and raises `Unfit` for those that numpy's and torch's own pickles never
+have.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast_formats.layout.parts import strides
 from holdfast_formats.tensors import DIMENSIONS_MAX
 
 _SIZE_MAX = 2**63 - 1
-_STEP_MAX = 2**48  # elements; also of dimensions of one, which nobody steps along
+_STEP_MAX = 2**48  # elements; also of dimensions of size one, whose stride is unused
 _CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 class Unfit(Exception):
-    """What is wrong with a call; the machine adds file and byte."""
+    """The error of a call; the machine adds file and byte."""
 
 
 class NumpyDtype:
@@ -42,7 +42,7 @@ class NumpyDtype:
 
 
 class UnfilledArray:
-    """An array between its creation and its values; `places` are where it is in the memo."""
+    """An array before its values are read; `places` are its positions in the memo."""
 
     __slots__ = ("places",)
 
@@ -51,9 +51,7 @@ class UnfilledArray:
 
 
 class LatinBytes(NamedTuple):
-    """Bytes that stand in the file as text in Latin-1, which is encoded as UTF-8. `characters` is None where it was not
-    counted.
-    """
+    """Bytes stored as Latin-1 text, encoded as UTF-8. `characters` is None if not counted."""
 
     offset: int
     length: int
@@ -61,7 +59,7 @@ class LatinBytes(NamedTuple):
 
 
 def array(file: str, state: Any) -> PickledArray | LatinArray:
-    """What `ndarray.__setstate__` gets: version, shape, dtype, whether in Fortran's order, bytes."""
+    """The state of `ndarray.__setstate__`: version, shape, dtype, Fortran order, bytes."""
     if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], NumpyDtype)):
         raise Unfit("has an array that numpy does not write so")
     _, shape, dtype, fortran, data = state
@@ -69,7 +67,7 @@ def array(file: str, state: Any) -> PickledArray | LatinArray:
 
 
 def from_buffer(file: str, args: tuple[Any, ...]) -> PickledArray | LatinArray:
-    """`numpy._core.numeric._frombuffer(bytes, dtype, shape, order)`, as protocol 5 has arrays."""
+    """`numpy._core.numeric._frombuffer(bytes, dtype, shape, order)`: arrays of protocol 5."""
     if not (len(args) == 4 and isinstance(args[1], NumpyDtype) and args[3] in ("C", "F")):
         raise Unfit("has an array that numpy does not write so")
     return _array(file, args[0], args[1].name, check_shape(args[2]), args[3] == "F")
@@ -92,7 +90,6 @@ def _fits(data: LatinBytes, count: int) -> bool:
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """The shape of an array, as a tuple of numbers that fit."""
     if not isinstance(shape, tuple) or len(shape) > DIMENSIONS_MAX:
         raise Unfit(f"has an array whose shape is not one of at most {DIMENSIONS_MAX} dimensions")
     if not all(type(n) is int and 0 <= n <= _SIZE_MAX for n in shape) or prod(shape) > _SIZE_MAX // 16:
@@ -110,7 +107,7 @@ def numpy_dtype(args: tuple[Any, ...]) -> NumpyDtype:
 
 
 def numpy_dtype_state(dtype: NumpyDtype, state: Any) -> None:
-    """What `dtype.__setstate__` gets: nothing of it may matter but the order of bytes, which must be little-endian."""
+    """The state of `dtype.__setstate__`, in which only the byte order may matter; it must be little-endian."""
     if not (isinstance(state, tuple) and len(state) >= 8):
         raise Unfit(f"has a dtype {dtype.code!r} that numpy does not write so")
     if state[1] not in ("<", "|", "="):
@@ -167,7 +164,7 @@ def _torch_dtype(given: Any) -> str:
 
 
 def parameter(args: tuple[Any, ...]) -> PickledArray:
-    """`_rebuild_parameter(data, requires_grad, hooks[, state])`: its data. Attributes of the parameter are Python's."""
+    """`_rebuild_parameter(data, requires_grad, hooks[, state])`: its data. Attributes of the parameter are ignored."""
     if not 3 <= len(args) <= 4 or not isinstance(args[0], PickledArray):
         raise Unfit("has a parameter that torch does not write so")
     return args[0]

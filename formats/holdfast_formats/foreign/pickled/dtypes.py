@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# By the code in a pickled `numpy.dtype`; `V2` is not bfloat16 unless ml_dtypes says so by a name.
+# By the code in a pickled `numpy.dtype`; `V2` is bfloat16 only if ml_dtypes names it so.
 NUMPY = {
     "b1": "BOOL",
     "u1": "U8",

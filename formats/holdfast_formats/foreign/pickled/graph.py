@@ -1,7 +1,7 @@
-"""Checks what was read, as a whole: nothing contains itself, nothing is deep, and shared parts do not multiply.
+"""Checks a value as a whole: nothing contains itself, nothing is deep, and shared parts do not multiply.
 
-A few bytes that refer to each other can stand for more values than there is memory, or for endless ones. After this
-check a caller may walk through everything, recursively, as if nothing was shared.
+A few bytes that refer to each other can represent more values than fit memory, or endless ones. After this check a caller
+may walk through everything, recursively, as if nothing was shared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Measured(NamedTuple):
 
 
 class _Entered:
-    """A container on the way from the root to where the walk is."""
+    """A container between the root and the current position of the walk."""
 
     __slots__ = ("height", "key", "left", "values")
 
@@ -38,7 +38,7 @@ class _Entered:
 
 
 def check(root: Any, charge: Callable[[int], None]) -> None:
-    """`Unfit` unless the value is a tree of limited size and depth; `charge` is told of memory that this takes."""
+    """`Unfit` unless the value is a tree of limited size and depth; `charge` is called with the memory that this takes."""
     if type(root) in _LEAVES:
         return
     known: dict[int, _Measured | None] = {id(root): None}
@@ -59,7 +59,7 @@ def check(root: Any, charge: Callable[[int], None]) -> None:
 
 
 def _next_container(entered: _Entered, known: dict[int, _Measured | None], depth: int) -> Any:
-    """The next part that was not seen before; None at the end."""
+    """The next unvisited part; None at the end."""
     for part in entered.left:
         kind = type(part)
         if kind in _LEAVES:

@@ -1,4 +1,4 @@
-"""The functions that pickles of tensors call, by name, and what a `PickleMachine` takes each call for."""
+"""The functions in pickles of tensors, by name, with their meaning for a `PickleMachine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER_BYTES_MAX = 16
 
 
 def _values(args: tuple[Any, ...], what: str) -> list[Any] | tuple[Any, ...]:
-    """The one argument, a list or tuple; nothing is an empty one."""
+    """The one argument, a list or tuple; empty without one."""
     if not args:
         return ()
     if len(args) > 1 or type(args[0]) not in (list, tuple):
@@ -129,7 +129,7 @@ def _attribute(m: PickleMachine, args: tuple[Any, ...]) -> PickledRecord:
 
 
 def _reconstructed(m: PickleMachine, args: tuple[Any, ...]) -> PickledRecord:
-    """`copyreg._reconstructor(Class, object, None)`: how protocols 0 and 1, and what subclasses them, have objects."""
+    """`copyreg._reconstructor(Class, object, None)`: objects of protocols 0 and 1, and of their subclasses."""
     plain = len(args) == 3 and args[1] == PickledGlobal("builtins.object") and args[2] is None
     if not plain or type(args[0]) is not PickledGlobal or args[0].name not in m.allowed:
         raise Unfit("makes an object in a way that is not read")
@@ -153,7 +153,7 @@ def _dtype(m: PickleMachine, args: tuple[Any, ...]) -> NumpyDtype:
 
 
 def _unfilled(m: PickleMachine, args: tuple[Any, ...]) -> UnfilledArray:
-    """`numpy._core.multiarray._reconstruct(ndarray, (0,), b"b")`; what it is comes by BUILD."""
+    """`numpy._core.multiarray._reconstruct(ndarray, (0,), b"b")`; BUILD supplies the contents."""
     if len(args) != 3 or args[0] != PickledGlobal("numpy.ndarray"):
         raise Unfit("has an array that numpy does not write so")
     m.charge(200)

@@ -1,6 +1,6 @@
 """An interpreter of pickles that calls nothing, within limits of memory and of work.
 
-Classes and functions become names. What a pickle calls is looked up in a table of those that make containers, arrays and
+Classes and functions become names. A call in a pickle is looked up in a table of those that make containers, arrays and
 tensors (`holdfast_formats.foreign.pickled.known_calls`), or is a class that the caller allows, and becomes a record.
 """
 
@@ -32,13 +32,13 @@ FindStorage = Callable[[Any], Any]
 
 
 class PickleMachine:
-    """Reads one pickle from a stream. `storages` gives what a persistent id stands for; None: there are none."""
+    """Reads one pickle from a stream. `storages` resolves persistent ids; None: there are none."""
 
     def __init__(self, stream: PickleStream, allowed: Collection[str], storages: FindStorage | None = None) -> None:
         self.stream: PickleStream = stream
         self.allowed, self.storages = allowed, storages
         self.stack: list[Any] = []
-        self.texts: dict[int, tuple[str, LatinBytes]] = {}  # where texts stand, by id: protocol 2 has bytes as texts
+        self.texts: dict[int, tuple[str, LatinBytes]] = {}  # places of texts, by id: protocol 2 stores bytes as texts
         self.latin: set[int] = set()  # ids of those that were found to be bytes
         self.protocol = 0
         self._below: list[list[Any]] = []
@@ -59,7 +59,7 @@ class PickleMachine:
         raise self.stream.limit(f"has over {OPCODES_MAX} opcodes")
 
     def _some(self) -> bool:
-        """Interpret some opcodes; whether the last one was the end."""
+        """Interpret some opcodes; True if the last one was the end."""
         for _ in range(_BETWEEN_CHECKS):
             opcode = self.stream.opcode()
             if opcode == STOP:
@@ -87,7 +87,7 @@ class PickleMachine:
             raise self.stream.limit(f"holds over {STACK_MAX} values in no container")
 
     def charge(self, count: int) -> None:
-        """Note that values take so many bytes more."""
+        """Count so many more bytes of memory."""
         self._spent += count
         if self._spent > MEMORY_BYTES_MAX:
             raise self.stream.limit(f"needs over {MEMORY_BYTES_MAX} bytes of memory besides its arrays")
@@ -114,7 +114,7 @@ class PickleMachine:
         self.stack = []
 
     def to_mark(self) -> list[Any]:
-        """The values since the last mark, which is taken away."""
+        """Pop the values since the last mark, and the mark."""
         if not self._below:
             raise Unfit("takes values since a mark where there is none")
         found, self.stack = self.stack, self._below.pop()
@@ -141,7 +141,7 @@ class PickleMachine:
         self.stack.append(self._memo[index])
 
     def text(self, length: int) -> None:
-        """A text of so many bytes; a long one by its place."""
+        """Push a text of so many bytes; a long one by its place."""
         offset = self.stream.where
         if length > TEXT_BYTES_MAX:
             self.stack.append(PickledBytes(self.stream.path, self.stream.skip(length), length))
@@ -157,12 +157,12 @@ class PickleMachine:
             self.texts[id(text)] = (text, LatinBytes(offset, length, len(text)))
 
     def payload(self, length: int) -> None:
-        """Bytes, by their place."""
+        """Push bytes, by their place."""
         self.charge(200)
         self.stack.append(PickledBytes(self.stream.path, self.stream.skip(length), length))
 
     def find(self, module: str, name: str) -> PickledGlobal:
-        """A class or function by its name; refuses all that are not in a table."""
+        """Push a class or function by its name; refuses those that are not in a table."""
         module = _OLD_MODULES.get(module, module)
         full = f"{module}.{name}"
         found = self._globals.get(full)
@@ -174,7 +174,7 @@ class PickleMachine:
         return found
 
     def call(self, function: Any, args: Any) -> Any:
-        """What a call becomes."""
+        """The result of a call."""
         if not isinstance(function, PickledGlobal) or type(args) is not tuple:
             raise Unfit("calls what is not a function")
         known = KNOWN_CALLS.get(function.name)
@@ -189,7 +189,6 @@ class PickleMachine:
         return PickledRecord(name, args)
 
     def build(self, state: Any) -> None:
-        """Give the top value its state."""
         value = self.top()
         if type(value) is UnfilledArray:
             self.charge(400)
@@ -206,7 +205,7 @@ class PickleMachine:
             raise Unfit(f"gives attributes to a value of type {type(value).__name__}")
 
     def extend(self, value: Any, items: list[Any]) -> None:
-        """Append to a list, or to what a record contains."""
+        """Append to a list, or to a record's items."""
         if type(value) is PickledRecord:
             value.items = value.items if value.items is not None else []
             value = value.items
@@ -217,7 +216,7 @@ class PickleMachine:
         self.charge(getsizeof(value) - before)
 
     def set_items(self, value: Any, items: list[Any]) -> None:
-        """Put keys and values, which take turns, into a dict, or into what a record contains."""
+        """Put alternating keys and values into a dict, or into a record's items."""
         if type(value) is PickledRecord:
             value.items = value.items if value.items is not None else {}
             value = value.items
@@ -234,7 +233,6 @@ class PickleMachine:
         self.charge(getsizeof(value) - before)
 
     def add_items(self, value: Any, items: list[Any]) -> None:
-        """Put values into a set."""
         if type(value) is not set:
             raise Unfit(f"adds to a value of type {type(value).__name__}")
         if len(value) + len(items) > ITEMS_MAX:
@@ -246,7 +244,7 @@ class PickleMachine:
         self.charge(getsizeof(value) - before)
 
     def check_key(self, key: Any) -> None:
-        """Refuse a key whose look-up could take long: a pickle can choose keys that all have one hash."""
+        """Refuse a key whose lookup could be slow: a pickle can choose keys with equal hashes."""
         kind = type(key)
         if kind is str or (kind in _PLAIN_KEYS and (kind is not int or -(2**63) <= key < 2**64)):
             return
@@ -257,7 +255,6 @@ class PickleMachine:
             raise Unfit(f"has over {_TUPLE_KEYS_MAX} keys that are tuples")
 
     def bytes_of(self, value: Any, length_max: int) -> bytes:
-        """The content of a short bytes object."""
         if not isinstance(value, PickledBytes | LatinBytes) or value.length > 2 * length_max:
             raise Unfit("has a number whose bytes are not those of one")
         return self.stream.again(value.offset, value.length)

@@ -1,4 +1,4 @@
-"""What each opcode of pickle does to a `PickleMachine`.
+"""The effect of each pickle opcode on a `PickleMachine`.
 
 These are the opcodes of protocols 2 to 5 as CPython's own picklers write them. Those of protocols 0 and 1, of registered
 extensions and of buffers outside the pickle have no entry, and are refused.

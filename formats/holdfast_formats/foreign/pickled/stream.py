@@ -1,4 +1,4 @@
-"""The bytes of a pickle, read in pieces of a bounded size; what is long is stepped over and never read."""
+"""The bytes of a pickle, read in pieces of a bounded size; long payloads are skipped and never read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class PickleStream:
 
     @property
     def where(self) -> int:
-        """The byte of the file that comes next."""
+        """Position of the next byte in the file."""
         return self._base + self._at
 
     def opcode(self) -> int:
-        """The next opcode; errors name its byte from now on."""
+        """The next opcode; later errors name its byte."""
         self.opcode_at = self._base + self._at
         if self._at >= len(self._buffer):
             self._fill(1)
@@ -46,7 +46,6 @@ class PickleStream:
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
-        """A line of ASCII."""
         found = bytearray()
         while (byte := self.take(1)) != b"\n":
             found += byte
@@ -58,7 +57,7 @@ class PickleStream:
             raise self.refused("has a name that is not ASCII") from None
 
     def skip(self, count: int) -> int:
-        """Step over bytes; the byte of the file at which they begin."""
+        """Skip bytes; returns the byte of the file at which they begin."""
         first = self.where
         if count > self.stop - first:
             raise self.cut_off(f"{count} bytes of a value, of which {self.stop - first} are there")
@@ -71,11 +70,11 @@ class PickleStream:
         return first
 
     def again(self, offset: int, length: int) -> bytes:
-        """Some few bytes that were stepped over, or read before."""
+        """Read a few bytes that were skipped, or read before."""
         return self._files.read(self.path, offset, length)
 
     def check_length(self) -> None:
-        """`LimitExceeded` where more was read than a pickle's own part may have."""
+        """`LimitExceeded` if more was read than a pickle's own part may have."""
         if self.where - self._start - self._skipped > PICKLE_BYTES_MAX:
             raise self.limit(f"has over {PICKLE_BYTES_MAX} bytes besides its arrays")
 

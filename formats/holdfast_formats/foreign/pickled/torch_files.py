@@ -1,4 +1,4 @@
-"""Files of `torch.save`: zip files of a pickle and its storages, and the older form, in which all follow each other."""
+"""Files of `torch.save`: zip files of a pickle and its storages, and the older form without a zip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 PICKLE_START = b"\x80"
 _LEGACY_PROTOCOL = 1001
 _SIZE_BYTES = 8
-VALUE_BYTES_MAX = 64  # of a storage whose CRC-32 is compared at once: a number, which a reader may take before all is copied
+VALUE_BYTES_MAX = 64  # of a storage whose CRC-32 is compared at once: a number, which a caller may use before all is copied
 _MARKS = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
 _SCRIPT = "it is a TorchScript program; save the state_dict of the module that it was made from"
 
@@ -38,7 +38,7 @@ class _StorageId(NamedTuple):
 
 
 def _storage_id(given: Any, parts: int) -> _StorageId:
-    """What torch's persistent ids say; `Unfit` for any other."""
+    """Parse one of torch's persistent ids; `Unfit` for any other."""
     if not (type(given) is tuple and len(given) == parts and given[0] == "storage" and type(given[1]) is PickledGlobal):
         raise Unfit("refers to something outside it that is no storage")
     _, kind, key, location, elements = given[:5]
@@ -58,7 +58,7 @@ def _values(storage: _StorageId, offset: int, file: str, member: StoredMember | 
 
 
 def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
-    """The value of a zip file; errors by file and byte, and for members that nothing in the value refers to."""
+    """The value of a zip file; errors by file and byte, and for members that the value does not refer to."""
     held = zip_members.members(zip_file)
     roots = {name[: -len("data.pkl")] for name in held if name.endswith("/data.pkl") and name.count("/") == 1}
     if any(name.rpartition("/")[2] == "constants.pkl" for name in held):
@@ -93,8 +93,6 @@ def _check_order_of_bytes(zip_file: ZipWindow, member: ZipMember | None) -> None
 
 
 class _ZipStorages:
-    """The storages of a zip file, each looked up once."""
-
     def __init__(self, zip_file: ZipWindow, held: dict[str, ZipMember], data: str) -> None:
         self._zip, self._held, self._data = zip_file, held, data
         self.found: dict[str, StoredMember] = {}
@@ -115,7 +113,7 @@ class _ZipStorages:
 
 
 def read_legacy(files: ForeignFiles, path: str, size: int, allowed: Collection[str]) -> Any:
-    """The value of a file in the older form. Its pickle is read twice: where storages are stands behind it."""
+    """The value of a file in the older form. Its pickle is read twice, because the storages' places follow it."""
     at = 0
     heads = []
     for _ in range(3):
@@ -137,7 +135,7 @@ def read_legacy(files: ForeignFiles, path: str, size: int, allowed: Collection[s
 
 
 class _LegacyStorages:
-    """The storages behind the pickle: first all that it names, then where they are."""
+    """The storages behind the pickle: first their names, then their places."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -155,7 +153,7 @@ class _LegacyStorages:
         return _values(storage, self._starts[storage.key], self._path)
 
     def place(self, files: ForeignFiles, order: Any, stream: PickleStream) -> None:
-        """Find the storages that follow in this order, each with its number of elements before it."""
+        """Find the storages that follow in this order, each after its number of elements."""
         known = isinstance(order, list) and all(type(key) is str for key in order)
         if not known or len(order) != len(self._named) or set(order) != self._named.keys():
             raise stream.refused("has other storages behind it than those that it names")

@@ -1,4 +1,4 @@
-"""What a pickle is read into, besides Python's own containers, numbers and texts; nothing of it does anything."""
+"""The inert values of a pickle, besides Python's own containers, numbers and texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast_formats.foreign.listing import StoredMember
 
 
 class PickledArray(NamedTuple):
-    """A numpy array or a torch tensor, or a storage (one dimension), by the place of its elements in a file.
+    """A numpy array, a torch tensor or a storage (one dimension), by its elements' place in a file.
 
     The dtype has safetensors' name, the strides count elements, `offset` is the byte of the first element in `file`.
-    `storage` is torch's key of the storage that holds it: arrays of one storage share bytes. It is empty for numpy's.
-    `member` is the storage in a zip file, if its CRC-32 is stated there.
+    `storage` is torch's key of its storage: arrays of one storage share bytes. It is empty for numpy's. `member` is the
+    storage in a zip file, if its CRC-32 is stated there.
     """
 
     dtype: str
@@ -25,8 +25,8 @@ class PickledArray(NamedTuple):
 
 
 class LatinArray(NamedTuple):
-    """A numpy array whose bytes stand in the file as text, as protocols below 3 have them: row-major bytes in Latin-1, which
-    is encoded as UTF-8 in `length` bytes from `offset` on. With `strides` as of a `PickledArray`.
+    """A numpy array whose bytes are stored as text, by protocols below 3: row-major bytes in Latin-1, encoded as UTF-8 in
+    `length` bytes from `offset` on. `strides` as of a `PickledArray`.
     """
 
     dtype: str
@@ -52,9 +52,9 @@ class PickledGlobal(NamedTuple):
 
 
 class PickledRecord:
-    """An object of a class that the caller allowed, by name: what it was made of, and none of its behaviour.
+    """An object of an allowed class, by name: its arguments and state, without behaviour.
 
-    `items` is what a subclass of dict or list contains. Two records are equal only if they are the same one.
+    `items` are those of a subclass of dict or list. Two records are equal only if they are the same object.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -65,7 +65,6 @@ class PickledRecord:
         self.items: dict[Any, Any] | list[Any] | None = None
 
     def get(self, field: str, default: Any = None) -> Any:
-        """An attribute of the object; of a subclass of dict also an item."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)  # attributes, and those of `__slots__`
         for part in (*parts, self.items):
             if isinstance(part, dict) and field in part:

@@ -1,6 +1,6 @@
-"""The members of a zip file and the bytes that each has in it, from the directory at its end; nothing is unpacked.
+"""The members of a zip file and their bytes in it, from the directory at its end; nothing is unpacked.
 
-Only what torch writes is accepted: members that are stored as they are, one after the other, without gaps for others.
+Only what torch writes is accepted: uncompressed members, one after the other, without gaps for others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _COPY = "copy the file again: it is not what its writer wrote"
 
 
 class ZipMember(NamedTuple):
-    """A member: its header's first byte, and the first byte after which the next thing of the file begins; in the file.
+    """A member: its header's first byte, and the first byte of what follows it in the file.
 
-    `crc` is the CRC-32 of its content. It is 0 where there is none: torch can be told not to compute it.
+    `crc` is the CRC-32 of its content, 0 if there is none: torch can be configured not to compute it.
     """
 
     name: str
@@ -49,7 +49,6 @@ class ZipWindow(NamedTuple):
     stop: int
 
     def read(self, at: int, length: int) -> bytes:
-        """Bytes at a place of the file, all of which must be inside."""
         data = self.files.read(self.path, at, length) if self.start <= at <= at + length <= self.stop else b""
         if len(data) != length:
             raise self.broken(f"says that {length} bytes stand at byte {at}, which it has not")
@@ -63,7 +62,7 @@ class ZipWindow(NamedTuple):
 
 
 def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
-    """All members by name, checked to lie one after the other; errors name the file."""
+    """All members by name, checked to be contiguous; errors name the file."""
     first, length, count = _directory(zip_file)
     if count > MEMBERS_MAX or length > DIRECTORY_BYTES_MAX:
         raise LimitExceeded(f"{zip_file.path} has {count} members, over the limit of {MEMBERS_MAX}", file=zip_file.path)
@@ -81,7 +80,7 @@ def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
 
 
 def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
-    """The byte of the file at which a member's content begins; its own header must fit the directory."""
+    """The byte of the file at which a member's content begins; its own header must match the directory."""
     name = member.name.encode()
     read = zip_file.read(member.header, _LOCAL.size + len(name))
     head = _LOCAL.unpack_from(read)
@@ -93,7 +92,7 @@ def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
 
 
 def check(zip_file: ZipWindow, member: ZipMember, start: int) -> None:
-    """`CorruptExtent`, by file and member, where the content from byte `start` on has not the CRC-32 that is stated."""
+    """`CorruptExtent` unless the content from byte `start` on has the stated CRC-32."""
     found = 0
     for at in range(start, start + member.bytes, READ_BYTES):
         found = zlib.crc32(zip_file.read(at, min(READ_BYTES, start + member.bytes - at)), found)
@@ -101,7 +100,7 @@ def check(zip_file: ZipWindow, member: ZipMember, start: int) -> None:
 
 
 def check_crc(path: str, member: StoredMember, found: int) -> None:
-    """`CorruptExtent`, by file and member, unless the CRC-32 that was found is the stated one, or none is stated."""
+    """`CorruptExtent` unless the computed CRC-32 is the stated one, or none is stated."""
     if member.crc in (0, found):
         return
     raise CorruptExtent(
@@ -116,7 +115,7 @@ def check_crc(path: str, member: StoredMember, found: int) -> None:
 
 
 def _directory(zip_file: ZipWindow) -> tuple[int, int, int]:
-    """Where the directory begins, its length, and the number of members."""
+    """The directory's first byte, its length, and the number of members."""
     if zip_file.stop - zip_file.start < _END.size:
         raise zip_file.broken("is too short")
     at = zip_file.stop - _END.size
@@ -125,7 +124,7 @@ def _directory(zip_file: ZipWindow) -> tuple[int, int, int]:
         raise zip_file.broken("is cut off: its directory is not at its end")
     count, length, first = end[4], end[5], end[6]
     before = zip_file.read(at - _LOCATOR.size, _LOCATOR.size) if at - _LOCATOR.size >= zip_file.start else b""
-    if before.startswith(b"PK\x06\x07"):  # torch always writes a directory for long files, and what it says counts
+    if before.startswith(b"PK\x06\x07"):  # torch always writes a zip64 directory, whose numbers take precedence
         at = zip_file.start + _LOCATOR.unpack(before)[2]
         end_64 = _END_64.unpack(zip_file.read(at, _END_64.size))
         if end_64[0] != b"PK\x06\x06":
@@ -156,7 +155,7 @@ def _member(zip_file: ZipWindow, data: bytes, at: int) -> ZipMember:
 
 
 def _sizes(zip_file: ZipWindow, entry: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:
-    """Packed size, size and place of a member, of which those that are too large for 32 bits are in a field of their own."""
+    """Packed size, size and place of a member; values beyond 32 bits are in a separate field."""
     packed, size, header = entry[8], entry[9], entry[16]
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
@@ -173,7 +172,7 @@ def _sizes(zip_file: ZipWindow, entry: tuple[int, ...], extra: bytes) -> tuple[i
 
 
 def _apart(zip_file: ZipWindow, found: list[ZipMember], directory: int) -> dict[str, ZipMember]:
-    """The members by name, each with its end; `CorruptManifest` where two are one, or share bytes."""
+    """The members by name, each with its end; `CorruptManifest` if two share a name or bytes."""
     ordered = sorted(found, key=lambda member: member.header)
     bounds = [*(member.header for member in ordered), directory]
     made: dict[str, ZipMember] = {}
