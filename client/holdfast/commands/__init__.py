@@ -1,1 +1,1 @@
-"""The commands of `holdfast`, one a file. Each turns options into one call and prints what came of it."""
+"""The commands of `holdfast`, one a file. Each turns options into one call and prints the result."""

@@ -24,7 +24,7 @@ from .serve import check_installed
 
 CHECK_TIMEOUT_S = 600.0
 POLL_S = 0.5
-INCONSISTENT = 1  # the exit status that asks for mending, as of `doctor`
+INCONSISTENT = 1  # the exit status for contradictions, as of `doctor`
 
 app = typer.Typer(
     help="The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.",
@@ -121,7 +121,7 @@ def _one_place(url: str | None) -> None:
 
 
 def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> Report:
-    """Run the service's offline program on a root that no daemon serves; its errors are raised here."""
+    """Run the service's offline program on an unserved root; raises its errors."""
     check_installed()
     command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root)]
     done = subprocess.run([*command, *(["--catalog", catalog] if catalog else [])], stdout=subprocess.PIPE, check=False)

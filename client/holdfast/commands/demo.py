@@ -1,4 +1,4 @@
-"""`holdfast demo`: a trainer is killed and goes on as if nothing had happened."""
+"""`holdfast demo`: a trainer is killed and resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast export` and `convert`: a checkpoint, or another program's, as a new directory, for whatever program loads it."""
+"""`holdfast export` and `convert`: a Holdfast or foreign checkpoint as a new directory for another program."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: b
 def _converted(
     reader: CheckpointReader, source: object, target: Path, arguments: dict[str, str], url: str | None, as_json: bool
 ) -> dict[str, Any]:
-    """Have a program of the service do it, on this machine where the checkpoint is here, else as a job."""
+    """Run it in a program of the service, on this machine if the checkpoint is here, else as a job."""
     made = reader.manifest
     if isinstance(source, DirectorySource):
         words = [f"--{name}={value}" for name, value in arguments.items()]
@@ -159,7 +159,6 @@ def _converted(
 
 
 def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
-    """What an export or a conversion made, and what it left out."""
     out = console.out()
     size = console.human_bytes(int(done["bytes"]))
     what = "a checkpoint" if done["committed"] else "a plain directory of the model"

@@ -116,7 +116,7 @@ def _by_service(url: str | None, wanted: JobRequest, as_json: bool, doing: str) 
 
 
 def int16_of(text: str | None) -> str | None:
-    """What `--int16` says; `InvalidRequest` for anything else."""
+    """The value of `--int16`; `InvalidRequest` for an unknown one."""
     if text not in (None, *sixteen_bits.WAYS):
         raise InvalidRequest(f"--int16 is {text!r}", hint=f"one of {', '.join(sixteen_bits.WAYS)}")
     return text
@@ -148,7 +148,7 @@ def _print_report(done: dict[str, Any]) -> None:
 
 
 def print_files(source: dict[str, Any]) -> None:
-    """Every file of a source, what becomes of it, and the notes."""
+    """Print every file of a source, its use, and the notes."""
     files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",), wrap=("BECOMES", "WHY"))
     for file in source["files"][:FILES_SHOWN]:
         size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])

@@ -18,7 +18,7 @@ from holdfast_formats.rest.job_words import Fact, facts
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 
 SHOWN_MAX = 50
-WAIT_S = 0.5  # between two looks at a job whose progress is shown
+WAIT_S = 0.5  # between two polls of a job
 _COLOURS = {"done": "green", "failed": "bold red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
 
 app = typer.Typer(help="Submit, list, watch and cancel background jobs of the service.", no_args_is_help=True)

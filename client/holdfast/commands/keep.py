@@ -120,7 +120,7 @@ def keep(  # noqa: PLR0913 — one option a rule
 
 
 def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool]) -> Preview:
-    """Set the policy, after asking if anything would be removed. Fails if somebody else changed it in between."""
+    """Set the policy, after a confirmation if anything would be removed. Fails if it was changed in between."""
     yes, as_json = how
     before = retention.policy(api, run)
     foreseen = retention.preview(api, run, wanted)
@@ -178,7 +178,7 @@ def _act(verdict: Verdict) -> Text:
 
 
 def _size(verdict: Verdict) -> str:
-    """Its bytes, and those that stay if it is thinned or compacted."""
+    """Its bytes, and those after thinning or compacting."""
     about = "about " if verdict.compact else ""
     after = "" if verdict.bytes_after is None else f" → {about}{console.human_bytes(verdict.bytes_after)}"
     return console.human_bytes(verdict.bytes) + after

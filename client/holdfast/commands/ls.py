@@ -118,7 +118,7 @@ def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool,
 
 
 def _missing(library: Library, run: str) -> list[int]:
-    """Steps that only a service knows to be gone."""
+    """Steps known only to the service, whose directories are missing."""
     if not isinstance(library, ServiceLibrary):
         return []
     from holdfast.rest import runs  # with httpx, which the listing of a directory does without
@@ -130,7 +130,7 @@ def _missing(library: Library, run: str) -> list[int]:
 
 
 def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> Table:
-    """`asked`: a service was asked, so states and labels are known. A directory alone shows only the commits."""
+    """`asked`: a service answered, so states and labels are known. A directory alone shows only the commits."""
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
     drop = ("TENSORS", "GROUPS", "METRICS", "BYTES")
     table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"), drop=drop, wrap=("METRICS", "MARKS"))

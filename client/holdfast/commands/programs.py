@@ -1,4 +1,4 @@
-"""`holdfast programs`: list mapping programs, show one, and check one against a checkpoint before anything is made."""
+"""`holdfast programs`: list mapping programs, show one, and check one against a checkpoint, as a dry run."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check(  # noqa: PLR0913 — one an option
 
 
 def _text(program: str) -> str:
-    """The text of a program, which is a file or comes with Holdfast."""
+    """The text of a program: a file, or a shipped one."""
     found = program_text(program)
     return written(found) if found == program else found
 
@@ -173,7 +173,7 @@ def _config(path: Path, needed: bool) -> Mapping[str, Any]:
 
 
 def _check_back(made: Program, compiled: CompiledProgram, tried: Tried, ranks: Ranks) -> None:
-    """That the inverse gives back exactly these tensors, but for what is lost anyway."""
+    """Check that the inverse restores exactly these tensors, except for stated losses."""
     specs = {key: mapped.spec for key, mapped in compiled.tensors.items()}
     back = compile_program(inverted(made), specs, tried.config, ranks=ranks)
     lost = {loss.key for loss in compiled.lost}

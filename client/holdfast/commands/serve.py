@@ -19,7 +19,7 @@ from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Link
 
-# What `holdfast-checkpoint[service]` adds, by import name; asked for here because the client may not import the service.
+# Import names of the `holdfast-checkpoint[service]` extra; listed here because the client must not import the service.
 _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "zstandard")
 
 Shown = Annotated[

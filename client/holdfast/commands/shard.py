@@ -36,8 +36,6 @@ class ShardRequest(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where the shards are written. With `plan`, or without a path, they are only printed."""
-
     out: Path | None
     all_ranks: Path | None
     plan: bool
@@ -54,8 +52,6 @@ class RankShare(NamedTuple):
 
 
 class Written(NamedTuple):
-    """One rank's written file."""
-
     rank: int
     out: Path
     bytes: int

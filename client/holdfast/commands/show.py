@@ -40,7 +40,7 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
 
 
 def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
-    """What a service remembers of a run; None of a directory, and of a service that remembers nothing."""
+    """The service's metadata of a run; None for a directory, and if there is none."""
     with closing(open_library(root, url)) as library:
         if not isinstance(library, ServiceLibrary):
             return None
@@ -159,6 +159,6 @@ def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, 
 
 
 def _stored(made: Manifest, group: str, name: str) -> dict[str, object]:
-    """Where a tensor is stored: its file, or of one that is stored in fewer bytes what it consists of."""
+    """Where a tensor is stored: its file, or the parts of a tensor stored in fewer bytes."""
     form = coded.stored_form(made, group, name)
     return {"file": made.tensors[group][name].file} if form is None else {"file": None, "stored": form._asdict()}

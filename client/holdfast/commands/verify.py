@@ -55,7 +55,7 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
 
 
 def _repairs(source: Source) -> list[Event]:
-    """What the service says that it has repaired in this checkpoint, newest first: damage that a check or a reader met."""
+    """The service's repairs of this checkpoint, newest first, after damage found by a check or a reader."""
     if not isinstance(source, HttpSource):
         return []
     asked = {"run": source.run, "kind": "checkpoint-repaired"}
@@ -85,7 +85,6 @@ def _print_damages(source: Source, damages: list[Damage]) -> None:
 
 
 def _next(source: Source) -> str:
-    """What to do about damage."""
     if isinstance(source, HttpSource):
         other = f"without one, restore another step (`holdfast ls {source.run}`)"
         return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"

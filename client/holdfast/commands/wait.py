@@ -50,14 +50,12 @@ def wait(
 
 
 class _Awaited:
-    """One step of a run that is waited for."""
-
     def __init__(self, api: Api, run: str, step: int, committed: bool) -> None:
         self._api, self._run, self._step, self._committed = api, run, step, committed
         self._why = f"{run}@{step} is no checkpoint yet"
 
     def wait(self, timeout: float, as_json: bool) -> None:
-        """Return when it is there; raises its damage, or `DeadlineExceeded`."""
+        """Return when it exists; raises its damage, or `DeadlineExceeded`."""
         began = time.monotonic()
         while (found := self._look()) is None:
             if time.monotonic() - began >= timeout:
@@ -73,7 +71,7 @@ class _Awaited:
             console.out().print(f"{self._run}@{self._step} is {found.state}", markup=False, highlight=False)
 
     def _look(self) -> bodies.CheckpointInfo | None:
-        """The checkpoint if it is what is waited for. One that training left behind is not: its step is saved again."""
+        """The checkpoint if it is the awaited one. An abandoned one is not: its step is saved again."""
         try:
             found = self._api.checkpoint(self._run, self._step)
         except NotFound:

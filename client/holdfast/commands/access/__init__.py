@@ -1,1 +1,1 @@
-"""Commands about who may do what, and who did what."""
+"""Commands about access: tokens, quotas and the audit log."""

@@ -1,4 +1,4 @@
-"""`holdfast audit`: who did what."""
+"""`holdfast audit`: the audit log."""
 
 from __future__ import annotations
 

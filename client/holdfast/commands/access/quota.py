@@ -1,4 +1,4 @@
-"""`holdfast quota`: how many bytes all runs of a team may hold together."""
+"""`holdfast quota`: limits on the bytes of all runs of a team."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def rotate(  # noqa: PLR0913 - options of a command
 
 
 def _show(made: NewToken, as_json: bool) -> None:
-    """Its text goes to stdout, alone; what it is to stderr."""
+    """The token goes to stdout, alone; its description to stderr."""
     if as_json:
         console.print_json(made.model_dump())
         return

@@ -1,4 +1,4 @@
-"""`holdfast whoami`: who the service takes you for."""
+"""`holdfast whoami`: the caller's identity and scopes."""
 
 from __future__ import annotations
 

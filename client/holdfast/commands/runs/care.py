@@ -1,5 +1,5 @@
-"""`holdfast note`, `acknowledge`, `archive` and `rename`: who owns a run, that its death was seen, that it is put away, and
-its name.
+"""`holdfast note`, `acknowledge`, `archive` and `rename`: owner and notes of a run, acknowledged deaths, the archive, its
+name.
 """
 
 from __future__ import annotations

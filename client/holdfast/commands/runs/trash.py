@@ -1,4 +1,4 @@
-"""`holdfast rm RUN`, `undelete` and `trash`: delete a run, bring it back, and see what can be brought back."""
+"""`holdfast rm RUN`, `undelete` and `trash`: delete a run, restore it, and list deleted runs."""
 
 from __future__ import annotations
 

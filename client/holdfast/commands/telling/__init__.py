@@ -1,1 +1,1 @@
-"""Commands about what people are told."""
+"""Commands about notifications."""

@@ -1,4 +1,4 @@
-"""`holdfast notify`: where the daemon sends alerts, how that fares, and a test message."""
+"""`holdfast notify`: targets of alerts, results of deliveries, and a test message."""
 
 from __future__ import annotations
 
