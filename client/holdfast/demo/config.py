@@ -28,11 +28,11 @@ def child_environment() -> dict[str, str]:
 
 
 def local_rank() -> int:
-    """Which rank of this machine this process is, as its launcher says."""
+    """The local rank, from the launcher."""
     return int(os.environ["LOCAL_RANK"])
 
 
 def trainer_command(ranks: int, *arguments: str) -> list[str]:
-    """The line that starts the trainer on all ranks: torchrun, spelled so that it needs nothing on PATH."""
+    """The command that starts the trainer on all ranks: torchrun, without relying on PATH."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "holdfast.demo.train", *arguments]

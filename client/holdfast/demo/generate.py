@@ -1,4 +1,4 @@
-"""Load a checkpoint's directory with Transformers, as anybody would, and let it go on with a prompt.
+"""Load a checkpoint's directory with Transformers, as with any model, and continue a prompt.
 
 python -m holdfast.demo.generate CHECKPOINT_DIRECTORY RESULT.json
 """

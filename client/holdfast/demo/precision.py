@@ -27,7 +27,6 @@ class ProductTimes(NamedTuple):
         return "bfloat16" if self.bfloat16_s <= self.float32_s else "float32"
 
     def describe(self) -> str:
-        """What the demo computes in, and why."""
         if self.compute_dtype == "bfloat16":
             return "bf16 weights, computed in bfloat16"
         ratio = self.bfloat16_s / self.float32_s

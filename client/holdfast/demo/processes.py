@@ -37,7 +37,7 @@ class DemoFailed(Exception):
 
 @contextmanager
 def leaving_in_order() -> Iterator[None]:
-    """Inside the block SIGTERM ends this process as an exception does, so that what it started is ended too."""
+    """Inside the block SIGTERM raises an exception, so that started processes are ended too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -50,7 +50,7 @@ def leaving_in_order() -> Iterator[None]:
 
 
 class ProcessId(NamedTuple):
-    """A process for certain: a number alone may be given to another process later."""
+    """A process ID with the start time, because numbers are reused."""
 
     pid: int
     started: str
@@ -75,16 +75,15 @@ class LaunchedJob:
 
     @property
     def pid(self) -> int:
-        """The launcher's process."""
         return self._launcher.pid
 
     def poll(self) -> int | None:
-        """The launcher's exit status, None while it runs. Notes who was born meanwhile."""
+        """The launcher's exit status, None while it runs. Records new descendants."""
         self.family |= set(descendants(self._launcher.pid))
         return self._launcher.poll()
 
     def kill(self) -> int:
-        """SIGKILL the launcher and all below it, wait until they are gone, and say how many there were."""
+        """SIGKILL the launcher and all below it, wait until they are gone, and return their number."""
         self.poll()
         living = [identity for identity in self.family if is_alive(identity)]
         for identity in sorted(living, key=lambda i: i.pid != self._launcher.pid):  # the launcher first: it would respawn
@@ -100,7 +99,7 @@ class LaunchedJob:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The living process with this number, None when there is none or it only waits to be buried."""
+    """The living process with this number; None if there is none or it is a zombie."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -192,7 +191,7 @@ def answers(url: str) -> bool:
 
 
 def stop_daemon(daemon: DemoDaemon) -> None:
-    """Ask the daemon to end, insist after a while."""
+    """Ask the daemon to end; kill it after a while."""
     identity = identify(daemon.pid)
     for ask in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + KILL_S_MAX

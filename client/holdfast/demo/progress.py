@@ -28,7 +28,7 @@ class RunProgress:
         self._bar.stop()
 
     def show(self, step: int, left_s: float | None) -> None:
-        """The run has done `step` steps; the whole demo takes `left_s` more, where that is known."""
+        """The run has done `step` steps; the whole demo takes `left_s` more, if known."""
         left = "" if left_s is None else f"demo: {left_s:.0f} s left"
         self._bar.update(self._task, description=self._run, completed=step, left=left)
         saved = step - step % self._save_every

@@ -1,4 +1,4 @@
-"""What the demo claims, and the comparisons that show it. Pure: journals and digests in, claims out."""
+"""The demo's claims, and the comparisons that prove them. Pure: journals and digests in, claims out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Claim(NamedTuple):
 
 
 class LaunchRecord(NamedTuple):
-    """One start of the trainer as one rank wrote it down: where it began, its losses by step, the saves that were staged."""
+    """One start of the trainer in a rank's journal: its first step, its losses by step, its staged saves."""
 
     restored: int
     losses: dict[int, float]
@@ -32,12 +32,11 @@ class LaunchRecord(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The last step that was finished."""
         return max(self.losses, default=self.restored)
 
 
 def parse_journal(text: str) -> list[LaunchRecord]:
-    """The launches in a rank's journal; an unfinished last line, as a kill may leave it, is left out."""
+    """The launches in a rank's journal, without an unfinished last line, which a kill may leave."""
     launches: list[LaunchRecord] = []
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -53,7 +52,7 @@ def parse_journal(text: str) -> list[LaunchRecord]:
 
 
 def compare_losses(uninterrupted: Sequence[LaunchRecord], others: Sequence[LaunchRecord], what: str) -> Claim:
-    """Whether every loss of `others`, rank by rank, is bit for bit the uninterrupted run's at the same step."""
+    """Whether every loss of `others`, rank by rank, equals the uninterrupted run's at the same step, bit for bit."""
     count = 0
     for rank, (whole, other) in enumerate(zip(uninterrupted, others, strict=True)):
         for step, loss in sorted(other.losses.items()):
@@ -82,7 +81,7 @@ def compare_states(uninterrupted: Sequence[Mapping[str, str]], resumed: Sequence
 
 
 def compare_weights(trained: Mapping[str, str], loaded: Mapping[str, str]) -> Claim:
-    """Whether what `from_pretrained` loaded are the trainer's weights, all of them and no others, bit for bit."""
+    """Whether `from_pretrained` loaded exactly the trainer's weights, bit for bit."""
     different = sorted(name for name in {*trained, *loaded} if trained.get(name) != loaded.get(name))
     evidence = f"different: {', '.join(different[:3])}" if different else f"{len(loaded)} tensors bit-equal"
     return Claim("weights by from_pretrained", bool(loaded) and not different, evidence)

@@ -1,4 +1,4 @@
-"""What the demo prints: the losses, the claims, the text, and how to look further."""
+"""The demo's output: the losses, the claims, the text, and where to look further."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .processes import DemoDaemon
 from .proof import Claim, LaunchRecord
 
 LOG_LINES = 25
-TORCHRUN_REPORT = "torch/distributed/elastic/"  # stands in each line that torchrun logs about a failed rank
+TORCHRUN_REPORT = "torch/distributed/elastic/"  # in each line that torchrun logs about a failed rank
 TEXT_COLUMNS = 76
 BAR_COLUMNS = 16
 
@@ -61,7 +61,7 @@ def print_claims(console: Console, claims: Sequence[Claim]) -> None:
 
 
 def print_text(console: Console, text: str) -> None:
-    """The generated text, cut at the panel's edge rather than at words: there are none yet."""
+    """Print the generated text, cut at the panel's edge: it has no words yet."""
     lines = [
         line[at : at + TEXT_COLUMNS]
         for line in text.rstrip().splitlines()
@@ -72,7 +72,7 @@ def print_text(console: Console, text: str) -> None:
 
 
 def print_log(console: Console, log: Path | None) -> None:
-    """The last lines that the processes themselves wrote, before torchrun's account of their end, and where the rest is."""
+    """Print the processes' own last lines, before torchrun's report of their end, and the log's path."""
     if log is None or not log.exists():
         return
     text = log.read_text(errors="replace")
@@ -83,7 +83,7 @@ def print_log(console: Console, log: Path | None) -> None:
 
 
 def print_farewell(console: Console, daemon: DemoDaemon) -> None:
-    """How to look at what is left: the daemon with two runs."""
+    """Print how to look at the daemon with two runs."""
     console.print(
         f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True
     )

@@ -1,4 +1,4 @@
-"""The demo's story, told while it happens: a run to compare with, a run that is killed, its resumption, the proof."""
+"""The demo's story: a run to compare with, a run that is killed, its resumption, the proof."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OUTPUT_DIRECTORY = re.compile(r"demo-(\d{3,})")
 
 
 class Stage(NamedTuple):
-    """Where the demo plays: its directory, its daemon, its length, its precision, how long it takes, and who is told."""
+    """The demo's directory, daemon, length, precision, forecast and console."""
 
     directory: Path
     daemon: DemoDaemon
@@ -66,7 +66,7 @@ class Stage(NamedTuple):
 
 
 class Killed(NamedTuple):
-    """How the second run ended: the last save every rank saw staged, the last step, and how many processes died."""
+    """The second run's end: the last save staged on all ranks, the last step, and the number of killed processes."""
 
     staged: int
     step: int
@@ -88,7 +88,7 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: 
 
 
 def perform(place: Path, steps: int, keep_daemon: bool, console: Console, forecast: Forecast, device: str) -> int:
-    """Start the daemon, play, tell of failures, and leave only what is to stay."""
+    """Start the daemon, play, report failures, and clean up."""
     daemon: DemoDaemon | None = None
     proven = False
     try:
@@ -113,7 +113,7 @@ def perform(place: Path, steps: int, keep_daemon: bool, console: Console, foreca
 
 
 def prepare(directory: Path, console: Console) -> Path:
-    """A fresh directory; what an earlier demo left, its daemon included, is cleared away first."""
+    """A fresh directory, after removing an earlier demo's, its daemon included."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = {int(match[1]): path for path in directory.iterdir() if (match := _OUTPUT_DIRECTORY.fullmatch(path.name))}
     for path in earlier.values():
@@ -127,7 +127,7 @@ def prepare(directory: Path, console: Console) -> Path:
 
 
 def play(stage: Stage) -> bool:
-    """Train three times, compare, load, and print what was shown; True when every claim holds."""
+    """Train three times, compare, load, and print the claims; True if all hold."""
     say = partial(stage.console.print, soft_wrap=True)
     ranks = "1 rank" if stage.ranks == 1 else f"{stage.ranks} ranks"
     say(
@@ -201,7 +201,7 @@ def train_and_kill(stage: Stage) -> Killed:
 
 
 def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
-    """Show how far the run is, until it ends or `until` says so of all ranks' launches."""
+    """Show the run's progress, until it ends or `until(all ranks' launches)`."""
     before = len(journals(stage, run)[0])
     deadline = time.monotonic() + LAUNCH_S_MAX
     with RunProgress(stage.console, run, stage.steps, stage.save_every) as progress:
@@ -220,7 +220,7 @@ def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[La
 
 
 def wait_for_commit(stage: Stage, step: int) -> None:
-    """Wait until the daemon has committed `step`, which no living rank can help it with."""
+    """Wait until the daemon has committed `step` without any living rank."""
     deadline = time.monotonic() + COMMIT_S_MAX
     while not (stage.checkpoint(RESUMED, step) / COMMIT).exists():
         if time.monotonic() > deadline:
@@ -230,7 +230,7 @@ def wait_for_commit(stage: Stage, step: int) -> None:
 
 
 def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[LaunchRecord]]) -> Claim:
-    """The resumed run began at or behind the last staged save on all ranks, and lost no more steps than that."""
+    """The resumed run began at or after the last save staged on all ranks, so it lost no more steps than that."""
     began = {launches[-1].restored for launches in resumed}
     holds = len(began) == 1 and killed.staged <= min(began) <= killed.step
     evidence = f"killed after step {killed.step}, resumed on all ranks from step {', '.join(map(str, sorted(began)))}"
@@ -238,7 +238,7 @@ def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[Launch
 
 
 def load_and_generate(stage: Stage) -> dict[str, Any]:
-    """What a fresh process gets from the last checkpoint by `from_pretrained`: the weights' digests, and a text."""
+    """A fresh process's result of `from_pretrained` for the last checkpoint: the weights' digests, and a text."""
     result, log = stage.directory / "generated.json", stage.directory / "generate.log"
     checkpoint = stage.checkpoint(RESUMED, stage.steps)
     arguments = [sys.executable, "-m", "holdfast.demo.generate", str(checkpoint), str(result)]
@@ -253,7 +253,6 @@ def load_and_generate(stage: Stage) -> dict[str, Any]:
 
 
 def journals(stage: Stage, run: str) -> list[list[LaunchRecord]]:
-    """The launches of every rank, as far as they are written."""
     paths = [stage.place(run) / f"rank-{rank}.jsonl" for rank in range(stage.ranks)]
     return [parse_journal(path.read_text()) if path.exists() else [] for path in paths]
 
@@ -263,5 +262,5 @@ def last(launches: Sequence[Sequence[LaunchRecord]]) -> list[LaunchRecord]:
 
 
 def digests(stage: Stage, run: str) -> list[dict[str, dict[str, str]]]:
-    """What each rank noted at the end: digests of its state, and of the whole weights."""
+    """The digests of each rank's final state, and of the whole weights."""
     return [json.loads((stage.place(run) / f"digests-{rank}.json").read_text()) for rank in range(stage.ranks)]

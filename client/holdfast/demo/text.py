@@ -1,4 +1,4 @@
-"""The demo's text: Python's own standard library as bytes, in an order that can be saved and gone on with."""
+"""The demo's text: Python's own standard library as bytes, in a resumable order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ShuffledWindows:
         self._position = state["position"]
 
     def _begin_epoch(self) -> None:
-        """Shuffle for the next epoch; the generator's state before that is what a checkpoint has to keep."""
+        """Shuffle for the next epoch; a checkpoint has the generator's state before that."""
         self._epoch_began = self._shuffler.getstate()
         self._epoch += 1
         self._order = list(range(len(self._text) // self._window - 1))

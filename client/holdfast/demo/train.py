@@ -66,7 +66,7 @@ class Trainer:
             seed(SEED + 1 + self.rank)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; the generators of python, numpy and torch are saved without being asked for."""
+        """The checkpoint's state; generators of python, numpy and torch are saved automatically."""
         return {
             "model": self.model,
             "master": self.master,
@@ -93,7 +93,7 @@ class Trainer:
         return float(loss.item())
 
     def digests(self) -> dict[str, str]:
-        """A digest of every entry of this rank's state, by which two runs are compared bit by bit."""
+        """A digest of every entry of this rank's state, to compare two runs bit by bit."""
         tensors: dict[str, torch.Tensor] = {"rng/torch": torch.get_rng_state()}
         if self.device == "cuda":
             tensors["rng/torch/cuda"] = torch.cuda.get_rng_state()
@@ -112,18 +112,17 @@ class Trainer:
         return found | {name: digest(json.dumps(value, sort_keys=True).encode()) for name, value in values.items()}
 
     def whole_weights(self) -> dict[str, str]:
-        """A digest of every whole weight, gathered from all ranks, to compare with what Transformers loads."""
+        """A digest of every whole weight, gathered from all ranks, to compare with Transformers."""
         return {name: digest(raw_bytes(weight.full_tensor())) for name, weight in self.weights.items()}
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor, or of this rank's part of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def train(checkpointer: Checkpointer, trainer: Trainer, options: argparse.Namespace) -> None:
-    """The loop. What happens is appended to `rank-N.jsonl`, a line at a time, so that a kill loses nothing."""
+    """The loop. Records are appended to `rank-N.jsonl`, a line at a time, so that a kill loses nothing."""
     with open(options.directory / f"rank-{trainer.rank}.jsonl", "a", buffering=1) as journal:
         restored = checkpointer.restore()
         journal.write(json.dumps({"restored": restored}) + "\n")
@@ -170,7 +169,7 @@ def main() -> None:
 
 
 def prepare_cuda() -> None:
-    """This rank's device, NCCL beside gloo, and attention by the kernel that takes every sum in the same order."""
+    """This rank's device, NCCL beside gloo, and attention by the deterministic kernel."""
     torch.cuda.set_device(local_rank())
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
@@ -178,7 +177,7 @@ def prepare_cuda() -> None:
 
 
 def leave() -> None:
-    """End the process at once: all is written, and gloo's threads abort now and then while an interpreter unwinds.
+    """Exit at once: all is written, and gloo's threads sometimes abort during interpreter shutdown.
 
     Seen with torch 2.13 in about one of 40 exits of a busy machine: "terminate called without an active exception".
     """

@@ -1,4 +1,4 @@
-"""The PostgreSQL of the demo: a server of its own, gone with it, where no other one is named."""
+"""The PostgreSQL of the demo: a temporary server, unless another one is given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def programs() -> Path | None:
 
 @contextmanager
 def catalog_server(log: Path) -> Iterator[str]:
-    """The URL of an empty database on a server of this block's own; `DemoFailed` if none can be started."""
+    """The URL of an empty database on a server that ends with the block; `DemoFailed` if none can be started."""
     where = programs()
     if where is None:
         raise DemoFailed(f"there is no PostgreSQL on this machine: {_HINT}")
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 
 def _as_server() -> list[str]:
-    """Words of a command that run what follows as a user who may be a server, and end it with this process."""
+    """A command prefix that switches to a user allowed to run a server, and ends it with this process."""
     user = ["--reuid", USER, "--regid", USER, "--clear-groups"] if os.geteuid() == 0 else []
     return ["setpriv", *user, "--pdeathsig", "QUIT"]
 

@@ -31,7 +31,7 @@ class Machine(NamedTuple):
     socket: Path
 
     def nodes(self) -> dict[str, Node]:
-        """All nodes, as this one tells of them; none while it does not answer."""
+        """All nodes, as this one lists them; none while it does not answer."""
         try:
             with Api(self.url) as api:
                 return {node.name: node for node in api.nodes()}
@@ -40,15 +40,13 @@ class Machine(NamedTuple):
 
 
 class RanksOn(NamedTuple):
-    """So many ranks of a launch on a machine."""
-
     machine: Machine
     ranks: int
 
 
 @contextmanager
 def machines(count: int, directory: Path, catalog: str) -> Iterator[list[Machine]]:
-    """So many machines whose daemons share the directory `data` and the catalog; their daemons end with the block."""
+    """Machines whose daemons share the directory `data` and the catalog; their daemons end with the block."""
     made: list[Machine] = []
     try:
         for number in range(1, count + 1):
@@ -75,7 +73,7 @@ def _start(name: str, directory: Path, catalog: str) -> Machine:
 
 
 def stop(machine: Machine) -> None:
-    """Ask the daemon to end, so that it says goodbye to the others; insist after a while."""
+    """Ask the daemon to end, so that it leaves the cluster regularly; kill it after a while."""
     if machine.daemon.poll() is None:
         os.kill(machine.daemon.pid, signal.SIGTERM)
         limit = time.monotonic() + STOP_S_MAX
@@ -86,7 +84,7 @@ def stop(machine: Machine) -> None:
 
 @contextmanager
 def launched(shares: Sequence[RanksOn], log: Path, arguments: Sequence[str]) -> Iterator[list[LaunchedJob]]:
-    """A launch of the trainer: torchrun on every machine, with its share of the ranks, all of it killed behind the block."""
+    """A launch of the trainer: torchrun on every machine, with its share of the ranks, killed after the block."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(any_port())]
     jobs: list[LaunchedJob] = []
     try:

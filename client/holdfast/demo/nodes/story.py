@@ -1,4 +1,4 @@
-"""The story of several nodes, told while it happens: a run to compare with, a run that loses a node, its resumption."""
+"""The story of several nodes: a run to compare with, a run that loses a node, its resumption."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOST_S_MAX = 90.0  # the lost node's lease ends, and others take its duties over
 
 
 class ClusterStage(NamedTuple):
-    """Where the demo plays: its directory, its machines, its length, and who is told."""
+    """The demo's directory, machines, length and console."""
 
     directory: Path
     machines: list[Machine]
@@ -55,7 +55,7 @@ class ClusterStage(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """How the second run lost a node: which one, its duties, how far the ranks were, how many processes died with it."""
+    """The second run's lost node, its duties, the ranks' progress, and the number of killed processes."""
 
     machine: Machine
     duties: tuple[str, ...]
@@ -98,7 +98,7 @@ def cluster(directory: Path, nodes: int, steps: int, catalog: str | None, consol
 
 
 def play(cluster: ClusterStage) -> tuple[bool, list[Machine]]:
-    """Train, train and lose a node, go on; print what was shown. Whether every claim holds, and the nodes that are left."""
+    """Train, train and lose a node, resume; print the claims. Returns whether all hold, and the remaining nodes."""
     say, began = partial(cluster.console.print, soft_wrap=True), time.monotonic()
     say(f"[bold]2[/bold]  {cluster.steps} steps, a rank on each node, without a loss; a save every {cluster.save_every}")
     finish(cluster, UNINTERRUPTED, [RanksOn(machine, 1) for machine in cluster.machines])
@@ -140,7 +140,7 @@ def finish(cluster: ClusterStage, run: str, shares: Sequence[RanksOn]) -> None:
 
 
 def train_and_lose(cluster: ClusterStage) -> Loss:
-    """Train past the middle, and kill the node that has the duties, when a save was staged and a few more steps are done."""
+    """Train past the middle, and kill the node on duty, after a save was staged and a few more steps are done."""
     told = cluster.machines[0].nodes()
     busy = [machine for machine in cluster.machines if machine.name in told and told[machine.name].duties]
     doomed = busy[0] if busy else cluster.machines[-1]
@@ -168,7 +168,7 @@ def train_and_lose(cluster: ClusterStage) -> Loss:
 
 
 def wait_until_lost(cluster: ClusterStage, lost: Loss, witness: Machine) -> dict[str, Node]:
-    """Wait until another node tells that this one is lost, and that others have its duties; all nodes as it sees them."""
+    """Wait until another node reports the loss, and that others have its duties; returns all nodes as it lists them."""
     name = lost.machine.name
     limit = time.monotonic() + LOST_S_MAX
     while True:
@@ -182,7 +182,7 @@ def wait_until_lost(cluster: ClusterStage, lost: Loss, witness: Machine) -> dict
 
 
 def watch(cluster: ClusterStage, run: str, jobs: list[LaunchedJob], until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
-    """Show how far the run is, until its launchers have ended or `until` says so of all ranks' launches."""
+    """Show the run's progress, until its launchers have ended or `until(all ranks' launches)`."""
     before = len(journals(cluster, run)[0])
     deadline = time.monotonic() + LAUNCH_S_MAX
     with RunProgress(cluster.console, run, cluster.steps, cluster.save_every) as progress:
@@ -198,7 +198,7 @@ def watch(cluster: ClusterStage, run: str, jobs: list[LaunchedJob], until: Calla
 
 
 def lost_claim(cluster: ClusterStage, lost: Loss, resumed: Sequence[Sequence[LaunchRecord]]) -> Claim:
-    """At most the save that was going on is lost with the node."""
+    """At most the running save is lost with the node."""
     restored = {rank[-1].restored for rank in resumed}
     (step,) = restored if len(restored) == 1 else (0,)
     holds = lost.staged - cluster.save_every <= step <= lost.step and step > 0
@@ -207,7 +207,7 @@ def lost_claim(cluster: ClusterStage, lost: Loss, resumed: Sequence[Sequence[Lau
 
 
 def duties_claim(seen: dict[str, Node], lost: Loss) -> Claim:
-    """What the lost node did for all of them is done by others."""
+    """Other nodes took over the lost node's duties."""
     now = {duty: node.name for node in seen.values() for duty in node.duties}
     holds = bool(lost.duties) and all(now.get(duty) not in (None, lost.machine.name) for duty in lost.duties)
     taken = ", ".join(f"{duty} by {now.get(duty)}" for duty in lost.duties)
@@ -215,7 +215,7 @@ def duties_claim(seen: dict[str, Node], lost: Loss) -> Claim:
 
 
 def listed_claim(cluster: ClusterStage, witness: Machine) -> Claim:
-    """Every node lists the checkpoints that all of them have saved."""
+    """Every node lists the checkpoints of all."""
     with Api(witness.url) as api:
         steps = sorted(found.step for found in api.checkpoints(RESUMED))
     holds = bool(steps) and steps[-1] == cluster.steps
@@ -229,7 +229,6 @@ def arguments(cluster: ClusterStage, run: str) -> list[str]:
 
 
 def journals(cluster: ClusterStage, run: str) -> list[list[LaunchRecord]]:
-    """The launches of every rank, as far as they are written."""
     paths = [cluster.place(run) / f"rank-{rank}.jsonl" for rank in range(cluster.ranks)]
     return [parse_journal(path.read_text()) if path.exists() else [] for path in paths]
 
@@ -239,7 +238,7 @@ def last(launches: Sequence[Sequence[LaunchRecord]]) -> list[LaunchRecord]:
 
 
 def digests(cluster: ClusterStage, run: str) -> list[dict[str, dict[str, str]]]:
-    """What each rank noted at the end: digests of its state."""
+    """The digests of each rank's final state."""
     return [json.loads((cluster.place(run) / f"digests-{rank}.json").read_text()) for rank in range(cluster.ranks)]
 
 
