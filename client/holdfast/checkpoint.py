@@ -51,7 +51,7 @@ class Checkpoint:
     """Reads one checkpoint and verifies every byte. A context manager, safe for threads."""
 
     def __init__(self, source: Source, cleanup: ExitStack | None = None) -> None:
-        """The source is the checkpoint's from here on, and so is `cleanup`. Raises what `CheckpointReader.open` raises."""
+        """Takes over the source and `cleanup`. Raises what `CheckpointReader.open` raises."""
         self._cleanup = cleanup or ExitStack()
         try:
             self.reader = CheckpointReader.open(source)
@@ -145,10 +145,9 @@ class Checkpoint:
         framework: Framework = "numpy",
         program: ProgramSource = None,
     ) -> dict[str, Any]:
-        """Read the local tensors of a rank in a layout, by name; `held` describes them.
+        """Read the local tensors of a rank in a layout, by name; `held` describes them. Only needed extents are read.
 
-        Tied tensors share one array; with a program, whose names are others, there is only the stored one. Only the
-        extents that the shard needs are read.
+        Tied tensors share one array; with a program, which has other names, only the stored one is returned.
         """
         shards.check_framework(framework)
         wanted = rules_choice.layout_of(layout)
@@ -168,7 +167,7 @@ class Checkpoint:
         """Build the arrays of local tensors from their parts; padding is zero."""
         memory = [shards.allocate(local) for local in tensors]
         arrays = {local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)}
-        # Nobody sees the memory before all of it is proven, so one pass is enough.
+        # The memory is returned only after all of it is verified, so one pass is enough.
         self.reader.load(
             want for local, octets in zip(tensors, memory, strict=True) for want in shards.wants(group, local, octets)
         )

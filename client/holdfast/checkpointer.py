@@ -1,4 +1,4 @@
-"""The trainer's hook: hand over the state, get it back. Everything else is delegated."""
+"""The `Checkpointer`: saves and restores a training state. Everything else is delegated."""
 
 from __future__ import annotations
 
@@ -86,27 +86,27 @@ class Checkpointer:
     """Saves and restores a training state through this machine's daemon.
 
     `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
-    JSON values; it is read again at every save. Every rank constructs one, with the same run and in the same order. `at`
-    says where the daemon is: the directory it serves (one is started there if none does), its socket's path, which ends in
-    .sock or exists, or its http:// or https:// address. Without it the user's daemon is used, else one is started on
-    ./holdfast-data. `fenced` is the caller's promise to call `fence()` before changing any tensor of the state, except in
-    the step of an optimizer that is part of it.
+    JSON values; it is read again at every save. Every rank constructs one, with the same run and in the same order. `at` is
+    the daemon: the directory it serves (one is started there if none does), its socket's path, which ends in .sock or
+    exists, or its http:// or https:// address. Without it the user's daemon is used, else one is started on
+    ./holdfast-data. `fenced`: set True if you call `fence()` before changing tensors outside of the step of an optimizer in
+    the state. Everything is then copied in the background.
 
     With `ema`, the daemon keeps a moving average of a group, from updates every few optimizer steps, and saves it as the
-    group `ema`; `restore()` gives it back to the daemon.
+    group `ema`; `restore()` loads it into the daemon.
 
-    `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
-    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
-    and which config.json hold. DTensors and Fragments go on saying themselves where they lie.
+    `layout` describes plain tensors of the groups model, master and ema, and their optimizer state, as this rank's local
+    parts: cut, fused and padded (`holdfast.layout.declared`). A `ParallelLayout` also selects rules and a config.json.
+    DTensors and Fragments describe themselves.
 
-    `info` is remembered with the run, for people: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …},
-    of at most 64 KiB. Git commit, command line (secrets are masked), user, host and versions are added; under the same name
-    what is given counts, and None leaves it out. Rank 0's is remembered.
+    `info` is stored with the run: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …}, of at most 64
+    KiB. Git commit, command line (secrets are masked), user, host and versions are added; given keys replace them, and None
+    removes one. Rank 0's is stored.
 
     `model="from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master of
     their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to nearest
     even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits and raises
-    `StateMismatch` where weights are anything else.
+    `StateMismatch` for other weights.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eleven options, named
@@ -233,32 +233,33 @@ class Checkpointer:
         exclude: Sequence[str] = (),
         every: Mapping[str, SupportsIndex] | None = None,
     ) -> SaveTicket:
-        """Take the state as it is now and return at once; copying, writing and committing go on in the background.
+        """Save the current state and return at once; copying, writing and committing run in the background.
 
-        What forward and backward may change is copied before this returns. The rest is copied while they run: the next
-        step of an optimizer in the state waits for what is not copied yet. Who changes parameters, optimizer state, masters
-        or EMA otherwise calls `fence()` first; a tensor that is seen to change between this call and the copy of it fails
-        the save as `TornSnapshot`. Seen is whatever torch counts, other changes of 64 KiB in a row, and most scattered ones:
-        a word of every 512 bytes to 32 KiB is compared. With `check="full"` every byte is, for which this call reads all.
+        What forward and backward may change is copied before this returns. The rest is copied while they run: the next step
+        of an optimizer in the state waits for the copy. Call `fence()` before changing parameters, optimizer state, masters
+        or EMA in any other way; a tensor that is seen to change between this call and its copy fails the save as
+        `TornSnapshot`. Seen are all changes that torch counts, other changes of 64 KiB in a row, and most scattered ones: a
+        word of every 512 bytes to 32 KiB is compared. `check="full"` compares every byte, for which this call reads all.
         `wait="staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with it.
 
-        Where storage is slower than the saves and no slot is free, the policy decides which save is dropped, for all ranks
-        alike: `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits
-        and drops none. The ticket of a dropped save says `dropped`; this raises `GenerationDropped` only with
-        `wait="staged"`, for what could not be staged. `wait="durable"` waits for a slot under every policy.
+        If storage is slower than the saves and no slot is free, the policy decides which save is dropped, on all ranks:
+        `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits and
+        drops none. The ticket of a dropped save has `dropped`; this raises `GenerationDropped` only with `wait="staged"`,
+        for what could not be staged. `wait="durable"` waits for a slot under every policy.
 
-        Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
-        `assets` are files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside
-        the constructor's; where both have a name, this step's is stored. `exclude` are patterns over `group/name` that are
-        left out: what is trained is refused. `every={"optim": 5}` saves this group with every 5th of the saves that say so,
-        the first one included. The ticket's `notes` say what was left out.
+        Every rank calls it with the same step and groups (default: all). `metrics` are stored with the checkpoint. `assets`
+        are files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside the
+        constructor's, which they replace under the same name. `exclude` are patterns over `group/name` to leave out;
+        trained state is refused. `every={"optim": 5}` saves this group with every 5th of the saves that pass it, including
+        the first. The ticket's `notes` list what was left out.
+
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
-        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless training
-        had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
-        what else to do: "same" takes a step of this line of training for saved, "replace" replaces any. Only with that may a
-        launch save that has restored none of the run's checkpoints. `StaleAttempt` when a newer launch of it has begun. What
-        fails later, or because the daemon died and none comes within a minute, is told by the ticket and as a `SaveWarning`
-        by the next save. `wait="durable"` returns when the step is committed and raises if it is not.
+        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless it is
+        unhealthy, or was abandoned by restoring an older one: those are replaced atomically. `existing` allows more: "same"
+        accepts a step of this line of training as saved, "replace" replaces any. A launch that has restored none of the
+        run's checkpoints needs it to save. `StaleAttempt` if a newer launch has begun. Later failures, and the loss of a
+        daemon without a successor within a minute, are reported by the ticket, and as a `SaveWarning` by the next save.
+        `wait="durable"` returns when the step is committed and raises if it is not.
         """
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)
@@ -319,7 +320,7 @@ class Checkpointer:
         return self._stopped
 
     def fence(self) -> None:
-        """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
+        """Return when the last save no longer reads the live state. Optimizer steps call it by themselves."""
         fenced: SaveTask | None = None
         while (task := self._task) is not fenced and task is not None:  # a signal handler may begin another one
             began = time.monotonic()
@@ -343,29 +344,29 @@ class Checkpointer:
         exclude: Sequence[str] = (),
         keep: Sequence[str] = (),
     ) -> int:
-        """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
+        """Load a checkpoint into the live state, in place, and return its step; 0 if there is none yet.
 
-        With no `step`, the newest one that is sound and has the wanted groups, less those that `exclude` leaves out whole,
-        and those that it `needs` besides, because somebody restores them later:
-        `StateMismatch` where there are checkpoints and none has all of them, unless `strict` is False: then the newest of
-        those that have the most. Or with `healthy` the newest of those that
-        were read back and have no new NaN or infinities: every rank of a launch gets the same answer, and goes on when
-        all of them have read it. Where one turns out damaged, all take the one before it, and the log,
-        `notices` and `last_restore` say so; a step that is named is restored or it is an error.
+        Without `step`, the newest sound one with the wanted groups is loaded, less those that `exclude` leaves out
+        completely, and with the groups that it `needs` for a later restore. `StateMismatch` if there are checkpoints and
+        none has all of them; with `strict=False` the newest of those with the most groups is loaded then. With `healthy`,
+        the newest of those that were verified and have no new NaN or infinities. Every rank of a launch gets the same step,
+        and continues when all of them have read it. If one is damaged, all take the previous one, and the log, `notices`
+        and `last_restore` report it; a step given by number is restored or raises.
 
         `exclude` takes patterns over `group/name`, as `save()` does. `keep` takes patterns over
-        `key/name` of hyper-parameters that stay as they are live, such as `optim/lr`. With `strict`, missing and
-        unexpected names raise `StateMismatch`; without it they are in `last_restore`, as is in any case what another program
-        kept in the group `extra` of an imported checkpoint. Shapes and dtypes that differ are
-        refused, before anything is touched, and so are files that are missing or too short; with `cast`, floats of another
-        dtype are rounded as by torch's `.to`, and the notes say which. Every byte is proven before it is handed over.
-        `CorruptExtent` names file, tensor and range; it is raised where a step was named, where nothing sound is left, and
-        where ranks cannot agree on an older step any more. Live tensors may be overwritten in part then, with what was
-        proven or zeros: its hint says so, and until a restore succeeds, `save()` and steps of optimizers in the state raise
-        `StateOverwritten`. With `prove_first` everything is proven before anything is overwritten, which reads it twice: for
-        who would go on with the old state. Weights restored without their full-precision masters are refused, for the next
-        step would undo it:
-        `masters="from-model"` sets the masters from them.
+        `key/name` of hyper-parameters whose live values stay, such as `optim/lr`. With `strict`, missing and unexpected
+        names raise `StateMismatch`; without it they are in `last_restore`, as is always the group `extra` of an imported
+        checkpoint, with another program's values. Different shapes and dtypes are refused, before anything is overwritten,
+        and so are files that are missing or too short; with `cast`, floats of another dtype are rounded as by torch's
+        `.to`, with notes.
+
+        Every byte is checked against its digest; bytes that fail never stay in your tensors. `CorruptExtent` names file,
+        tensor and range; it is raised if a step was given, if nothing sound is left, and if ranks cannot agree on an older
+        step any more. Live tensors may be partly overwritten then, with verified bytes or zeros: its hint reports that, and
+        until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. `prove_first`
+        verifies everything before anything is overwritten, which reads it twice: use it to continue with the old state
+        after an error. Weights without their full-precision masters are refused, because the next step would undo the
+        restore: `masters="from-model"` sets the masters from them.
         """
         asked = None if step is None else check_step(step)
         left_out = exclusion.check(exclude, "exclude")
@@ -377,7 +378,7 @@ class Checkpointer:
         return restored
 
     def goes_on_from(self, step: int) -> None:
-        """Note, on all ranks, that the state is that of a step of this run, loaded by other means than `restore()`."""
+        """Record, on all ranks, that a step of this run was loaded by other means than `restore()`."""
         self._origin.restored(check_step(step), (), ())
         self._contents.restored()
         if self._averaging is not None:
@@ -386,9 +387,9 @@ class Checkpointer:
     def restore_random(self) -> None:
         """Install the random streams of the last restore once more.
 
-        Whoever draws from them on the way back into the loop (a data loader that is no part of the state draws a seed when
-        it is iterated, another weights) calls this last, at the place in the loop where the save was made. Raises
-        `InvalidRequest` where no streams were restored.
+        Call this last if something draws from them between the restore and the loop (a data loader outside of the state
+        draws a seed when it is iterated, another model its weights), at the place in the loop where the save was made.
+        Raises `InvalidRequest` if no streams were restored.
         """
         self._state.random.install_again()
 
@@ -435,11 +436,12 @@ class Checkpointer:
         return self._calls.run("read_asset()", read, self._refuse_to_look)
 
     def prepare(self, wait: bool = False) -> None:
-        """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
+        """Reserve shared memory for the state and touch it, in the background, so that the first save is as fast as later
+        ones.
 
-        `restore()` of the newest checkpoint does it unasked, else the first step of an optimizer in the state. What an
+        `restore()` of the newest checkpoint does it automatically, else the first step of an optimizer in the state. What an
         optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
-        memory is ready, or cannot be had now.
+        memory is ready, or cannot be reserved now.
         """
         self._asked_to_prepare = True
         preparation = self._calls.run("prepare()", self._prepare, lambda during: None)
@@ -447,9 +449,9 @@ class Checkpointer:
             preparation.join()
 
     def close(self, wait: bool = True) -> None:
-        """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
+        """Disconnect from the daemon, which completes staged saves. With `wait`, first complete every save.
 
-        Raises the error of a save that failed and that nobody was told of; one that was dropped is no failure.
+        Raises the error of a failed save that was not reported yet; a dropped save is no failure.
         """
 
         if self._calls.forked:  # it is its parent's to close
@@ -462,7 +464,7 @@ class Checkpointer:
         self._calls.run(CLOSE, lambda: self._close(wait), put_off)
 
     def _carried_out(self, asked: SaveRequest) -> SaveTicket:
-        """Make the save, and wait for what it promises. The ticket is another one where the step is being saved already."""
+        """Make the save, and wait for what it promises. Returns another ticket if the step is being saved already."""
         ticket = asked.ticket
         if asked.existing == "same":
             groups = self._state.groups() if asked.groups is None else asked.groups
@@ -479,7 +481,7 @@ class Checkpointer:
         return ticket
 
     def _save_last(self, step: int, metrics: Mapping[str, float], left_s: float) -> None:
-        """Save the step after which training stops, within the time that is left."""
+        """Save the step after which training stops, within the remaining time."""
         ticket = SaveTicket(self.run, step, 0, self._session.until)
         within_s = max(left_s, LAST_SAVE_S_MIN)
         asked = SaveRequest(ticket, None, metrics, "durable", False, "same", within_s=within_s)
@@ -503,7 +505,7 @@ class Checkpointer:
         )
 
     def _save(self, asked: SaveRequest) -> SaveTask | None:
-        """Begin a save; None where it has ended already, which its ticket says."""
+        """Begin a save; None if it has ended already, as its ticket states."""
         self._refuse_if_closed()
         self.fence()
         began, moment = time.monotonic(), self._other_steps.between()
@@ -541,7 +543,7 @@ class Checkpointer:
         task.held(time.monotonic() - began, last=True)
 
     def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
-        """Say what a save leaves out, the first time."""
+        """Report what a save leaves out, the first time."""
         ticket.notes = (*ticket.notes, *notes)
         news = [note for note in notes if note not in self._noted]
         self._noted |= set(news)
@@ -552,7 +554,7 @@ class Checkpointer:
             self._session.tell(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
 
     def _put_off(self, asked: SaveRequest, during: str) -> None:
-        """A signal handler saves, and this thread is in the middle of something: the save is made right after that."""
+        """A signal handler saves during another call of this thread: save right after that call."""
         self._refuse_if_closed()
 
         self._calls.later(asked.put_off(during, lambda: self._begin(asked), self._tickets))
@@ -624,7 +626,7 @@ class Checkpointer:
             raise failed.error
 
     def _see_all_through(self) -> None:
-        """Wait for the end of every save; where the daemon does not answer at all, they have failed as far as we know."""
+        """Wait for the end of every save; those of a silent daemon count as failed."""
         try:
             self._errands.settle()
             self._session.waits()
@@ -634,15 +636,15 @@ class Checkpointer:
             self._tickets.lost(silent)
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
-        """Training goes on from here, unless a certain step or a part of the state was asked for."""
+        """Training continues from here, unless a certain step or a part of the state was requested."""
         if step is None and groups is None and not self._asked_to_prepare:
             try:
                 self.prepare()
             except CheckpointError as error:
-                log.info("not prepared for saves: %s", error.detail)  # the first save says so, where it matters
+                log.info("not prepared for saves: %s", error.detail)  # the first save reports it, if it matters
 
     def _reserved(self, need: Need) -> Slots:
-        """Called in a thread that no signal interrupts; a save need not wait for it."""
+        """Runs in a thread that no signal interrupts; a save need not wait for it."""
 
         def reserve() -> Slots:
             self._session.connected(start=True)
@@ -660,7 +662,7 @@ class Checkpointer:
         return slots
 
     def _settled(self, act: Callable[[], _Result]) -> Callable[[], _Result]:
-        """The call, after an errand that is under way: both use the session."""
+        """The call, after a running errand: both use the session."""
 
         def after() -> _Result:
             self._errands.settle()
@@ -669,7 +671,7 @@ class Checkpointer:
         return after
 
     def _reached(self, silence: Silence | None) -> Welcome:
-        """The daemon's welcome; one that was lost is looked for in an errand."""
+        """The daemon's welcome; an errand reconnects after a loss."""
         if self._task is not None:  # a slot that was given back may be leased again: nothing still writes into it
             self._task.leave(lambda written: self._errands.until(written, silence))
         self._errands.settle(silence)
@@ -691,7 +693,9 @@ class Checkpointer:
             raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
+        """An optimizer is about to change what the last save may still be copying. At its first step the state is
+        complete.
+        """
         if not self._closed and not self._calls.forked:  # a forked child has memory of its own
             self._other_steps.passes()
             self._state.wholeness.check()
@@ -699,7 +703,6 @@ class Checkpointer:
             self.fence()
 
     def _groups(self) -> tuple[str, ...]:
-        """The groups that a save can have."""
         groups = self._state.groups()
         return groups if self._averaging is None else of_save(groups)
 
@@ -717,7 +720,7 @@ class Checkpointer:
         return Averaging(ema, rank, lambda: bool(self._hooks.optimizers))
 
     def _ask_for_average(self, act: Callable[[], _Result]) -> _Result:
-        """In an optimizer's step, which does not wait for a daemon that is silent; or in a restore, which does."""
+        """Call it for the average: an optimizer's step does not wait for a silent daemon, a restore does."""
         return self._calls.run(
             "ema.update()",
             lambda: self._errands.run(act, Silence()),
@@ -725,7 +728,7 @@ class Checkpointer:
         )
 
     def _after_step(self, *given: Any) -> None:
-        """The state is whole again: it is averaged, and what signal handlers could not save in the step is saved now."""
+        """The state is consistent again: average it, and do the saves that signal handlers requested during the step."""
         if given and not self._closed and not self._calls.forked:
             self._other_steps.passes()
             self._state.unsaved.stepped(given[0])

@@ -33,8 +33,8 @@ def default_socket() -> Path:
 
 
 def runtime_directory() -> Path:
-    """Where this user's daemon puts files for the user's programs; below /tmp if the system has no runtime
-    directory. A relative path there counts as none (the XDG specification): each process would take it for another place.
+    """Where this user's daemon puts files for the user's programs; below /tmp if the system has no runtime directory. A
+    relative one is ignored (XDG specification): each process would resolve it differently.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "holdfast" if os.path.isabs(runtime) else Path(f"/tmp/holdfast-{os.getuid()}")
@@ -46,7 +46,7 @@ def has_display() -> bool:
 
 
 def uploads_checkpoints() -> bool:
-    """Whether transformers' callback for Weights & Biases reads a checkpoint's files when it is saved."""
+    """Whether transformers' callback for Weights & Biases reads a checkpoint's files in `on_save`."""
     return os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
 
 
@@ -95,7 +95,7 @@ def given_token() -> str | None:
 
 
 def check_token(text: str, where: str) -> str:
-    """The token itself; `InvalidRequest` if it cannot stand in an HTTP header. The error does not contain it."""
+    """The token; `InvalidRequest` if it is invalid in an HTTP header. The error does not contain it."""
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > TOKEN_CHARACTERS_MAX:
         raise InvalidRequest(f"{where} does not contain a token", hint="`holdfast token create` prints one")
     return text

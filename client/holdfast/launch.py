@@ -45,7 +45,7 @@ _assigned: ContextVar[Callable[[], Launch] | None] = ContextVar("_assigned", def
 
 @contextmanager
 def assigned(launch: Callable[[], Launch]) -> Iterator[None]:
-    """Within this block `current` is what `launch` returns, whatever the environment says."""
+    """Within this block `current` returns `launch`, whatever the environment contains."""
     before = _assigned.set(launch)
     try:
         yield
@@ -55,7 +55,7 @@ def assigned(launch: Callable[[], Launch]) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within this block `current` takes this process for a launch of one rank, whatever its environment says."""
+    """Within this block `current` returns a launch of one rank, whatever the environment contains."""
     with assigned(lambda: Launch(0, 1, uuid.uuid4().hex, 1)):
         yield
 

@@ -1,12 +1,11 @@
-"""What a save leaves out, or a restore does not use or replaces: one kind of note, which users are warned of."""
+"""Notes on what a save leaves out, or a restore ignores or replaces, of which users are warned."""
 
 from __future__ import annotations
 
 
 class LeftOutNote(str):
-    """A note that something of the state is not saved, not restored, or replaced by something else than was saved.
-
-    It goes wherever notes go: into `Snapshot.notes` or a `PartPlan`. `Session.tell` makes a warning and a notice of it.
+    """Something of the state was not saved, not restored, or replaced. Used among other notes, in `Snapshot.notes` or a
+    `PartPlan`; `Session.tell` makes a warning and a notice of it.
     """
 
     __slots__ = ()

@@ -32,9 +32,7 @@ _END = "end"
 
 class Until(Protocol):
     def __call__(self, ended: Latch, timeout: float | None, awaits: int | None) -> bool:
-        """Wait for it, as long as the daemon may still set it. This rank begins no save before the one that it `awaits` has
-        ended.
-        """
+        """Wait for an event of the daemon. This rank begins no save before the one that it `awaits` has ended."""
 
 
 def _wait(ended: Latch, timeout: float | None, awaits: int | None) -> bool:
@@ -57,7 +55,7 @@ class SaveTicket:
         self._until, self._saving = until, threading.current_thread()
         self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
-        self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
+        self.awaits = ""  # the call that must end before this save can begin: a signal handler interrupted it
         self._staged = Latch()
         self._decided = Latch()  # staged, or ended without
         self._ended = Latch()
@@ -97,8 +95,8 @@ class SaveTicket:
         return self._error
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the step is committed. Raises the error of the save, or `DeadlineExceeded` after `timeout`
-        seconds, and where the daemon does not answer at all for 10 s; it may still commit the step then.
+        """Wait until the step is committed. Raises the error of the save, or `DeadlineExceeded` after `timeout` seconds, or
+        if the daemon is silent for 10 s; it may still commit the step then.
         """
         self._refuse_to_wait_for_oneself()
         bare = timeout is None and threading.current_thread() is self._saving
@@ -110,21 +108,20 @@ class SaveTicket:
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until this rank's part is staged or the save has failed; return whether it is staged. Raises
-        `DeadlineExceeded` where the daemon does not answer at all for 10 s.
+        `DeadlineExceeded` if the daemon is silent for 10 s.
         """
         self._refuse_to_wait_for_oneself()
         self._until(self._decided, timeout, None)
         return self.staged
 
     def await_promise(self, wait: Literal["staged", "durable"], within_s: float | None = None) -> None:
-        """Return when the save is what `wait` promises. Raises the error of the save if it never will be, and
-        `DeadlineExceeded` if it is not committed in time.
+        """Return when the save has reached `wait`. Raises the error of the save if it never will, and `DeadlineExceeded` if
+        it is not committed in time.
         """
         if wait == "durable" or not self.wait_staged() or self.error is not None:
             self.result(within_s)
 
     def lacks(self, groups: Collection[str]) -> None:
-        """The checkpoint has all groups but these."""
         gone = [group for group in self.groups if group in groups]
         if gone:
             self.groups = tuple(group for group in self.groups if group not in groups)
@@ -143,7 +140,7 @@ class SaveTicket:
     def end(self, error: CheckpointError | None, note: Callable[[], object] = bool) -> bool:
         """Set the outcome; only the first call counts. Returns whether this call was the first.
 
-        `note` is called before anybody who waits hears of it.
+        `note` is called before any waiting thread wakes up.
         """
         mine = object()
         if self._first.setdefault(_END, mine) is not mine:
@@ -156,9 +153,9 @@ class SaveTicket:
         return True
 
     def when_ended(self, act: Callable[[CheckpointError | None], object]) -> None:
-        """Call `act` with the error, or None, when the save has ended, in whichever thread that happens.
+        """Call `act` with the error, or None, when the save has ended, in any thread.
 
-        It must not call the Checkpointer: the thread may be the one that hears from the daemon.
+        It must not call the Checkpointer: the thread may be the one that reads from the daemon.
         """
         self._awaiting.append(act)
         if self.done:
@@ -186,7 +183,7 @@ class SaveTicket:
 class Tickets:
     """Open tickets by step, the first unreported failure, and the first drop.
 
-    No lock is used: a signal handler may wait for a ticket while the interrupted thread is in here.
+    No lock is used: a signal handler may wait for a ticket while it interrupts one of these methods.
     """
 
     def __init__(self) -> None:
@@ -201,8 +198,8 @@ class Tickets:
     def beginning(self, ticket: SaveTicket) -> Iterator[None]:
         """Register a save for as long as it is open, unless the block that starts it fails.
 
-        Its end may come before the block has returned: another rank may drop it. Raises `StateMismatch` if an
-        earlier save of the step is still open.
+        It may end before the block has returned: another rank may drop it. Raises `StateMismatch` if an earlier save of the
+        step is still open.
         """
         if self._open.setdefault(ticket.step, ticket) is not ticket:
             raise StateMismatch(f"step {ticket.step} is already being saved", hint="wait for its ticket first")
@@ -213,8 +210,8 @@ class Tickets:
             raise
 
     def awaited(self, step: int, groups: Collection[str], exclude: Collection[str] | None = None) -> SaveTicket | None:
-        """The open ticket for this step with at least these groups; with `exclude`, leaving out no other names than these
-        patterns do.
+        """The open ticket for this step with at least these groups; with `exclude`, leaving out no names beyond these
+        patterns.
         """
         found = self._open.get(step)
         if found is None or not set(groups) <= set(found.groups):
@@ -222,13 +219,13 @@ class Tickets:
         return found if exclude is None or self.has_all_but(step, exclude) else None
 
     def leaves_out(self, step: int, patterns: Collection[str]) -> None:
-        """The save of this step that begins leaves out what these patterns match."""
+        """Record the patterns that the beginning save of this step leaves out."""
         self._left_out.pop(step, None)
         if patterns:
             self._left_out[step] = frozenset(patterns)
 
     def has_all_but(self, step: int, patterns: Collection[str]) -> bool:
-        """Whether this process's save of the step left out no more than these patterns say."""
+        """Whether this process's save of the step left out no names beyond these patterns."""
         return self._left_out.get(step, frozenset()) <= set(patterns)
 
     def drop(self, ticket: SaveTicket) -> None:
@@ -236,7 +233,6 @@ class Tickets:
             self._open.pop(ticket.step, None)
 
     def fail(self, ticket: SaveTicket, error: CheckpointError) -> None:
-        """End a save that the daemon did not get."""
         self.drop(ticket)
         self._end(ticket, error)
 
@@ -268,7 +264,7 @@ class Tickets:
         return self._untold.pop("dropped", None)
 
     def warn(self) -> None:
-        """Log or raise the failure, and the drop, that was not told yet."""
+        """Log or raise the failure, and the drop, that were not reported yet."""
         failed, dropped = self.take_failure(), self.take_drop()
         if failed is not None:
             warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
@@ -277,7 +273,7 @@ class Tickets:
             warn(f"{text}: {dropped.error}")
 
     def take_lacking(self) -> list[SaveTicket]:
-        """Saves that were committed without a group that they were to have, once."""
+        """Committed saves that lack a group, once each."""
         return [self._lacking.popleft() for _ in range(len(self._lacking))]
 
     def open(self) -> list[SaveTicket]:
@@ -298,7 +294,7 @@ class Tickets:
 
 
 def settle(ticket: SaveTicket) -> None:
-    """Wait for the end of a save, and log a failure. Raises `DeadlineExceeded` if the daemon does not answer at all."""
+    """Wait for the end of a save, and log a failure. Raises `DeadlineExceeded` if the daemon is silent."""
     try:
         ticket.result()
     except CheckpointError as error:

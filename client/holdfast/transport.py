@@ -16,19 +16,17 @@ class Transport(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
-    def near(self) -> bool: ...  # it shares this machine's memory with the daemon, and hears what that says unasked
+    def near(self) -> bool: ...  # shares this machine's memory with the daemon, which can send messages at any time
     @property
     def daemon(self) -> str: ...  # the daemon's address, for errors
     def ping(self, timeout_s: float) -> None:
-        """Ask for a sign of life, beside all requests. `DeadlineExceeded` if none comes in time, `DaemonGone` without a
-        daemon.
+        """Ping the daemon, beside all requests. `DeadlineExceeded` if it does not answer in time, `DaemonGone`
+        without one.
         """
 
     @property
     def receiving(self) -> AbstractContextManager[object]:
-        """Held from a request that is answered with descriptors until they are taken: those of two threads' requests would
-        be taken for each other's.
-        """
+        """Held from a request with descriptors in its reply until they are taken, so that threads do not mix theirs up."""
 
     def next_id(self) -> int: ...
     def request(self, message: wire.Request, kind: type[Reply], timeout_s: float = ...) -> Reply: ...

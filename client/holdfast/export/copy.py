@@ -77,7 +77,6 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
 
 
 def _prepare(out: Path) -> bool:
-    """Make the directory, or check that it is empty; return whether it was made."""
     check_output_place(out)
     try:
         if out.is_dir():
@@ -101,7 +100,6 @@ def _create(path: Path, size: int, written: list[Path], opened: ExitStack) -> in
 
 
 def write(descriptor: int, offset: int, data: memoryview) -> None:
-    """Write all of the bytes there."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)

@@ -29,8 +29,8 @@ def compare(
 ) -> Iterator[Difference]:
     """Compute the distances of the tensors, in the order of `pairs`; tensors with equal digests are not read.
 
-    As many tensors are read at once as there are cores, with two extents of each in memory. `on_bytes` is told how many
-    bytes were read. Raises `CorruptExtent`.
+    As many tensors are read at once as there are cores, with two extents of each in memory. `on_bytes` is called with the
+    bytes read. Raises `CorruptExtent`.
     """
 
     def one(pair: Pair) -> Difference:

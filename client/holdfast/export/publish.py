@@ -51,7 +51,7 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Be the only one who exports to this name, as the service's exports are too: by a lock on a file beside it."""
+    """Exclude other exports to this name, including the service's, by a lock on a file beside it."""
     path = target.parent / naming.export_lock(target.name)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

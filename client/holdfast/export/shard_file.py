@@ -40,9 +40,8 @@ class _Placed(NamedTuple):
 def of(
     manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor], program: str = ""
 ) -> ShardFile:
-    """The file of a rank's local tensors, as the service would send it; `StateMismatch` names a tensor it cannot hold.
-
-    `program` is the name of the one that made the tensors, if one did.
+    """The file of a rank's local tensors, as the service would send it; `StateMismatch` for a tensor it cannot hold.
+    `program` is the name of the one that made the tensors, if any.
     """
     shapes = {name: entry.shape for name, entry in manifest.tensors[group].items()}
     metadata = shard_file.describe(manifest.run, manifest.step, language.text(layout), rank, group, program)
@@ -52,8 +51,8 @@ def of(
 def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
     """Read, verify and write a shard. The file must not exist; on any error it is removed again.
 
-    Nothing is synced: a power cut may lose the file. `on_bytes` is told how many bytes of the file were written. Raises
-    `InvalidRequest` if something exists at `path`, `CorruptExtent` for damage, `NoSpace`, `StorageFailed`.
+    Nothing is synced: a power cut may lose the file. `on_bytes` is called with the bytes written. Raises `InvalidRequest` if
+    something exists at `path`, `CorruptExtent` for damage, `NoSpace`, `StorageFailed`.
     """
     with _created(path, file.bytes) as descriptor:
         memory = np.empty(min(BUFFER_BYTES, max(file.bytes - len(file.header), 1)), np.uint8)

@@ -151,7 +151,7 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
 
 
 def _temporary() -> str:
-    """Ray's temporary session directory, which a restart makes anew."""
+    """Ray's temporary session directory, which a restart creates again."""
     from ray.train.constants import _get_ray_train_session_dir
 
     return str(Path(_get_ray_train_session_dir()).parent)

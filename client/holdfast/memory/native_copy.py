@@ -1,4 +1,4 @@
-"""Copies memory past the cores' caches and reads samples of it, in C (`native_copy.c`) if that was built, else with numpy.
+"""Copies memory past the CPU caches and samples it, in C (`native_copy.c`) if that was built, else with numpy.
 
 A copy of uncached memory takes two thirds of the time this way, and the training keeps its caches. The library is built with
 the package if there is an x86-64 and a compiler (`hatch_build.py`); other processors detect long copies by themselves.
@@ -52,12 +52,10 @@ _library = _load()
 
 
 def library() -> Any:
-    """The functions of `native_copy.c`; None if they are not available here."""
     return _library
 
 
 def available() -> bool:
-    """Whether copies bypass the caches here."""
     return _library is not None
 
 
@@ -99,9 +97,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray[np.uint64]:
     """The digests of boxes (rows of address and bytes), of a sample if `step` is given, else of all bytes; needs the
-    library.
-
-    `native` is the address of the digest function.
+    library. `native` is the address of the digest function.
     """
     boxes, values = np.ascontiguousarray(boxes), np.empty(len(boxes), np.uint64)
     if step is None:
@@ -112,10 +108,10 @@ def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray
 
 
 class Noted:
-    """Pairs of a target and a source: words of the sources are noted at one time, and all is copied at a later one.
+    """Pairs of a target and a source: words of the sources are recorded first, and all is copied later.
 
-    The copy finds out which sources have changed in between. Of every stretch a word of eight bytes is noted, at the place
-    that `note` chooses. One save at a time uses it.
+    The copy detects sources that changed in between. Of every stretch a word of eight bytes is recorded, at the place that
+    `note` chooses. Used by one save at a time.
     """
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
@@ -134,13 +130,13 @@ class Noted:
         return self._copies.table
 
     def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
-        """Note the present words of the sources; without `words` they are read here."""
+        """Record the present words of the sources; without `values` they are read here."""
         self._seed = seed
         self._values = self._read() if values is None else values
 
     def copy(self) -> NDArray[np.bool_]:
-        """Copy all, without the GIL; return which sources differ from the noted words, each compared after its stretch was
-        copied.
+        """Copy all, without the GIL; return which sources differ from the recorded words, each compared after its stretch
+        was copied.
         """
         if _library is None:
             self._copies.do()
@@ -168,7 +164,7 @@ class Noted:
 
 
 def note(parts: Sequence[Noted], seed: int) -> None:
-    """Note the present words of the sources of all parts, which have the same stretch.
+    """Record the present words of the sources of all parts, which have the same stretch.
 
     Each word is on a page of its own, which is in no cache. One call that requests many of them at a time, across the
     borders of parts, takes half to two thirds of the time of one call per part.
@@ -193,7 +189,7 @@ def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same as `replica_claims.mix`, for many numbers."""
+    """`replica_claims.mix` for many numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

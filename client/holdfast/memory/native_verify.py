@@ -1,7 +1,7 @@
 """Verifies many extents and moves them to their places in one call, without the GIL, which threads would pass on after each.
 
-It uses `native_copy.c`, if that was built, with the usual digest function. If it was not built, or if anything is wrong, the
-answer is only "no": the caller then checks again, slowly, and finds out what is wrong.
+It uses `native_copy.c`, if built, with the usual digest function. On any failure it only returns False: the caller then
+checks again, slowly, and finds the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _FIELDS = 3  # of an extent: its target, its length, its digest
 
 
 def available() -> bool:
-    """Whether extents can be verified this way here."""
     return native_copy.available() and digest.native() is not None
 
 
@@ -48,7 +47,7 @@ class Extents:
         self._nowhere |= into is None
 
     def take(self, data: memoryview) -> bool:
-        """Whether `data` is these extents, all of which are at their targets now. If not, the first ones may be there."""
+        """Whether `data` is these extents, which then are at their targets. If not, the first ones may be there."""
         if not available() or data.nbytes != self._bytes:
             return False
         rows, count = self._table()
@@ -56,7 +55,7 @@ class Extents:
         return bool(native_copy.library().holdfast_prove(there, rows, count, at) == count)
 
     def take_from(self, descriptor: int, offset: int) -> bool:
-        """The same for a file's bytes from `offset` on, all of which have targets: they are read and verified there.
+        """The same for a file's bytes from `offset` on, which all have targets: they are read and verified there.
 
         If this is False, a target may hold unverified bytes until the caller has read them again or zeroed them.
         """
