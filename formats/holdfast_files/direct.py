@@ -90,11 +90,11 @@ def is_aligned(offset: int, views: Sequence[memoryview]) -> bool:
 
 
 class PageCacheState:
-    """One file, which is mapped and never touched: tells which of its bytes are in the page cache, without reading them.
+    """Tells which bytes of a file are in the page cache, by mapping it without touching it.
 
     A non-blocking read (`RWF_NOWAIT`) cannot answer this: newer kernels read ahead for it, and a fast disk has answered by
-    the next look. `mincore` reads nothing, and answers the owner of a file and those who may write to it. All others hear
-    that everything is cached (`can_do_mincore` in Linux' mm/mincore.c), and must try to read after all.
+    the next look. `mincore` reads nothing, and answers the owner of a file and users who may write to it. For others it
+    reports that everything is cached (`can_do_mincore` in Linux' mm/mincore.c), so they must try to read.
     """
 
     def __init__(self, descriptor: int) -> None:

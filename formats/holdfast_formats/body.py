@@ -11,7 +11,6 @@ from holdfast_formats import model_building
 
 
 def _fail_at_the_first(schema: Any) -> None:
-    """Set this for all lists of a schema."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "tuple", "set", "frozenset"):
             schema["fail_fast"] = True
@@ -25,7 +24,7 @@ def _fail_at_the_first(schema: Any) -> None:
 class Body(BaseModel):
     """A model; the settings of its subclasses are added to these.
 
-    A list is refused at its first wrong item: pydantic would describe all, which for 4 MiB of nonsense takes gigabytes.
+    A list is refused at its first wrong item: pydantic would describe all, which for 4 MiB of invalid data takes gigabytes.
     """
 
     model_config = ConfigDict(defer_build=model_building.late())

@@ -1,6 +1,4 @@
-"""Says why a state cannot be restored from the existing checkpoints, in the same words for the daemon and for a lone
-trainer.
-"""
+"""The error for a state that no existing checkpoint can restore, shared by daemon and client."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from .errors import StateMismatch
 def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[str]) -> StateMismatch:
     """The error if checkpoints exist and none has all the wanted groups; `offers` are their groups, by step.
 
-    Its member `best` is the step with the most of the wanted groups, and of these the newest; `offered` are those that it
-    has.
+    Its member `best` is the newest step with the most of the wanted groups; `offered` are those groups.
     """
     step = max(offers, key=lambda step: (len(set(wanted) & set(offers[step])), step))
     offered = sorted(set(wanted) & set(offers[step]))

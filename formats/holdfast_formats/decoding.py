@@ -1,4 +1,4 @@
-"""Makes msgspec decoders at import, and keeps them, because building them in two threads at once crashes the process.
+"""Makes msgspec decoders at import, because building them in two threads at once crashes the process.
 
 msgspec builds its information on a Struct at the first use. A second thread that uses the Struct meanwhile gets a half-built
 one, and the process crashes (seen with msgspec 0.22 in a daemon that checked two checkpoints just after its start). During

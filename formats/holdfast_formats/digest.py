@@ -67,7 +67,6 @@ def check_digest(text: str) -> None:
 
 
 def check_digests(texts: Collection[str]) -> None:
-    """The same for many."""
     if not set(map(len, texts)) <= {DIGITS} or not _ALL_SPELLED.fullmatch("".join(texts)):
         for text in texts:
             check_digest(text)

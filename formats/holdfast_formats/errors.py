@@ -8,14 +8,14 @@
     │   ├── ReplicasDiffer           replicas-differ 422
     │   ├── LimitExceeded            limit-exceeded 413
     │   └── PreconditionRequired     precondition-required 428
-    ├── Denied                       say who you are, or ask who may
+    ├── Denied                       authenticate, or get a token with more rights
     │   ├── Unauthenticated          unauthenticated 401
     │   └── Forbidden                forbidden 403
     ├── NotFound                     404
     │   ├── NoSuchRun                no-such-run
     │   ├── NoSuchCheckpoint         no-such-checkpoint
     │   └── NoSuchResource           no-such-resource
-    ├── Conflict                     somebody else was first: look, then decide
+    ├── Conflict                     the state has changed: look, then decide
     │   ├── StaleAttempt             stale-attempt 409
     │   ├── StateOverwritten         state-overwritten 409
     │   ├── AlreadyCommitted         already-committed 409
@@ -105,7 +105,9 @@ class StateMismatch(Refused):
 
 
 class CheckpointThinned(StateMismatch):
-    """What is asked for was taken out of the checkpoint; `groups` names it, and `nearest` the nearest step that has it."""
+    """Requested groups were removed from the checkpoint; `groups` names them, and `nearest` the nearest step that
+    has them.
+    """
 
     code = "checkpoint-thinned"
 
@@ -121,7 +123,7 @@ class LimitExceeded(Refused):
 
 
 class PreconditionRequired(Refused):
-    """This change must say, by If-Match, what it changes."""
+    """This change needs If-Match with the ETag of what it changes."""
 
     code, status = "precondition-required", 428
 
@@ -139,7 +141,7 @@ class Unauthenticated(Denied):
 
 
 class Forbidden(Denied):
-    """The caller is known, and may not do this."""
+    """The caller is authenticated, and may not do this."""
 
     code = "forbidden"
 
@@ -320,8 +322,8 @@ class GenerationDropped(Unavailable):
 
     @classmethod
     def of(cls, step: int, kept: int | None, policy: str, awaited: Awaited = STORAGE) -> GenerationDropped:
-        """The save of `step` was dropped for that of `kept`; None: for earlier ones that are still under way. `awaited` is
-        what keeps the slots from becoming free.
+        """The save of `step` was dropped for that of `kept` (None: earlier running ones). `awaited` is what keeps the slots
+        busy.
         """
         return cls(
             f"the save of step {step} was dropped for {'those before it' if kept is None else f'step {kept}'} "

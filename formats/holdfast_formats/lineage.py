@@ -1,10 +1,9 @@
-"""Lineage: which checkpoints are on the way to the present state, and which training has left behind. Pure; docs/format.md §
-3.
+"""Lineage: which checkpoints lead to the present state, and which are abandoned. Pure; docs/format.md § 3.
 
-A launch that has restored a step, and saves, goes on from there. If newer checkpoints exist then that it has not saved
+A launch that has restored a step, and saves, continues from there. If newer checkpoints exist then that it has not saved
 itself, its saves begin a line of their own: a *rewind* from that step, identified by attempt and turn. Every checkpoint
-lists the rewinds on the way to it. The line that was begun last is the living one; checkpoints that are not on the way to it
-are abandoned.
+lists the rewinds on the way to it. The line that was begun last is the living one; checkpoints that do not lead to it are
+abandoned.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NOTHING = -1  # the step of a rewind to no checkpoint at all
 
 
 class Rewind(NamedTuple):
-    """The launch of this attempt went on, at its `turn`-th restore, from this step, although there were newer ones."""
+    """The launch of this attempt continued, at its `turn`-th restore, from this step, although there were newer ones."""
 
     attempt: int
     turn: int
@@ -33,9 +32,7 @@ Way = tuple[Rewind, ...]  # oldest first
 
 
 class Lineage(NamedTuple):
-    """Where a checkpoint comes from: the step that its launch had restored last, as its `turn`-th restore,
-    and all rewinds.
-    """
+    """Where a checkpoint comes from: its launch's last restored step, the number of that restore, and all rewinds."""
 
     restored: int | None = None  # None: nothing, or not by Holdfast
     turn: int = 0
@@ -43,9 +40,9 @@ class Lineage(NamedTuple):
 
 
 class Intent(NamedTuple):
-    """What a rank declares before a save: where its state comes from, and what to do if the step exists already.
+    """A rank's declaration before a save: where its state comes from, and what to do if the step exists already.
 
-    A save that replaces begins a turn too, so that its checkpoint is never taken for the replaced one. `again` is the number
+    A save that replaces begins a turn too, so that its checkpoint is distinct from the replaced one. `again` is the number
     of such saves of the launch since the last restore.
     """
 
@@ -60,7 +57,7 @@ NO_INTENT = Intent()
 
 
 class PlacedCheckpoint(Protocol):
-    """What must be known of a checkpoint to place it among others."""
+    """The fields of a checkpoint that place it among others."""
 
     @property
     def step(self) -> int: ...
@@ -73,7 +70,6 @@ class PlacedCheckpoint(Protocol):
 
 
 def line(rewinds: Sequence[Rewind]) -> Key:
-    """The line that these rewinds lead to."""
     return rewinds[-1][:2] if rewinds else ROOT
 
 
@@ -91,7 +87,7 @@ def is_on(way: Way, found: PlacedCheckpoint) -> bool:
 
 
 def abandoned(there: Sequence[PlacedCheckpoint]) -> set[int]:
-    """The steps that training left behind when it went on from an older one."""
+    """The abandoned steps."""
     living = way(there)
     return {c.step for c in there if not is_on(living, c)} if living else set()
 
@@ -103,13 +99,13 @@ def is_own(found: PlacedCheckpoint, launch: Key, again: int = 0) -> bool:
 
 
 def others(there: Sequence[PlacedCheckpoint], launch: Key, after: int, again: int = 0) -> list[int]:
-    """The living steps after `after` that this launch has not saved itself since its last restore."""
+    """The living steps after `after` that this launch has not saved since its last restore."""
     living = way(there)
     return sorted(c.step for c in there if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
 def went_on(there: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
-    """The rewinds on the way to the saves of this launch, which has `restored` a step and goes on from it."""
+    """The rewinds of this launch's saves, which continue from the `restored` step."""
     living = way(there)
     if restored is None:
         return living

@@ -1,8 +1,8 @@
-"""Limits of a process's memory: the machine, the control groups that the process is in, and RLIMIT_AS; and what is free.
+"""Limits and free memory of a process: the machine, its control groups, and RLIMIT_AS.
 
 A daemon and its ranks may be in different control groups. A page of shared memory is charged to the group of the process
 that touches it first, which for a slot is the rank's. So each side finds its own limits, with these functions, and a rank
-tells the daemon.
+sends them to the daemon.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pydantic import Field
 
 PROC = Path("/proc")
 SPARE_PERCENT = 5  # of a limit: never taken, so that other memory of the process fits beside the slots
-BOUNDS_MAX = 16  # that a rank tells its daemon
+BOUNDS_MAX = 16  # in one message to the daemon
 _BYTES_MAX = 2**62  # control groups of version 1 say "no limit" with a number beyond this
 _Bytes = Annotated[int, Field(ge=-_BYTES_MAX, le=_BYTES_MAX)]
 
 
 class Bound(NamedTuple):
-    """A memory limit: its name, its total bytes, how many are free now, and which control group it is of: "" for none.
+    """A memory limit: its name, its total bytes, its free bytes, and its control group, "" for none.
 
-    Processes in different containers give one group the same `group`, as long as it is of one machine.
+    Processes in different containers give one group the same `group`, if they are on one machine.
     """
 
     name: Annotated[str, Field(max_length=1024)]
@@ -35,7 +35,7 @@ class Bound(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """What is free but for a spare part; negative where less than that is left."""
+        """Free bytes minus a reserve; may be negative."""
         return self.free - self.bytes_max * SPARE_PERCENT // 100
 
 
@@ -85,7 +85,7 @@ def _groups(proc: Path) -> Iterator[Bound]:
 
 
 def _mounted(proc: Path, unified: bool) -> tuple[str, Path] | None:
-    """Which group a mount of the memory controller shows, and where it is."""
+    """The group in a mount of the memory controller, and its path."""
     for line in _text(proc / "self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -113,7 +113,7 @@ def _separate(group: Path) -> Iterator[Bound]:
 
 
 def _number(group: Path, version: int) -> str:
-    """What tells a group from others, in every container: the kernel's number of its directory."""
+    """Identifies a group in every container: the kernel's number of its directory."""
     try:
         return f"{version}:{group.stat().st_ino}"
     except OSError:
@@ -127,7 +127,6 @@ def _cached(group: Path, prefix: str) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines of a file that are a name and a number."""
     words = (line.split() for line in _text(path).splitlines())
     return {found[0]: int(found[1]) for found in words if len(found) > 1 and found[1].isdigit()}
 

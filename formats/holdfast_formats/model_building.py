@@ -1,7 +1,7 @@
-"""When the validators of our pydantic models are built: at import, or each at its first use.
+"""Decides when the validators of our pydantic models are built: at import, or each at its first use.
 
-Building all of them takes a fifth of a second, and a command needs a few. Two threads that build the same one at its first
-use are not safe, so only the command line, which asks the API in one thread, has them built late.
+Building all takes a fifth of a second, and a command needs a few. Building one in two threads at its first use is unsafe, so
+only the command line, which calls the API in one thread, has them built late.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ CLOCKS_APART_S = 5.0  # between machines, as usual; what is further ahead is the
 
 
 def utc_now(timespec: str = "milliseconds") -> str:
-    """The present time."""
     return write(datetime.now(timezone.utc), timespec)
 
 

@@ -13,7 +13,7 @@ COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RUN_FILE = "run.json"
-LAUNCHES_FILE = "launches.json"  # what trainers said when they began
+LAUNCHES_FILE = "launches.json"  # metadata of launches from trainers
 CHECKPOINTS = "checkpoints"
 STAGING = "staging"
 TRASH = "trash"
@@ -71,8 +71,8 @@ class StagingName(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one try to save a step keeps its files until they are published. Where several nodes write together it names
-    their round, so what a node still writes for a round that has ended goes where nobody publishes from (I11).
+    """Where one try to save a step keeps its files until they are published. With several nodes it names their round, so
+    files written for an ended round are in a place that is never published (I11).
     """
 
     run: str
@@ -82,7 +82,6 @@ class Place(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Relative to the root."""
         return staging_path(*self)
 
 
@@ -150,12 +149,12 @@ def linked_step(run: str, target: str) -> int | None:
 
 
 def link_in_the_making(name: str) -> str:
-    """The name that a link has until it replaces the one of its own name."""
+    """The temporary name of a link until it replaces an old one."""
     return f".{name}.{uuid.uuid4().hex}{_LINKING}"
 
 
 def is_link_in_the_making(name: str) -> bool:
-    """Whether a link has such a name: one that a process that was killed has left behind keeps nothing."""
+    """Whether a link has a temporary name: one left by a killed process keeps no checkpoint."""
     return name.startswith(".") and name.endswith(_LINKING)
 
 
@@ -185,22 +184,22 @@ def index_file_name(group: str) -> str:
 
 
 def job_place(run: str, step: int, digest: str) -> Place:
-    """Where a job stages a checkpoint that it makes of other files; `digest` tells it from any other work on this step."""
+    """Where a job stages a checkpoint that it makes of other files; `digest` identifies the job's work."""
     return Place(run, step, NO_ATTEMPT, int(digest, 16) % ROUND_ID_MAX + 1)
 
 
 def is_job_place(place: Place | StagingName) -> bool:
-    """Whether a job stages there, and a later start of it may go on from what is there."""
+    """Whether a job stages there, which can be resumed."""
     return place.attempt == NO_ATTEMPT and place.round_id > 0
 
 
 def progress_path(staging: str) -> str:
-    """Where it is noted which files of a staging directory are finished: beside it, since all of it is published."""
+    """The record of a staging directory's finished files: beside it, since all of the directory is published."""
     return f"{staging}{_PROGRESS}"
 
 
 def without_progress(name: str) -> str:
-    """The name of the staging directory that a directory belongs to: its own, or the one whose progress it notes."""
+    """The staging directory of a name: itself, or the one of a progress record."""
     return name.removesuffix(_PROGRESS)
 
 
@@ -223,7 +222,7 @@ def parse_trash_entry(name: str) -> tuple[str, int] | None:
 
 
 def purged_entry(name: str) -> str:
-    """The name that an entry of `RUN_TRASH` has while it is removed for good: it cannot be brought back any more."""
+    """The name of an entry of `RUN_TRASH` during its final removal: it cannot be restored any more."""
     return f"{name}{_GONE}"
 
 
@@ -237,7 +236,7 @@ def export_staging(name: str) -> str:
 
 
 def export_lock(name: str) -> str:
-    """The file beside an export's target that is locked while one writes there."""
+    """The file beside an export's target that is locked during the export."""
     return f".{name}.lock"
 
 
@@ -247,30 +246,29 @@ def staging_path(run: str, step: int, attempt: int, round_id: int = 0) -> str:
 
 
 def replaced_place(run: str, step: int, number: int = 0) -> Place:
-    """Where a checkpoint stands that was replaced by another one of its step, until that one was read back. The next number
-    is for one that was replaced before anybody had read it back.
+    """The place of a checkpoint that was replaced by another one of its step, until that one is verified. The next number is
+    for one that was replaced before its own verification.
     """
     return Place(run, step, REPLACED_ATTEMPT, number)
 
 
 def replaced_path(run: str, step: int) -> str:
-    """The path of `replaced_place`."""
     return replaced_place(run, step).path
 
 
 def attempts_file(node: str) -> str:
-    """Where a daemon of several on one root remembers attempts."""
+    """One daemon's record of attempts, if several share a root."""
     return f".holdfast.attempts@{node}.json"
 
 
 def parse_attempts_file(name: str) -> str | None:
-    """Whose file of attempts this is; None for any other file."""
+    """The node of an attempts file; None for any other file."""
     match = _ATTEMPTS_FILE.fullmatch(name)
     return match[1] if match else None
 
 
 def claim_file(run: str, attempt: int) -> str:
-    """The file, in a root of several daemons, whose maker has given this attempt's number out; nobody else has."""
+    """The file, in a root of several daemons, whose creator has assigned this attempt's number exclusively."""
     return f"{CLAIMS}/{check_run(run)}@{attempt}"
 
 
@@ -283,7 +281,7 @@ def parse_claim_file(name: str) -> tuple[str, int] | None:
 
 
 def answer_file(run: str, attempt: int, turn: int) -> str:
-    """The file, in a root of several daemons, that says what all ranks of an attempt restore as their `turn`-th."""
+    """The file, in a root of several daemons, with the answer to all ranks of an attempt about their `turn`-th restore."""
     return f"{claim_file(run, attempt)}~{turn}"
 
 
@@ -295,17 +293,17 @@ def parse_answer_file(name: str) -> tuple[str, int, int] | None:
 
 
 def daemon_file(node: str) -> str:
-    """Where it is stated how to reach a daemon of several on one root."""
+    """The connection data of a daemon, if several share a root."""
     return f".holdfast@{node}.json"
 
 
 def node_lock(node: str) -> str:
-    """The lock of a daemon of several on one root: of two of this name on one machine, one has it."""
+    """A daemon's lock, if several share a root: only one daemon of a machine has the name."""
     return f".holdfast@{node}.lock"
 
 
 def parse_daemon_file(name: str) -> str | None:
-    """Which node's daemon file this is, "" for that of a root's only daemon; None for any other file."""
+    """The node of a daemon file, "" for a root's only daemon; None for any other file."""
     if name == DAEMON_FILE:
         return ""
     match = _DAEMON_FILE.fullmatch(name)
@@ -313,5 +311,5 @@ def parse_daemon_file(name: str) -> str | None:
 
 
 def socket_id(inode: int, changed_ns: int) -> str:
-    """A text that tells a daemon's socket from one at the same path on another machine; the same through bind mounts."""
+    """Distinguishes a daemon's socket from one at the same path on another machine; the same through bind mounts."""
     return f"{inode}-{changed_ns}"

@@ -1,4 +1,4 @@
-"""The key file that a daemon leaves for its own user, whose programs send the token to the daemon's HTTP address.
+"""The key file of a daemon for its own user, whose programs send the token to the daemon's HTTP address.
 
 The token is new at every start. Only the user can read the file. It is in the user's runtime directory, or beside the
 socket.
@@ -48,12 +48,11 @@ def file_name(port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Where to connect, on its machine, to what listens at `host`: every address is none to connect to."""
+    """The address for local connections to a listener at `host`: wildcard addresses become loopback."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def bracketed(host: str) -> str:
-    """An address as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

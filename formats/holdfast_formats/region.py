@@ -37,7 +37,7 @@ class Box(NamedTuple):
         return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def place(self, inner: Box) -> Box:
-        """A box whose origin is this one's corner, with the tensor's origin instead: the reverse of `within`."""
+        """The reverse of `within`: a box relative to this one's corner, relative to the tensor's origin instead."""
         return Box(tuple(o + p for o, p in zip(inner.offset, self.offset, strict=True)), inner.shape)
 
 
@@ -47,7 +47,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def check_box(box: Box, shape: Shape, name: str = "") -> None:
-    """Refuse, by the tensor's name, a box that is not inside a tensor of `shape`."""
+    """Refuse a box that is not inside a tensor of `shape`, with the tensor's name."""
     fits = len(box.offset) == len(box.shape) == len(shape)
     for o, n, size in zip(box.offset, box.shape, shape, strict=False):  # takes half the time of `all`
         fits = fits and o >= 0 and n >= 0 and o + n <= size

@@ -1,6 +1,6 @@
-"""Weights that are their full-precision copies (masters), rounded to nearest even: a slot holds the masters alone.
+"""Weights that are rounded (to nearest even) full-precision masters: a slot holds only the masters.
 
-NaN is refused: which of its bits a trainer's own rounding keeps depends on the instructions that the trainer uses.
+NaN is refused: which of its bits a trainer's own rounding keeps depends on the CPU instructions used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ HINT = "leave out model='from-master', so that weights are saved as they are"
 
 
 def possible(weight: TensorSpec, master: TensorSpec) -> bool:
-    """Whether a weight can be the rounding of this master, by form and dtypes."""
     return weight.dtype in DTYPES and master.dtype == HELD_AS and weight.shape == master.shape
 
 
 def check(weight: TensorSpec, group: str, master: TensorSpec | None, copied: bool) -> None:
-    """Refuse, by name, a weight that cannot be made from the master in `group`; `copied`: some rank has staged it."""
+    """Refuse a weight that cannot be made from the master in `group`; `copied`: some rank has staged it."""
     name = f"{weight.group}/{weight.name}"
     if copied:
         raise StateMismatch(
@@ -41,21 +40,20 @@ def check(weight: TensorSpec, group: str, master: TensorSpec | None, copied: boo
 
 
 def check_rounded(spec: TensorSpec, octets: NDArray[np.uint8]) -> None:
-    """Refuse, by name, rounded elements with a NaN among them; bytes of an element that are not all there are not seen."""
+    """Refuse rounded elements with a NaN among them; incomplete elements at the ends are not checked."""
     bits: NDArray[Any] = octets[: octets.nbytes // 2 * 2].view("<u2") & 0x7FFF
     if (bits > _INFINITY[spec.dtype]).any():
         raise nan(spec.name)
 
 
 def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[int, int]:
-    """How many elements of a weight, as unsigned integers, are not the master's, rounded; and how many masters are NaN."""
+    """The elements of a weight, as unsigned integers, that are not the rounded master's; and NaN masters."""
     with np.errstate(all="ignore"):
         bits = master.astype(dtypes.to_numpy(dtype)).view("<u2")
     return int(np.count_nonzero(bits != weight)), int(np.count_nonzero(bits & 0x7FFF > _INFINITY[dtype]))
 
 
 def nan(name: str) -> StateMismatch:
-    """A master has NaN."""
     return StateMismatch(
         f"the master of {name!r} has NaN, and nobody can tell which bits of it the weight has",
         hint=f"{HINT}; a training with NaN in its masters is mostly lost: restore an older step",

@@ -1,4 +1,4 @@
-"""What is stored (a tensor spec) and what one rank holds of it (a fragment)."""
+"""A stored tensor (a tensor spec), and one rank's part of it (a fragment)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return dtypes.nbytes(self.dtype, prod(self.shape), self.name)
 
     def check(self) -> None:
-        """Refuse, by name, what no file could hold."""
+        """Refuse what no file could hold."""
         plain = self.name.isascii()
         if not self.name or (len(self.name) if plain else len(self.name.encode(errors="surrogatepass"))) > NAME_BYTES_MAX:
             raise LimitExceeded(f"tensor name {self.name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
@@ -44,13 +44,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds of a tensor: boxes, and where each one's bytes (row-major) stand in the rank's slot.
+    """A rank's part of a tensor: boxes, and the places of their bytes (row-major) in the rank's slot.
 
-    The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes `region.flat_boxes` cuts it
-    into, so nothing behind this type knows of ranges. `placement` is for people: how the rank's framework described it.
-
-    With `rounded_from`, no byte of it stands in any slot: it is the tensor of the same name in that group, rounded to
-    nearest even.
+    The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes of `region.flat_boxes`, so later
+    code has boxes only. `placement` is the framework's description, as text. With `rounded_from`, no slot has any byte of
+    it: it is the tensor of the same name in that group, rounded to nearest even.
     """
 
     spec: TensorSpec
@@ -64,7 +62,7 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
         return sum(box_bytes(self.spec, box) for box in self.boxes)
 
     def check(self) -> None:
-        """Refuse, by name, boxes outside the tensor or cut inside a byte, and any of a tensor that is in no slot."""
+        """Refuse boxes outside the tensor or cut inside a byte, and boxes of a tensor that is in no slot."""
         self.spec.check()
         if self.rounded_from and self.boxes:
             raise InvalidRequest(
@@ -76,5 +74,5 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def box_bytes(spec: TensorSpec, box: Box) -> int:
-    """Bytes of one box of this tensor; `StateMismatch` by name where it does not end at a byte."""
+    """Bytes of one box of this tensor; `StateMismatch` if it does not end at a byte."""
     return dtypes.nbytes(spec.dtype, box.volume, spec.name)

@@ -1,4 +1,4 @@
-"""TOML as plain values, of a text that may be anything: what the parser would take minutes over is refused before."""
+"""Parses untrusted TOML to plain values, and refuses text that the parser would take minutes for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LONG_KEY = re.compile(rf"(?:[A-Za-z0-9_-]|[\"'])[ \t]*(?:\.[ \t]*{_PART}[ \t]*)
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The document; `ValueError` or `RecursionError` for a text that is none, or with a key of more than `KEY_PARTS_MAX`
-    parts: for these the parser takes time by the square of their number.
+    """The document; `ValueError` or `RecursionError` if it is invalid, or has a key of more than `KEY_PARTS_MAX` parts, for
+    which the parser's time is quadratic.
     """
     if _LONG_KEY.search(data):
         raise ValueError(f"a key has more than {KEY_PARTS_MAX} parts")

@@ -1,4 +1,4 @@
-"""Save and restore as one function with the arrow turned round: bytes of a box <-> bytes of an extent.
+"""Save and restore as one function with opposite directions: bytes of a box <-> bytes of an extent.
 
 An extent is a contiguous piece of a tensor, a box is a rectangle of it. `Direction.GATHER` fills the extent from boxes (the
 writer), `Direction.SCATTER` fills boxes from the extent (every reader). numpy moves the rows, so no Python runs per row and
@@ -24,15 +24,14 @@ class Direction(Enum):
 
 
 def element_dtype(itemsize: int) -> np.dtype[Any]:
-    """An unsigned type as wide as the element: copying needs the width alone."""
     return np.dtype(f"<u{itemsize}")
 
 
 def move(direction: Direction, extent: Elements, start: int, held: Elements, box: Box, shape: Shape) -> int:
-    """Copy what an extent and a box have in common; return the number of elements copied.
+    """Copy the common elements of an extent and a box; returns their number.
 
     `extent` is 1-d: the elements of a row-major tensor of `shape` from flat position `start` on. `held` has the shape of
-    `box`. The arrow goes as `direction` says.
+    `box`.
     """
     copied = 0
     position = 0

@@ -1,4 +1,4 @@
-"""Text of others as it is shown: characters that steer a terminal, or that nobody sees, become escapes."""
+"""Escapes terminal control characters and invisible characters in untrusted text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def visible_lines(text: str) -> str:
 
 
 def spreadsheet_cell(text: str) -> str:
-    """A cell of CSV. What a spreadsheet would take for a formula is text there, behind an apostrophe."""
+    """A cell of CSV. A would-be formula gets an apostrophe, which makes it text in spreadsheets."""
     shown = visible_lines(text)
     return f"'{shown}" if shown.startswith(_FORMULA) else shown
 
 
 def visible_json(text: str) -> str:
-    """A JSON document, whose strings may hold such characters: they are escaped as JSON does."""
+    """A JSON document in whose strings such characters are escaped as in JSON."""
     return _IN_LINES.sub(_json_escaped, text)
 
 

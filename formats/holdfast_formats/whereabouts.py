@@ -1,8 +1,8 @@
-"""Which directory a root is, by whatever path it is reached, and what a daemon leaves there of itself.
+"""Identifies a root, whatever path leads to it, and parses a daemon's files in it.
 
-A path says nothing: another directory may stand there, in another container or since a root was moved or copied. The
-directory's numbers tell it from every other one of this machine, a copy included; the id in it from every other one that a
-daemon has ever served, since a daemon that finds a copied id replaces it.
+A path is not enough: it may lead to another directory, in another container or since a root was moved or copied. The
+directory's inode distinguishes it from every other one of this machine, a copy included; the id in it from every other root
+ever served, since a daemon replaces a copied id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class RootMark(Body):
-    """A root as its id, "" where no daemon has served it, and its directory's numbers, None where the id alone is meant."""
+    """A root as its id, "" if no daemon has served it, and its directory's numbers, None if only the id is meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,17 +33,17 @@ class RootMark(Body):
     inode: int | None = None
 
     def is_of(self, other: RootMark) -> bool:
-        """Whether all that is stated here holds for the other one."""
+        """Whether all stated members are equal to the other one's."""
         if self.id != other.id:
             return False
         return self.inode is None or (self.device, self.inode) == (other.device, other.inode)
 
 
 class RootFile(Body):
-    """What stands in `.holdfast.root`: the root's id, and the inode of the directory that it was given to.
+    """Contents of `.holdfast.root`: the root's id, and the inode of its directory.
 
-    `catalog` is the address, without the password, of the server that the daemons of several nodes share; None where one
-    daemon serves the root alone.
+    `catalog` is the address, without the password, of the server that the daemons of several nodes share; None for a single
+    daemon.
     """
 
     id: str = Field(min_length=1, max_length=64)
@@ -52,7 +52,7 @@ class RootFile(Body):
 
 
 class DaemonFile(Body):
-    """What stands in `.holdfast.json` while a daemon serves the root, and after one that was killed."""
+    """Contents of `.holdfast.json`, which exists while a daemon serves the root, and after a kill."""
 
     pid: int
     socket: str
@@ -65,7 +65,7 @@ def encode(content: BaseModel) -> bytes:
 
 
 def decode(kind: type[_Model], data: bytes) -> _Model | None:
-    """What a file states, None where it is none of ours."""
+    """The parsed file, None if it is not one of ours."""
     try:
         return kind.model_validate_json(data)
     except ValidationError:
@@ -73,7 +73,7 @@ def decode(kind: type[_Model], data: bytes) -> _Model | None:
 
 
 def check_local(path: str | Path) -> None:
-    """`InvalidRequest` for a URL such as s3://bucket/place, which as a path would be made below the current directory."""
+    """`InvalidRequest` for a URL such as s3://bucket/place, which as a path would be created below the current directory."""
     text = str(path)
     if _URL.match(text):
         raise InvalidRequest(
@@ -83,9 +83,9 @@ def check_local(path: str | Path) -> None:
 
 
 def check_root_place(path: Path) -> None:
-    """`InvalidRequest` for a URL, and for a directory inside a run or a checkpoint, which go with all that is in them.
+    """`InvalidRequest` for a URL, and for a directory inside a run or a checkpoint, which are removed as a whole.
 
-    Links are followed. What is a root already is accepted: it may lie in another root and have a run called "checkpoints".
+    Links are followed. An existing root is accepted: it may lie in another root and have a run called "checkpoints".
     """
     check_local(path)
     if (path / naming.ROOT_FILE).is_file():
@@ -101,7 +101,7 @@ def check_root_place(path: Path) -> None:
 
 
 def check_output_place(path: Path) -> None:
-    """`InvalidRequest` for a file or directory to be written inside a run or a checkpoint, and for a URL.
+    """`InvalidRequest` for an output file or directory inside a run or a checkpoint, and for a URL.
 
     It would be taken for a checkpoint of the run, be swept, or keep the checkpoint from being removed. Links are followed.
     """
@@ -130,5 +130,4 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_root(path: Path) -> bool:
-    """Whether a daemon, or an import without one, has worked there."""
     return any((path / name).is_file() for name in (naming.ROOT_FILE, naming.LOCK))

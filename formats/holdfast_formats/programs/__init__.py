@@ -1,6 +1,6 @@
-"""Mapping programs: statements that say how the tensors of one checkpoint become those of another.
+"""Mapping programs: statements that convert the tensors of one checkpoint into those of another.
 
-A program is a TOML file (docs/programs.md). `read_program` reads it; `compile_program` says, for the tensors of one
+A program is a TOML file (docs/programs.md). `read_program` parses it; `compile_program` computes, for the tensors of one
 checkpoint and its config.json, which box of which tensor goes where.
 """
 

@@ -1,6 +1,6 @@
-"""Tensors that are arranged out of others: transposed, joined, cut, stacked, braided, padded, and nothing is read for it.
+"""Tensors arranged out of others: transposed, joined, cut, stacked, braided, padded. Nothing is read.
 
-Each operation keeps one thing true: the moves of an arrangement fill it exactly once, but for what is padded.
+Invariant of every operation: the moves of an arrangement fill it exactly once, except for padding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ LOOKS_MAX = 2**22  # at pieces of a tensor, while it is cut
 
 
 class Arrangement(NamedTuple):
-    """A tensor of `shape` and where its elements come from; `dtype` is the one it is cast to, if it is.
+    """A tensor of `shape` and the sources of its elements; `dtype` is the one it is cast to, if any.
 
-    The same elements as in `same` stand in each of these other tensors, if they are what they are believed to be.
+    The tensors in `same` are assumed to have the same elements.
     """
 
     shape: Shape
@@ -31,12 +31,10 @@ class Arrangement(NamedTuple):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names that it is made of."""
         return tuple(dict.fromkeys(move.source.name for move in self.moves))
 
 
 def of(key: TensorKey, shape: Shape) -> Arrangement:
-    """A tensor as it is."""
     box = whole(shape)
     return Arrangement(shape, (BoxMove(key, box, box, tuple(range(len(shape)))),))
 
@@ -62,7 +60,7 @@ def _ordered(values: Shape, order: Sequence[int]) -> Shape:
 
 
 def joined(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangement:
-    """Parts one after the other along a dimension; `name` is for the error."""
+    """Parts concatenated along a dimension; `name` is for the error."""
     first = parts[0]
     moves: list[BoxMove] = []
     at = 0
@@ -94,7 +92,7 @@ def check_pieces(count: int, name: str) -> None:
 
 
 def check_cuts(arranged: Arrangement, cuts: int, name: str) -> None:
-    """`StateMismatch` where a tensor would be cut so often, and out of so many pieces, that it would take minutes."""
+    """`StateMismatch` for so many cuts of so many pieces that it would take minutes."""
     check_pieces(cuts, name)
     if cuts * len(arranged.moves) > LOOKS_MAX:
         raise StateMismatch(f"{name!r} would be cut {cuts} times, out of {len(arranged.moves)} pieces", tensor=name)
@@ -107,7 +105,7 @@ def _moved(move: BoxMove, axis: int, by: int) -> BoxMove:
 
 
 def _following(a: BoxMove, b: BoxMove, axis: int) -> BoxMove | None:
-    """Both moves as one, where the second goes on where the first ends, in source and target."""
+    """Two moves as one, if the second continues the first in source and target."""
     if a.source != b.source or a.axes != b.axes or a.stepped or b.stepped:
         return None
     from_axis = a.axes[axis]
@@ -119,7 +117,6 @@ def _following(a: BoxMove, b: BoxMove, axis: int) -> BoxMove | None:
 
 
 def _extended(a: Box, b: Box, axis: int) -> Box | None:
-    """The box of both, if `b` follows `a` along a dimension."""
     shape = (*a.shape[:axis], a.shape[axis] + b.shape[axis], *a.shape[axis + 1 :])
     offset = (*a.offset[:axis], a.offset[axis] + a.shape[axis], *a.offset[axis + 1 :])
     same_sides = a.shape[:axis] == b.shape[:axis] and a.shape[axis + 1 :] == b.shape[axis + 1 :]
@@ -168,7 +165,7 @@ def _picked(move: BoxMove, axis: int, wanted: range) -> Iterator[BoxMove]:
 
 
 def _part(move: BoxMove, axis: int, indices: range, at: int, target_step: int) -> BoxMove:
-    """Some of a move's elements along a dimension of the target, which come to `at` and on."""
+    """Some of a move's elements along a dimension of the target, placed from `at` on."""
     target = Box(_with(move.target.offset, axis, at), _with(move.target.shape, axis, len(indices)))
     target_steps = _with(move.target_step or (1,) * len(move.axes), axis, target_step if len(indices) > 1 else 1)
     target_steps = () if max(target_steps) == 1 else target_steps
@@ -205,7 +202,6 @@ def interleaved(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangeme
 
 
 def lifted(arranged: Arrangement, axis: int) -> Arrangement:
-    """With a new dimension of one at `axis`."""
     moves = []
     for move in arranged.moves:
         target = Box(_inserted(move.target.offset, axis, 0), _inserted(move.target.shape, axis, 1))
@@ -215,7 +211,6 @@ def lifted(arranged: Arrangement, axis: int) -> Arrangement:
 
 
 def lowered(arranged: Arrangement, axis: int) -> Arrangement:
-    """Without a dimension of one."""
     moves = []
     for move in arranged.moves:
         target = Box(_without(move.target.offset, axis), _without(move.target.shape, axis))
@@ -234,12 +229,11 @@ def _without(values: Shape, axis: int) -> Shape:
 
 
 def padded(arranged: Arrangement, axis: int, size: int) -> Arrangement:
-    """With zeros after its last element along a dimension, which then has `size` elements."""
+    """Zero-padded after its last element along a dimension, to `size` elements."""
     return arranged._replace(shape=_with(arranged.shape, axis, size), padded=arranged.padded or size > arranged.shape[axis])
 
 
 def zeros(shape: Shape, dtype: str | None) -> Arrangement:
-    """Nothing but zeros."""
     return Arrangement(shape, (), dtype, padded=True)
 
 

@@ -1,4 +1,4 @@
-"""The programs that come with Holdfast, and which of them fits a model."""
+"""The packaged programs, and the choice of one for a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _INVERSE = "-inverse"
 
 @cache
 def packaged() -> tuple[str, ...]:
-    """The names of the programs that come with Holdfast."""
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in _tables() if entry.name.endswith(".toml")))
 
 
@@ -33,7 +32,7 @@ def load(name: str) -> Program:
 
 
 def written(name: str) -> str:
-    """The text of a program that comes with Holdfast; `InvalidRequest` if there is none of this name."""
+    """The text of a packaged program; `InvalidRequest` if there is none of this name."""
     if name not in packaged():
         raise InvalidRequest(f"there is no program {name!r}", hint=f"one of {', '.join(packaged())}, or a file")
     return (files(__package__) / "tables" / f"{name}.toml").read_text("utf-8")
@@ -42,7 +41,7 @@ def written(name: str) -> str:
 def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
     """The program from one layout of names to another for a model, by config.json's model type; derived, if need be.
 
-    Raises `InvalidRequest` where no program is for this model, with the layouts that there are programs for.
+    Raises `InvalidRequest` with the known layouts if no program is for this model.
     """
     kind = _model_type(config)
     programs = [load(name) for name in packaged()]

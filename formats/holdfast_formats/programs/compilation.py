@@ -1,4 +1,4 @@
-"""Compiles a program for one checkpoint: its statements run over the parameters, and what belongs to these follows.
+"""Compiles a program for one checkpoint: its statements run over the parameters, and related tensors follow.
 
 A parameter has its tensor in group `model`, perhaps others in `master` and `ema`, and optimizer state in `optim`, under its
 name, a slash and a word. All follow it; nothing is read.
@@ -34,10 +34,10 @@ def compile_program(
     targets: Mapping[TensorKey, TensorSpec] | None = None,
     ranks: Ranks | None = None,
 ) -> CompiledProgram:
-    """What the program makes of a checkpoint with these tensors and this config.json.
+    """Compile a program for a checkpoint with these tensors and this config.json.
 
-    `targets`, if given, are the tensors that must come out: each with its shape and, in group `model`, its dtype. Raises
-    `StateMismatch` with the statement and the tensor that do not fit, `InvalidRequest` for a program that cannot be right.
+    `targets`, if given, are the required results: each with its shape and, in group `model`, its dtype. Raises
+    `StateMismatch` with the statement and the tensor that do not fit, `InvalidRequest` for an invalid program.
     """
     try:
         return _compiled(program, specs, config, targets, ranks or Ranks())
@@ -75,7 +75,7 @@ def arranged(
     ranks: Ranks,
     wanted: Mapping[str, TensorSpec] | None = None,
 ) -> Environment:
-    """The parameters after all statements; `wanted` are those that must come out, if that is known."""
+    """The parameters after all statements; `wanted` are the required results, if known."""
     around = Environment(parameters, sizes, ranks)
     for statement in program.statements:
         around.run(statement, wanted)
@@ -84,9 +84,9 @@ def arranged(
 
 
 def planes_of(specs: Mapping[TensorKey, TensorSpec]) -> tuple[Planes, list[TensorKey]]:
-    """The tensors of each kind that belong to parameters, by the parameters' names; and the keys of all others.
+    """Each kind of tensors of parameters, by the parameters' names; and the keys of all others.
 
-    Without any parameter, what optimizer state belongs to counts as one.
+    Without any parameter, the owners of optimizer state count as parameters.
     """
     planes: dict[Plane, dict[str, TensorSpec]] = {}
     others = []
@@ -118,7 +118,7 @@ def _shapes(planes: Planes) -> dict[str, Shape]:
 
 
 def _finish(around: Environment, wanted: Mapping[str, TensorSpec] | None) -> None:
-    """Every name that is left was made, or passes by `* -> *`; with targets, what was used before may be one of them too."""
+    """Check that all remaining names were made, or pass through `* -> *`; with targets, a used tensor may be one too."""
     if wanted is not None:
         for name in wanted.keys() - around.held.keys():
             spent = around.spent(name)
@@ -141,7 +141,7 @@ def _as_it_is(spec: TensorSpec) -> MappedTensor:
 
 
 def check_targets(made: CompiledProgram, targets: Mapping[TensorKey, TensorSpec]) -> None:
-    """`StateMismatch` unless exactly these tensors are made; of groups that are not made at all, none are asked for."""
+    """`StateMismatch` unless exactly these tensors are made; groups that are not made at all are not checked."""
     groups = {key.group for key in made.tensors}
     missing = sorted(key for key in targets if key.group in groups and key not in made.tensors)
     if missing:

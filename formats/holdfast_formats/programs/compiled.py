@@ -1,4 +1,4 @@
-"""What a program comes to for one checkpoint: every tensor that is made, and what became of every one that was there."""
+"""A program compiled for one checkpoint: every tensor that is made, and the use of every source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class DtypeChange(NamedTuple):
-    """A tensor whose dtype changes; `lossless` if every value can be had back."""
+    """A tensor whose dtype changes; `lossless` if every value can be recovered."""
 
     key: TensorKey
     before: str
@@ -20,7 +20,7 @@ class DtypeChange(NamedTuple):
 
 
 class LostElements(NamedTuple):
-    """Elements that nothing is made of, and the statement that says so."""
+    """Source elements without a use, and the statement that drops them."""
 
     key: TensorKey
     elements: int
@@ -31,7 +31,7 @@ How = Literal["kept", "renamed", "transposed", "rearranged", "joined", "added"]
 
 
 class Becoming(NamedTuple):
-    """A row of `--dry-run`: a tensor that is made, how, and of which."""
+    """A row of `--dry-run`: a result, how it is made, and of which tensors."""
 
     made: TensorSpec
     how: How
@@ -39,10 +39,10 @@ class Becoming(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """Tensors to be made, each checked: every element is written once, and every source element is used or named in `lost`.
+    """Checked results: every element is written once, and every source element is used or listed in `lost`.
 
-    Before they are made, it is checked that the tensors of each of `equal` hold the same bytes, and that those of `zeros`
-    hold nothing else. `names` says what became of each parameter, for documents that name parameters.
+    The tensors of each of `equal` must hold the same bytes, and those of `zeros` only zeros, which is checked before the
+    work. `names` maps each parameter to its results, for documents that name parameters.
     """
 
     program: str
@@ -56,7 +56,7 @@ class CompiledProgram(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def rows(self, sources: Mapping[TensorKey, TensorSpec]) -> list[Becoming]:
-        """What becomes of what, by the names that are made; `sources` are the tensors that the program was compiled for."""
+        """The conversions, by the names of results; `sources` are the tensors that the program was compiled for."""
         return [_row(self.tensors[key], sources) for key in sorted(self.tensors)]
 
 

@@ -24,14 +24,12 @@ Name = Annotated[str, Meta(pattern="^[a-z][a-z0-9_.-]{0,63}$")]
 
 
 class InverseText(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[inverse]`: the way back, where it is written by hand."""
+    """`[inverse]`: a hand-written inverse."""
 
     statements: str
 
 
 class ProgramText(Struct, frozen=True, forbid_unknown_fields=True, rename={"source": "from", "target": "to"}):
-    """A whole program, as it is written."""
-
     name: Name
     source: Name
     target: Name
@@ -43,7 +41,7 @@ class ProgramText(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
 
 
 class Program(NamedTuple):
-    """A program that is read: from which layout of names to which, and its statements; `back` is its inverse by hand."""
+    """A parsed program: its layouts of names, and its statements; `back` is its hand-written inverse."""
 
     name: str
     source: str
@@ -55,7 +53,7 @@ class Program(NamedTuple):
     about: str = ""
 
     def takes(self, name: str) -> bool:
-        """Whether a statement is about a checkpoint's tensor of this name."""
+        """Whether a statement refers to a checkpoint's tensor of this name."""
         index = NameIndex([name])
         operands = (operand for statement in self.statements for operand in statement.left)
         return any(
@@ -83,7 +81,7 @@ def read_program(text: bytes | str) -> Program:
 
 
 def statements_only(text: str, sizes: Mapping[str, Size] | None = None, name: str = "statements") -> Program:
-    """A program of statements alone, in which names that no statement has pass as they are: as AOA has it."""
+    """Read a program of statements alone, in which other names pass unchanged, as in AOA."""
     return _compiled(ProgramText(name, "source", "target", f"{text}\n* -> *", sizes=dict(sizes or {})))
 
 
@@ -116,5 +114,4 @@ def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[Pro
 
 
 def keys_of(program: Program) -> frozenset[str]:
-    """The keys of config.json that the program's sizes need."""
     return frozenset(key for size in program.sizes.values() for key in names_in(size))

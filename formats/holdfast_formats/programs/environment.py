@@ -20,7 +20,7 @@ SHOWN_MAX = 6  # names in an error
 
 
 class Asserted(NamedTuple):
-    """What a statement believes of a stored tensor: its dtype, or that all of it is zero."""
+    """A statement's assumption about a stored tensor: its dtype, or that it is zero."""
 
     name: str
     dtype: str | None
@@ -28,7 +28,7 @@ class Asserted(NamedTuple):
 
 
 class Environment:
-    """Names and what they stand for. A statement takes the tensors on its left away and puts those on its right in."""
+    """The current tensors by name. A statement removes the tensors on its left and adds those on its right."""
 
     def __init__(self, parameters: Mapping[str, Shape], sizes: Mapping[str, int], ranks: Ranks) -> None:
         self.held = {name: arrangement.of(TensorKey("model", name), shape) for name, shape in parameters.items()}
@@ -46,7 +46,7 @@ class Environment:
         self.copied: list[str] = []
 
     def run(self, statement: ProgramStatement, targets: Mapping[str, TensorSpec] | None) -> None:
-        """Do one statement for every choice of its variables: first all are read, then all are made."""
+        """Run one statement for every choice of its variables: first all are read, then all are made."""
         if statement.left[0].rest:
             self.passing = True
             return
@@ -66,11 +66,10 @@ class Environment:
             self._kept |= taken.keys()
 
     def unnamed(self) -> list[str]:
-        """Tensors that no statement took."""
         return sorted(self._untouched)
 
     def spent(self, name: str) -> Arrangement | None:
-        """A tensor that was there before a statement took it."""
+        """A tensor as it was before a statement used it."""
         return self._spent.get(name)
 
     def _results(self, step: Step, targets: Mapping[str, TensorSpec] | None) -> Sequence[Arrangement]:
@@ -99,7 +98,7 @@ class Environment:
         return held
 
     def _note(self, step: Step, inputs: Sequence[Arrangement]) -> None:
-        """Remember what a step loses and what it believes."""
+        """Record a step's losses and assumptions."""
         said = step.statement
         if step.outputs and said.slices is None and "src_dtype" not in said.texts:
             return

@@ -1,4 +1,4 @@
-"""What belongs to a parameter follows it: masters and averages, element-wise optimizer state, and counts like `/step`."""
+"""Tensors that follow a parameter: masters and averages, element-wise optimizer state, and counts like `/step`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FollowingTensors:
         self._added: list[TensorKey] = []
 
     def planes(self, planes: Planes) -> CompiledProgram:
-        """All of them; `StateMismatch` with the tensor that does not fit its parameter."""
+        """All of them; `StateMismatch` for a tensor that does not fit its parameter."""
         for plane, held in planes.items():
             for name, one in self._around.held.items():
                 self._follow(plane, held, name, one)
@@ -103,7 +103,7 @@ class FollowingTensors:
         self._tensors[mapped.key] = mapped
 
     def _add(self, plane: Plane, held: Mapping[str, TensorSpec], name: str, one: Arrangement) -> None:
-        """A new tensor: zeros, among weights, masters and averages; an optimizer makes its own state."""
+        """Add a new tensor: zeros, among weights, masters and averages; an optimizer makes its own state."""
         if plane.end or not held:
             return
         if name not in self._around.added:
@@ -117,7 +117,7 @@ class FollowingTensors:
         self._added.append(TensorKey(plane.group, name))
 
     def _count(self, plane: Plane, held: Mapping[str, TensorSpec], name: str, one: Arrangement) -> None:
-        """A tensor that is not element by element: one number for a whole parameter, or anything of a renamed one."""
+        """Add a tensor that is not element-wise: one number for a whole parameter, or anything of a renamed one."""
         specs = [held[source] for source in one.sources]
         first = specs[0]
         renamed = one.moves == (
@@ -134,7 +134,7 @@ class FollowingTensors:
             self._equal[tuple(TensorKey(plane.group, spec.name) for spec in specs)] = None
 
     def _dtype(self, plane: Plane, specs: list[TensorSpec], name: str, one: Arrangement) -> str:
-        """The dtype of a tensor: its sources' one, or in group `model` the one that it is cast to."""
+        """A tensor's dtype: its sources', or in group `model` the one of a cast."""
         casting = one.dtype is not None and plane.group in ("model", "adapter")
         if not casting:
             others = {spec.dtype for spec in specs}
@@ -163,7 +163,7 @@ class FollowingTensors:
         ]
 
     def _cut_away(self, planes: Planes) -> list[LostElements]:
-        """What a slice leaves away; all else is used to the last element."""
+        """Elements that slices drop; everything else is fully used."""
         used: dict[str, int] = {}
         for one in self._around.held.values():
             for move in one.moves:
@@ -184,7 +184,7 @@ class FollowingTensors:
         return found
 
     def _asserted(self, planes: Planes) -> list[TensorKey]:
-        """Tensors that must be zero; and the dtypes that statements believe are checked."""
+        """Tensors that must be zero; also checks assumed dtypes."""
         zeros = []
         for name, dtype, where in self._around.asserted:
             for plane, held in planes.items():

@@ -1,4 +1,4 @@
-"""A program's inverse: each statement's own, in the opposite order; or the reason why there is none."""
+"""A program's inverse: each statement's own, in reverse order; or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BY_HAND = "write the way back by hand, under [inverse]"
 
 
 def inverted(program: Program, *, trusting: bool = False) -> Program:
-    """The program from `target` to `source`: the one written by hand, else derived.
+    """The program from `target` to `source`: hand-written or derived.
 
-    After the program, it gives back every element. `trusting` takes parts that are joined to be equal, and values that are
-    cast to be exact, as Paddle's own engine does. Raises `InvalidRequest` with the first statement that has no inverse.
+    Applied after the program, it restores every element. `trusting` assumes that joined parts are equal, and casts exact, as
+    Paddle's own engine does. Raises `InvalidRequest` with the first statement that has no inverse.
     """
     if program.back is not None:
         statements = program.back
@@ -131,7 +131,7 @@ def _texts(program: Program, one: ProgramStatement, trusting: bool) -> dict[str,
 
 
 def _check_copies(program: Program) -> None:
-    """A tensor that is used twice without `same` has no inverse: nothing says that both stay equal."""
+    """`InvalidRequest` for a tensor used twice without `same`: nothing guarantees that both stay equal."""
     spent: dict[str, ProgramStatement] = {}
     kept: set[str] = set()
     for one in program.statements:

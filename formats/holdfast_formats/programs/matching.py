@@ -1,4 +1,4 @@
-"""Which tensors a statement is about: one step for each choice of its variables that the names show."""
+"""Matches statements with tensors: one step for each choice of variables that the names allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Choice = tuple[tuple[str, int], ...]  # values of variables, sorted
 
 
 class Surroundings(NamedTuple):
-    """What a statement finds: the tensors that there are, and the sizes of the model."""
+    """A statement's inputs: the present tensors, and the sizes of the model."""
 
     names: NameIndex
     shapes: Mapping[str, Shape]  # of what the index has, and of what was used before
@@ -28,7 +28,7 @@ class Surroundings(NamedTuple):
 
 
 def steps(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
-    """The steps of a statement, in the order of their numbers. `StateMismatch` with the name of what is missing."""
+    """The steps of a statement, in the order of their numbers. `StateMismatch` with a missing name."""
     left, right = statement.left, statement.right
     if left[0].regex is not None:
         yield from _by_regex(statement, around)
@@ -69,7 +69,7 @@ def _variables(operands: Iterable[Operand]) -> frozenset[str]:
 
 
 def _gathered(statement: ProgramStatement, dropping: bool, wanted: frozenset[str]) -> str | None:
-    """The variable whose tensors all become one; None if there is none."""
+    """The variable whose tensors are all joined, if there is one."""
     lacking = sorted(_variables(statement.left) - wanted)
     if dropping or not lacking:
         return None
@@ -83,8 +83,6 @@ def _gathered(statement: ProgramStatement, dropping: bool, wanted: frozenset[str
 
 
 class _Found(NamedTuple):
-    """The tensors of an operand: by the values of all its variables."""
-
     pattern: NamePattern
     names: Mapping[_Choice, str]
     rows: Mapping[_Choice, Sequence[tuple[int, str]]] = {}  # of a gathered variable's tensors: its value and the name
@@ -105,7 +103,6 @@ def _held(operand: Operand, around: Surroundings, gathered: str | None) -> _Foun
 
 
 def _choices(held: list[_Found], gathered: str | None) -> list[_Choice]:
-    """All choices for which any operand has a tensor, in order."""
     found = {tuple(item for item in choice if item[0] != gathered) for operand in held for choice in operand.names}
     if any(choice for choice in found):
         found.discard(())  # a whole name beside names with numbers
@@ -113,7 +110,6 @@ def _choices(held: list[_Found], gathered: str | None) -> list[_Choice]:
 
 
 def _at(operand: Operand, found: _Found, choice: _Choice, statement: ProgramStatement) -> list[str]:
-    """The tensors of an operand for a choice."""
     own = tuple(item for item in choice if item[0] in found.pattern.variables)
     if found.pattern.variables <= {name for name, _ in choice}:
         name = found.names.get(own)
@@ -143,7 +139,7 @@ def _outputs(
     inputs: tuple[str, ...],
     around: Surroundings,
 ) -> Iterator[str]:
-    """The names on the right; a variable that is only there runs over the parts of the tensor on the left."""
+    """The names on the right; a variable that is only there numbers the parts of the tensor on the left."""
     step = Step(statement, inputs, (), around.sizes, around.ranks)
     count = step.number("count")
     if count is not None and not opened and len(inputs) != count:
@@ -173,7 +169,7 @@ def _outputs(
 
 def _by_regex(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
     regex = statement.left[0].regex
-    assert regex is not None  # asked for so
+    assert regex is not None  # the caller checked it
     found = False
     for name in around.names.names():
         match = regex.match(name)

@@ -36,7 +36,7 @@ class NamePattern(NamedTuple):
         return _GAP.join(self.pieces)
 
     def name(self, values: Mapping[str, int]) -> str:
-        """The name with these values; `StateMismatch` for a number below zero."""
+        """The name with these values; `StateMismatch` for a negative number."""
         if not self.variables:
             return self.text
         made = [self.pieces[0]]
@@ -50,7 +50,7 @@ class NamePattern(NamedTuple):
         return "".join(made)
 
     def match(self, numbers: list[str]) -> dict[str, int] | None:
-        """The variables' values in a name with this pattern's key; None if it has other numbers."""
+        """The variables' values in a name with this pattern's key; None if its fixed numbers differ."""
         values: dict[str, int] = {}
         for slot, number in zip(self.slots, numbers, strict=True):
             if isinstance(slot, str):
@@ -102,7 +102,7 @@ def _pattern(text: str, found: list[OpenNumber]) -> NamePattern:
 
 
 class NameIndex:
-    """Names by their text without numbers, so that a pattern finds its own at once."""
+    """Names indexed by their text without numbers, to match patterns quickly."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._held: dict[str, dict[str, list[str]]] = {}
@@ -117,12 +117,10 @@ class NameIndex:
         self._held[split(name)[0]].pop(name, None)
 
     def find(self, wanted: NamePattern) -> Iterator[tuple[str, dict[str, int]]]:
-        """Names of a pattern, and the values that its variables have in each."""
         for name, numbers in self._held.get(wanted.key, {}).items():
             values = wanted.match(numbers)
             if values is not None:
                 yield name, values
 
     def names(self) -> list[str]:
-        """All names, in order."""
         return sorted(name for held in self._held.values() for name in held)

@@ -1,4 +1,4 @@
-"""What a statement does to the tensors on its left, for one choice of its variables."""
+"""Operations of a statement on the tensors on its left, for one choice of its variables."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DTYPES = _FLOATS | _WHOLE
 
 
 class Ranks(NamedTuple):
-    """How many ranks hold tensors cut along their fused dimension, by name, or all of them: of the checkpoint that is read,
-    and of the one that is made. `fused_ffn` and `fused_qkv_old` depend on it, where the statement does not say.
+    """How many ranks hold tensors cut along their fused dimension, by name, or for all: of the source, and of the result.
+    Needed by `fused_ffn` and `fused_qkv_old` if the statement does not state it.
     """
 
     source: Mapping[str, int] | int = 1
@@ -47,7 +47,6 @@ class Step(NamedTuple):
         return self.statement.where
 
     def number(self, name: str) -> int | None:
-        """The value of a number that the statement gives."""
         expression = self.statement.numbers.get(name)
         return None if expression is None else number(expression, self.sizes, self.where)
 
@@ -58,7 +57,6 @@ class Step(NamedTuple):
         return value
 
     def listed(self, name: str) -> tuple[int, ...] | None:
-        """The values of a list that the statement gives."""
         held = self.statement.lists.get(name)
         return None if held is None else tuple(number(one, self.sizes, self.where) for one in held)
 
@@ -140,7 +138,7 @@ def _axis(step: Step, default: int, dimensions: int) -> int:
 
 
 def _check_sizes(step: Step, lengths: list[int]) -> None:
-    """That tensors which are joined have the sizes that the statement says."""
+    """Check the sizes that the statement states for joined tensors."""
     wanted = step.listed("sizes")
     if wanted is not None and list(wanted) != lengths:
         raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, but sizes= says {list(wanted)}")
@@ -246,7 +244,9 @@ def _same(step: Step, made: list[Arrangement]) -> list[Arrangement]:
 
 
 def _rotated(step: Step, one: Arrangement) -> Arrangement:
-    """Rows of each head in the other order of rotary embeddings: pairs beside each other, or first halves before second."""
+    """Rows of each head in the other order of rotary embeddings: interleaved pairs, or the first halves before the
+    second.
+    """
     axis, name, heads = _axis(step, 0, len(one.shape)), step.outputs[0], step.needed("num_heads")
     length = one.shape[axis]
     if not heads or length % (2 * heads):

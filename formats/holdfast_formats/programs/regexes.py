@@ -17,7 +17,7 @@ NAME_CHARACTERS_MAX = 1024
 VAGUE_MAX = 2  # repeats before something that they could take as well
 REPEATS_MAX = 64
 STEPS_MAX = 2 * 10**9  # of the engine, for all names together
-_ALPHABET = frozenset(map(chr, range(32, 127))) | {"\x7f\x80"}  # one sign stands for all others
+_ALPHABET = frozenset(map(chr, range(32, 127))) | {"\x7f\x80"}  # one character represents all others
 _DIGITS = frozenset("0123456789")
 _WORD = _DIGITS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _REPEAT = re.compile(r"[*+?]|\{([0-9]{1,4})(?:,([0-9]{1,4}))?\}")
@@ -33,7 +33,7 @@ class _Atom(NamedTuple):
 
 
 class SafeExpression:
-    """A compiled expression, and how many names it may still be asked about."""
+    """A compiled expression with a limit on matching work."""
 
     def __init__(self, text: str) -> None:
         self.text, self._power = text, _power(text)
@@ -54,7 +54,7 @@ class SafeExpression:
 
 
 def _power(text: str) -> int:
-    """The power of a name's length that a match takes; `InvalidRequest` for anything that is not allowed."""
+    """The exponent of a match's time in the name's length; `InvalidRequest` for anything that is not allowed."""
     if not 0 < len(text) <= CHARACTERS_MAX:
         raise InvalidRequest(f"an expression has 1 to {CHARACTERS_MAX} characters, not {len(text)}")
     atoms = _atoms(text)
@@ -134,7 +134,6 @@ def _unrepeated(text: str, at: int) -> None:
 
 
 def _signs(text: str, at: int) -> tuple[frozenset[str], int]:
-    """The characters that one element can be, and where it ends."""
     sign = text[at]
     if sign == "\\":
         return _escaped(text, at), at + 2

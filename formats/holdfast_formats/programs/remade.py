@@ -1,9 +1,9 @@
 """What the ranks of a layout hold of the tensors that a program makes.
 
-The layout cuts the stored tensors, whose rules are known; the program says what is made of them. Of a tensor that is made, a
-rank holds the elements that come out of what it holds of the stored ones, moved together. So a transposed weight is cut
-along its other dimension, a fused one consists of the rank's part of each of its tensors, and of stacked layers a stage has
-its own. Nothing is read for it, and a shard is made of parts of stored tensors, as without a program.
+The layout cuts the stored tensors, whose rules are known; the program converts them. Of a result, a rank holds the elements
+that come out of its parts of the stored ones, moved together. So a transposed weight is cut along its other dimension, a
+fused one consists of the rank's part of each of its tensors, and of stacked layers a stage has its own. Nothing is read, and
+a shard consists of parts of stored tensors, as without a program.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def remade_holdings(
 ) -> LayoutHoldings:
     """What every rank of a layout holds of a group of a checkpoint, as `program` makes it; `config` is its config.json.
 
-    Raises `InvalidRequest` for a layout with fused forms, which are the program's matter; `StateMismatch`, with tensor and
-    numbers, where program, layout and checkpoint do not fit, and where tensors are not equal or zeros, as the program needs
-    them to be.
+    Raises `InvalidRequest` for a layout with fused forms, which only the program may set; `StateMismatch`, with tensor and
+    numbers, if program, layout and checkpoint do not fit, and if tensors that the program requires to be equal, or zeros,
+    are not.
     """
     if group not in manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
@@ -64,7 +64,6 @@ def remade_holdings(
 
 
 def refuse_forms(layout: Layout) -> None:
-    """`InvalidRequest` for a layout that says how tensors are fused."""
     forms = [f"{kind}={form}" for kind, form in layout.forms._asdict().items() if form]
     if forms:
         raise InvalidRequest(
@@ -74,15 +73,11 @@ def refuse_forms(layout: Layout) -> None:
 
 
 def keyed(specs: Mapping[str, Specs]) -> dict[TensorKey, TensorSpec]:
-    """Tensors by group and name as programs take them."""
     return {TensorKey(of, name): TensorSpec(of, name, *spec) for of, named in specs.items() for name, spec in named.items()}
 
 
 def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> None:
-    """`StateMismatch`, by name, for tensors that the program needs to be equal, or zeros, and that are not.
-
-    The digests of their extents tell it.
-    """
+    """`StateMismatch`, by extent digests, for tensors that the program requires to be equal, or zeros, and that are not."""
     _check_equal(manifest, group, program)
     _check_zeros(manifest, group, program)
 
@@ -91,8 +86,8 @@ class RemadeTensors:
     """Makes a rank's local tensors out of its local tensors of the stored ones."""
 
     def __init__(self, program: CompiledProgram, group: str, stored: Specs, first: Mapping[str, int] | None = None) -> None:
-        """`stored` are the group's tensors by name. Tensors are made in the natural order of their names, those before
-        others that `first` gives a position.
+        """`stored` are the group's tensors by name. Tensors are made in the natural order of their names, first those that
+        `first` gives a position.
         """
         self._program = program.program
         self._stored = {name: TensorSpec(group, name, *spec) for name, spec in stored.items()}
@@ -110,7 +105,7 @@ class RemadeTensors:
             self._check(mapped)
 
     def __call__(self, dense: list[LocalTensor], experts: list[LocalTensor]) -> tuple[list[LocalTensor], list[LocalTensor]]:
-        """The tensors that are made of these, dense ones and experts'; each is sharded as what it is made of."""
+        """The results of these tensors, dense ones and experts'; each is sharded as its sources are."""
         rank = _RankTensors({}, {})
         for local in chain(dense, experts):
             if local.name in self._stored:  # a second name of a tied tensor has none where the program leads to
@@ -134,7 +129,7 @@ class RemadeTensors:
         return found
 
     def _check(self, mapped: MappedTensor) -> None:
-        """`StateMismatch` for what can be written, but is not a matter of parts of stored tensors."""
+        """`StateMismatch` for results that do not consist of parts of stored tensors."""
         name, dtype = mapped.spec.name, mapped.spec.dtype
         for move in mapped.moves:
             spec = self._stored.get(move.source.name)
@@ -152,7 +147,7 @@ class RemadeTensors:
                 )
 
     def _remade(self, mapped: MappedTensor, rank: _RankTensors) -> LocalTensor | None:
-        """The rank's share of a tensor; None if it holds nothing that this is made of."""
+        """The rank's share of a result; None if it holds none of its sources."""
         mapped = self._by_equal(mapped, rank)
         spec = mapped.spec
         if not mapped.moves or not prod(spec.shape):
@@ -183,7 +178,7 @@ class RemadeTensors:
         return self._placed(spec, None, shares)
 
     def _by_equal(self, mapped: MappedTensor, rank: _RankTensors) -> MappedTensor:
-        """One number stands for those of several tensors: it is taken from one that the rank has, for all are equal."""
+        """Use a source that the rank has: the program requires all to be equal."""
         if len(mapped.moves) != 1 or prod(mapped.spec.shape) != 1 or mapped.moves[0].source.name in rank.held:
             return mapped
         (move,) = mapped.moves
@@ -193,13 +188,12 @@ class RemadeTensors:
         )
 
     def _is_whole(self, mapped: MappedTensor) -> bool:
-        """Whether a tensor is the whole of a stored one, transposed perhaps."""
         move = mapped.moves[0]
         source = self._stored[move.source.name].shape
         return len(mapped.moves) == 1 and not move.stepped and not mapped.padded and move.box == whole(source)
 
     def _placed(self, spec: TensorSpec, shape: Shape | None, shares: Sequence[BoxMove]) -> LocalTensor:
-        """The elements that are there, moved together, in a local tensor of `shape` or of just their size."""
+        """The present elements, moved together, in a local tensor of `shape` or of their size."""
         sides = [_places(dimension, size, shares) for dimension, size in enumerate(spec.shape)]
         counts = tuple(side.held for side in sides)
         if shares and prod(counts) != sum(share.target.volume for share in shares):
@@ -221,7 +215,7 @@ class RemadeTensors:
         return LocalTensor(spec.name, spec.dtype, shape, tuple(parts))
 
     def _progress(self, name: str, side: _Side, share: BoxMove, dimension: int) -> tuple[int, int]:
-        """Where the elements of a share are along a dimension: the first one, and the distance between two."""
+        """A share's elements along a dimension: the first, and the distance between two."""
         by = share.target_step[dimension] if share.target_step else 1
         begin, count = share.target.offset[dimension], share.target.shape[dimension]
         where = side.places[begin : begin + (count - 1) * by + 1 : by]
@@ -238,14 +232,14 @@ class RemadeTensors:
 
 
 class _RankTensors(NamedTuple):
-    """A rank's local tensors of stored ones by name, and which boxes it holds of each; a dict for its order."""
+    """A rank's local tensors of stored ones by name, and its boxes of each; a dict for its order."""
 
     held: dict[str, LocalTensor]
     boxes: dict[str, dict[Box, None]]
 
 
 class _Side(NamedTuple):
-    """Along one dimension of a tensor, the place of each index among those that a rank holds, and their number."""
+    """Along one dimension of a tensor, the position of each index among the rank's, and their number."""
 
     places: NDArray[np.int64]
     held: int
@@ -283,9 +277,7 @@ def _as_they_are(shape: Shape, shares: Sequence[BoxMove]) -> tuple[Part, ...]:
 
 
 def _parts(share: BoxMove, start: int, along: Sequence[int]) -> Iterator[Part]:
-    """A share as parts; `along` are the distances of its target's dimensions. Elements that are apart in the source are a
-    part each.
-    """
+    """A share as parts; `along` are the strides of its target. Non-contiguous elements of the source are a part each."""
     by_axis = {axis: distance for axis, distance in zip(share.axes, along, strict=True) if axis is not None}
     distances = tuple(by_axis.get(dimension, 1) for dimension in range(len(share.box.shape)))
     if not share.step:
@@ -313,7 +305,7 @@ def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> No
 
 
 def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> None:
-    """That tensors are zeros can be told by the digests of their extents."""
+    """Check by extent digests that tensors are zeros."""
     for key in program.zeros:
         name = manifest.aliases.get(group, {}).get(key.name, key.name)
         if key.group == group and not is_zeros(manifest.tensors[group][name]):

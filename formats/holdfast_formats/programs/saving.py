@@ -1,8 +1,8 @@
-"""What a rank's tensors are of the stored ones where a trainer saves through a program.
+"""Maps a rank's tensors to the stored ones, if a trainer saves through a program.
 
-It is the same map as on restore: a rank's local tensors are made of parts of stored tensors. Which stored tensors there are
-is known from the checkpoint that was restored through the program, else from the live names and shapes. The statements run
-once for the parameters of a model; each group's tensors, and optimizer state, follow these.
+As on restore, a rank's local tensors are made of parts of stored tensors. The stored tensors are those of the checkpoint
+that was restored through the program, else they follow from the live names and shapes. The statements run once for the
+parameters of a model; each group's tensors, and optimizer state, follow these.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ _REFUSED = "what is held through it cannot be saved through it"
 
 
 class WantedTensors(NamedTuple):
-    """A group's local tensors of one rank by name, with their dtypes; `order` are positions of parameters."""
-
     group: str
     dtypes: Mapping[str, str]
     order: Mapping[str, int]
 
 
 class HeldParts(NamedTuple):
-    """A rank's local tensors by name, the specs of the stored ones, and which others are equal to a stored one."""
+    """A rank's local tensors by name, the specs of the stored ones, and stored tensors equal to others."""
 
     local: Mapping[str, LocalTensor]
     specs: Mapping[str, TensorSpec]
@@ -57,9 +55,8 @@ class HeldParts(NamedTuple):
 
 
 class WholeTensor(NamedTuple):
-    """A tensor that states its own place: what the whole of it is made of, and the shapes of these stored tensors.
-
-    `moves` of tensors that are equal to one of those are among them, too.
+    """A tensor that states its own place: the sources of the whole tensor, and their shapes. `moves` include those of equal
+    tensors.
     """
 
     spec: TensorSpec
@@ -67,7 +64,7 @@ class WholeTensor(NamedTuple):
     stored: Mapping[str, Shape]
 
     def tied(self, ties: Mapping[str, str]) -> WholeTensor:
-        """The same, with the names of what is stored for those that are tied to it."""
+        """Replace tied names by the stored ones."""
         if not any(name in ties for name in self.stored):
             return self
         names = {name: ties.get(name, name) for name in self.stored}
@@ -76,7 +73,7 @@ class WholeTensor(NamedTuple):
 
 
 class SavedProgram:
-    """A program as a rank of a layout saves through it. It keeps what it has worked out."""
+    """A program through which a rank of a layout saves. Caches its results."""
 
     def __init__(self, program: Program, layout: Layout, rank: int, config: Mapping[str, Any] | None) -> None:
         self.program, self._layout, self._rank = program, layout, rank
@@ -88,10 +85,7 @@ class SavedProgram:
         self._around: Environment | None = None
 
     def learn(self, stored: Mapping[str, Shape], config: Mapping[str, Any] | None) -> bool:
-        """Take the parameters of a checkpoint that is restored through the program for those to be saved.
-
-        False if they are those that were known.
-        """
+        """Save the parameters of a checkpoint that is restored through the program. False if they were known already."""
         config = config or self._sizes_of
         if not stored or (self.restored and stored == self._learned and config == self._sizes_of):
             return False
@@ -100,10 +94,10 @@ class SavedProgram:
         return True
 
     def cover(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool = True) -> None:
-        """Find out of which stored tensors live ones are made; `whole`: local shapes are not those of shards.
+        """Find the stored tensors of live ones; `whole`: local shapes are not those of shards.
 
-        Without `cut`, they are the shapes of whole tensors, whatever the layout says. Raises `InvalidRequest` or
-        `StateMismatch`, with program, statement and tensor, for those that have no way back.
+        Without `cut`, they are the shapes of whole tensors, whatever the layout. Raises `InvalidRequest` or `StateMismatch`,
+        with program, statement and tensor, for those without an inverse.
         """
         around = self._around
         if around is not None and all(name in around.held for name in live):
@@ -111,20 +105,20 @@ class SavedProgram:
         self._naming(lambda: self._cover(live, whole, rules, cut))
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """The stored tensors of which a covered live one is made, and those that are equal to them."""
+        """The stored tensors of a covered live one, and those that are equal to them."""
         assert self._around is not None  # it is covered
         one = self._around.held[name]
         return tuple(dict.fromkeys((*one.sources, *(each for names in one.same for each in names))))
 
     def held(self, wanted: WantedTensors, rules: Rules) -> HeldParts:
-        """This rank's local tensors of a group, of which `wanted` are covered; others may be there too.
+        """This rank's local tensors of a group, including the covered `wanted` ones.
 
-        Raises `StateMismatch` or `InvalidRequest` by name for tensors that are not parts of stored ones.
+        Raises `StateMismatch` or `InvalidRequest` for tensors that are not parts of stored ones.
         """
         return self._naming(lambda: self._held(wanted, rules))
 
     def check_alone(self, leaves: Iterable[str]) -> None:
-        """`InvalidRequest`, by name, for live tensors of which two are made of the same elements of a stored one."""
+        """`InvalidRequest` for two live tensors made of the same elements of a stored one."""
         used, by = Counter[str](), dict[str, list[str]]()
         for name in leaves:
             assert self._around is not None  # it is covered
@@ -157,7 +151,7 @@ class SavedProgram:
             )
 
     def _run(self) -> Environment:
-        """The statements over the known parameters; all of these must be used to the last element."""
+        """The statements over the known parameters, which must be used completely."""
         around = arranged(self._lenient, self.stored, sizes_for(self.program.sizes, self._sizes_of), Ranks())
         used = Counter[str]()
         for one in around.held.values():
@@ -177,7 +171,7 @@ class SavedProgram:
         return around
 
     def _back(self, live: Mapping[str, Shape], whole: bool, rules: Rules, cut: bool) -> dict[str, Shape]:
-        """The stored tensors of live ones: their names by the way back, their shapes by the rules or by local shapes."""
+        """The stored tensors of live ones: their names by the inverse, their shapes by the rules or by local shapes."""
         try:
             back = way_back(self.program)
         except InvalidRequest as problem:
@@ -225,7 +219,7 @@ class SavedProgram:
         return {name: shapes[name] for name in wanted}
 
     def wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
-        """What whole tensors of a group are made of; `StateMismatch` or `InvalidRequest` by name where they are not."""
+        """The sources of a group's whole tensors; `StateMismatch` or `InvalidRequest` if they are not whole."""
         return self._naming(lambda: self._wholes(wanted, shapes))
 
     def _wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
@@ -260,7 +254,7 @@ class SavedProgram:
         return HeldParts(local, specs, _copies(compiled))
 
     def _followed(self, wanted: WantedTensors) -> tuple[CompiledProgram, dict[str, TensorSpec]]:
-        """What is made of the stored tensors of the wanted ones, and these."""
+        """The results of the wanted tensors' stored ones, and these."""
         assert self._around is not None  # they are covered
         keyed = wanted.group == KEYED_GROUP
         planes: dict[Plane, dict[str, TensorSpec]] = {}
@@ -285,7 +279,6 @@ class SavedProgram:
             raise InvalidRequest(f"{name!r} is in no tensor of the checkpoint ({why}), so {_REFUSED}", tensor=name)
 
     def _naming(self, work: Callable[[], _Made]) -> _Made:
-        """Do it; errors name the program."""
         try:
             return work()
         except (InvalidRequest, LimitExceeded, StateMismatch) as problem:
@@ -296,5 +289,5 @@ class SavedProgram:
 
 
 def _copies(program: CompiledProgram) -> dict[str, tuple[str, ...]]:
-    """For each stored tensor, those that have the same elements: they are saved as its copies."""
+    """For each stored tensor, those with the same elements: they are saved as its copies."""
     return {first.name: tuple(other.name for other in others) for first, *others in program.equal}

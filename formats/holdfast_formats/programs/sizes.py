@@ -1,4 +1,4 @@
-"""The sizes of a program for one model: what config.json says, and what is computed from it."""
+"""The sizes of a program for one model: values of config.json, and expressions of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from holdfast_formats.layout.rules.expressions import VALUE_MAX, Expression, eva
 
 
 def sizes_for(sizes: Mapping[str, Expression], config: Mapping[str, Any]) -> dict[str, int]:
-    """Those of a program's sizes for which the config has all keys; its `text_config` goes before.
-
-    Raises `InvalidRequest` for values that are no sizes.
+    """Those of a program's sizes for which the config has all keys; its `text_config` takes precedence. `InvalidRequest` for
+    invalid values.
     """
     nested = config.get("text_config")
     said = [nested, config] if isinstance(nested, Mapping) else [config]

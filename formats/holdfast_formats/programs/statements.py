@@ -1,6 +1,5 @@
-"""Statements of mapping programs: text, one statement a line, in the syntax that Paddle's AOA has; docs/programs.md.
-
-Errors say the line and the column.
+"""Statements of mapping programs: text, one statement a line, in the syntax of Paddle's AOA; docs/programs.md. Errors have
+line and column.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Operand(NamedTuple):
 
 
 class ProgramStatement(NamedTuple):
-    """Tensors on the left become those on the right; `line` and `text` are for people."""
+    """Tensors on the left become those on the right; `line` and `text` are for messages."""
 
     left: tuple[Operand, ...]
     right: tuple[Operand, ...]
@@ -67,7 +66,6 @@ class ProgramStatement(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it changes names only."""
         held = (self.words - {"optional"}, self.numbers, self.lists, self.texts, self.permute, self.slices)
         turned = any(operand.turned for operand in (*self.left, *self.right))
         return not any(held) and not turned and len(self.left) == len(self.right) == 1
@@ -96,7 +94,7 @@ def parse_statements(text: str, sizes: Sequence[str]) -> tuple[ProgramStatement,
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty; one that ends with a comma or an arrow goes on in the next."""
+    """Non-empty lines; one that ends with a comma or an arrow continues on the next."""
     held, first = "", 0
     for number, raw in enumerate(text.split("\n"), 1):
         line = _without_comment(raw).rstrip()
@@ -115,8 +113,6 @@ def _without_comment(line: str) -> str:
 
 
 class _Reader:
-    """Reads one statement."""
-
     def __init__(self, line: int, text: str, sizes: frozenset[str]) -> None:
         self._line, self._text, self._sizes, self._at = line, text, sizes, 0
         self._tokens = list(self._split())
@@ -247,7 +243,6 @@ class _Reader:
         return self._value(token, text)
 
     def _value(self, token: _Token, text: str) -> Number:
-        """A number, or an expression in braces."""
         inside = text[1:-1] if text.startswith("{") and text.endswith("}") else text
         if inside == text and not (text.isascii() and text.isdigit()):
             raise self._error(token.column, f"{text!r} is no number", hint="sizes stand in braces, as in {heads}")
@@ -265,7 +260,7 @@ class _Reader:
         return begin, end
 
     def _check(self, made: ProgramStatement, words: set[str]) -> None:
-        """What can be told without tensors: that the sides fit together."""
+        """Check without tensors that the sides fit together."""
         left, right = made.left, made.right
         if any(operand.rest for operand in (*left, *right)):
             if len(left) != 1 or len(right) != 1 or not left[0].rest or not right[0].rest:
@@ -294,7 +289,7 @@ class _Reader:
         self._check_attributes(made, words)
 
     def _check_attributes(self, made: ProgramStatement, words: set[str]) -> None:
-        """Refuse what would do nothing: its author believed something else."""
+        """Refuse attributes without an effect, which are mistakes."""
         fused, fits = words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}, dict[str, bool]()
         one_to_one = len(made.left) == len(made.right) == 1
         outside = made.left[0].nothing or made.right[0].nothing

@@ -1,7 +1,7 @@
-"""Which stored tensors a trainer's tensors are made of, where no checkpoint shows it: by the program's way back.
+"""Finds the stored tensors of a trainer's tensors without a checkpoint, by the program's inverse.
 
-Ranks have parts of tensors, and some of them only, so the way back is followed by names alone. The shapes of the stored
-tensors come from elsewhere; here are those that follow from shapes that no rank cuts.
+Ranks have parts of tensors, and not all tensors, so the inverse is followed by names alone. The shapes of the stored tensors
+come from elsewhere; here are those that follow from uncut shapes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from holdfast_formats.region import Shape
 
 
 class StoredName(NamedTuple):
-    """A stored tensor: the trainer's tensors that have parts of it, and its shape, if theirs show it."""
+    """A stored tensor: the trainer's tensors with parts of it, and its shape, if theirs determine it."""
 
     of: tuple[str, ...]
     shape: Shape | None
 
 
 class Counts(NamedTuple):
-    """How many tensors a stack has, by the variable of the statement, where ranks may hold a part of it only."""
+    """Sizes of stacks, by the variable of the statement, where ranks may hold only a part."""
 
     known: Mapping[str, int]
-    cut: frozenset[str]  # variables whose stacks ranks share
+    cut: frozenset[str]  # variables whose stacks are divided among ranks
 
 
 def way_back(program: Program) -> tuple[ProgramStatement, ...]:
-    """The statements that lead from a trainer's tensors to the stored ones.
+    """The statements from a trainer's tensors to the stored ones.
 
-    A statement that drops tensors which a checkpoint may lack is left out: such a checkpoint is what is saved. Raises
-    `InvalidRequest` with the first statement that has no way back.
+    Statements that drop tensors which a checkpoint may lack are omitted: such a checkpoint is saved. Raises `InvalidRequest`
+    with the first statement that has no inverse.
     """
     for one in program.statements:
         if one.right[0].nothing and "optional" not in one.words:
@@ -50,17 +50,17 @@ def way_back(program: Program) -> tuple[ProgramStatement, ...]:
 
 
 def lenient(statements: tuple[ProgramStatement, ...]) -> tuple[ProgramStatement, ...]:
-    """The statements for a part of a model's tensors, in which any may be missing."""
+    """Make the tensors of all statements optional, for a part of a model."""
     return tuple(one if one.left[0].rest else one._replace(words=one.words | {"optional"}) for one in statements)
 
 
 def stored_names(
     back: tuple[ProgramStatement, ...], live: Mapping[str, Shape], sizes: Mapping[str, int], counts: Counts
 ) -> dict[str, StoredName]:
-    """The stored tensors of which some live ones, of these local shapes, have parts, by name.
+    """The stored tensors with parts in live ones of these local shapes, by name.
 
-    Raises `InvalidRequest` with the statement if it is not known of how many tensors a stack consists, and with the names
-    of live tensors that are in no statement.
+    Raises `InvalidRequest` with the statement if the size of a stack is unknown, and with the names of live tensors that no
+    statement has.
     """
     names = _Names(live, sizes, counts)
     for statement in back:
@@ -76,7 +76,7 @@ def stored_names(
 
 
 def shapes_back(back: tuple[ProgramStatement, ...], live: Mapping[str, Shape], sizes: Mapping[str, int]) -> dict[str, Shape]:
-    """The shapes of what the way back makes of tensors that are whole; `StateMismatch` with the statement for others."""
+    """The shapes of the inverse's results for whole tensors; `StateMismatch` with the statement for others."""
     around = Environment(live, sizes, Ranks())
     for statement in lenient(back):
         around.run(statement, None)
@@ -84,15 +84,13 @@ def shapes_back(back: tuple[ProgramStatement, ...], live: Mapping[str, Shape], s
 
 
 class _Names:
-    """The names while the statements run over them."""
-
     def __init__(self, live: Mapping[str, Shape], sizes: Mapping[str, int], counts: Counts) -> None:
         self.held = {name: StoredName((name,), shape) for name, shape in live.items()}
         self.untouched, self.passing = set(live), False
         self._index, self._sizes, self._counts = NameIndex(live), sizes, counts
 
     def run(self, statement: ProgramStatement) -> None:
-        """Take the names on the left away, and put those on the right in."""
+        """Remove the names on the left, and add those on the right."""
         if statement.left[0].rest:
             self.passing = True
             return
@@ -154,7 +152,6 @@ class _Names:
         return self._counts.known[variable]
 
     def _shape(self, statement: ProgramStatement, name: str) -> Shape | None:
-        """The shape of what is made, if it is clear from one tensor's."""
         shape, axis = self.held[name].shape, self._axis(statement)
         if shape is None or statement.plain or "same" in statement.words:
             return shape

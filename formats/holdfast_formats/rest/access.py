@@ -1,4 +1,4 @@
-"""Bodies of the REST API about who did what: the audit log, and who asks."""
+"""Bodies of the REST API about access: the audit log, and the caller."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ AUDITED: dict[str, str] = {
 
 
 class AuditEntry(Body):
-    """Who did what, from where, and what came of it. Never a secret, and never a body."""
+    """One request in the audit log: its author, origin and result. Never a secret, and never a body."""
 
     id: int
     at: str = Field(description="RFC 3339, UTC")
@@ -85,7 +85,7 @@ class Grant(Body):
 
 
 class Whoami(Body):
-    """Who asks, and what they may do."""
+    """The caller's identity and scopes."""
 
     name: str
     by: By

@@ -13,7 +13,7 @@ from holdfast_formats.rest.observed import Life, RunLife
 from holdfast_formats.staging import messages
 
 if TYPE_CHECKING:
-    from holdfast_formats.disk.manifest import Manifest  # with numpy, which a client that asks for a list does without
+    from holdfast_formats.disk.manifest import Manifest  # with numpy, which a client that lists runs need not import
 
 Item = TypeVar("Item")
 
@@ -406,7 +406,7 @@ class Health(Body):
 
 
 class RankHello(messages.Introduction):
-    """Who a rank is that shares no memory with the daemon."""
+    """The identity of a rank that shares no memory with the daemon."""
 
     root_id: str | None = Field(
         default=None, max_length=64, description="ID of the expected root; a daemon of another root refuses"

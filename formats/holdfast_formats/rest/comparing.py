@@ -1,6 +1,7 @@
-"""Compares two checkpoints tensor by tensor: by their manifests what is equal, missing or reshaped, and by bytes the rest.
+"""Compares two checkpoints tensor by tensor: by their manifests for equal, missing or reshaped ones, and by bytes for the
+rest.
 
-Digests alone tell equality if both were cut into the same extents. How far changed tensors are apart is computed from their
+Digests prove equality only if both were cut into the same extents. Distances of changed tensors are computed from their
 bytes, in blocks. Norms are L2, over float64 sums, as `torch.linalg.vector_norm(b.double() - a.double())`.
 """
 
@@ -41,7 +42,9 @@ class Pair(NamedTuple):
 
     @property
     def state(self) -> DifferenceState:
-        """The result by the manifests; "unknown" if they are cut into different extents, so that only the bytes can tell."""
+        """The result by the manifests; "unknown" if they are cut into different extents, so that the bytes must be
+        compared.
+        """
         a, b = self.a, self.b
         if a is None or b is None:
             return "missing-in-a" if a is None else "missing-in-b"
@@ -110,18 +113,16 @@ def has_nonfinite(one: Difference) -> bool:
 
 
 def largest_first(one: Difference, value: float | None) -> tuple[bool, bool, float]:
-    """The key that sorts tensors with NaN or infinity first, then those that are missing or of another kind, then the others
-    by the value, the largest first.
-    """
+    """The key that sorts tensors with NaN or infinity first, then missing or reshaped ones, then by descending value."""
     return not has_nonfinite(one), one.state not in _OTHER_KIND, -(value or 0.0)
 
 
 class Distance:
-    """How far two tensors of one dtype and shape are apart, block by block.
+    """The distance of two tensors of one dtype and shape, block by block.
 
-    `differing` counts elements (bytes, for types below one byte) whose bits differ. The change is that of elements that are
-    finite in both, and `nonfinite` counts the differing ones that are not. Norms are over the elements that are finite in
-    the tensor; `nonfinite_a` and `nonfinite_b` count the others.
+    `differing` counts elements (bytes, for types below one byte) whose bits differ. The change is over elements that are
+    finite in both, and `nonfinite` counts the other differing ones. Norms are over the finite elements of a tensor;
+    `nonfinite_a` and `nonfinite_b` count the others.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -195,8 +196,8 @@ def blocks(a: Iterable[Octets], b: Iterable[Octets]) -> Iterator[tuple[Octets, O
 
 
 class Summary(NamedTuple):
-    """How many tensors are in each state, their elements, and the bytes of those that differ. `nonfinite` counts those whose
-    bytes were compared and have NaN or infinity.
+    """Numbers of tensors by state, their elements, and the bytes of those that differ. `nonfinite` counts compared tensors
+    with NaN or infinity.
     """
 
     tensors: dict[str, int]
@@ -207,8 +208,8 @@ class Summary(NamedTuple):
 
 
 def summarise(found: Iterable[Difference]) -> Summary:
-    """All tensors together; `relative` is the norm of the change over the norm of a, for tensors whose
-    bytes were compared, and all of whose values are finite.
+    """All tensors together; `relative` is the norm of the change over the norm of a, for compared tensors with finite values
+    only.
     """
     states: dict[str, int] = {}
     elements = changed = nonfinite = 0

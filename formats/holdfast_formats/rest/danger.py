@@ -32,6 +32,6 @@ ALERT_CODES = (
 
 
 def danger(alert: Attention) -> tuple[int, int]:
-    """Sorts alerts: errors before warnings, and of each those first that put more data in danger."""
+    """The sort key of alerts: errors before warnings, and those that put more data in danger first."""
     known = ALERT_CODES.index(alert.code) if alert.code in ALERT_CODES else len(ALERT_CODES)
     return int(alert.level != "error"), known

@@ -1,4 +1,4 @@
-"""Arguments and results of jobs, and details of events, in words: names as people say them, units, no brackets."""
+"""Arguments and results of jobs, and details of events, as text with names and units."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ _NAMES = {
 
 
 class Fact(NamedTuple):
-    """A name and what is so named."""
-
     name: str
     text: str
 
 
 def facts(values: Mapping[str, Any], size: Measure, duration: Measure) -> list[Fact]:
-    """What is known of a job or an event, in the order of its keys; what has no value is left out."""
+    """The facts of a job or an event, in the order of its keys, without empty values."""
     return [
         Fact(_name(key), _text(key, value, size, duration)) for key, value in sorted(values.items()) if value is not None
     ]

@@ -81,7 +81,7 @@ Remedy = Literal[
 
 
 class Acknowledgement(Body):
-    """Somebody has seen an alert. It ends with the alert, or at `until`: then the alert counts again."""
+    """An acknowledged alert. It ends with the alert, or at `until`: then the alert counts again."""
 
     by: str | None = Field(description="name of the token; null if the run's file does not say it, as of the time")
     at: str | None = Field(description="RFC 3339, UTC")
@@ -117,11 +117,11 @@ class Alert(Attention):
     run: str | None = None
 
 
-# Of a run whose ranks connected to a service: some are connected; all have said goodbye; some are gone without that.
+# Of a run whose ranks connected to a service: some are connected; all have disconnected regularly; some are gone otherwise.
 Life = Literal["running", "ended", "lost"]
-# What a run is doing: its ranks save; nobody trains it, or its ranks are here and have long begun no save; they have closed
-# in order; they have ended otherwise, and nobody has dealt with it yet, or they did so before anything was saved to the
-# run; a person has put it away.
+# A run's activity: its ranks save (training); no ranks are connected, or they have not saved for long (idle); they closed
+# regularly (finished); they ended otherwise, without an acknowledgement (died), or before anything was saved (failed); it
+# was archived.
 RunLife = Literal["training", "idle", "finished", "died", "failed", "archived"]
 
 

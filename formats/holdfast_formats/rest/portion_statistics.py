@@ -1,7 +1,7 @@
-"""Statistics of a portion of a checkpoint, as the node that has read it hands them to the one that puts them together.
+"""Statistics of a portion of a checkpoint, from the node that has read it to the one that combines them.
 
-A tensor that lies in one portion as a whole is one row. Of others each extent is a row: merged in one step, as by one
-reader, they come to the same numbers, bit for bit.
+A tensor that lies entirely in one portion is one row. Otherwise each extent is a row: merged in one step, as by one reader,
+they give the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def decode(encoded: bytes) -> Iterable[_Row]:
 
 
 def put_together(made: Manifest, portions: Sequence[bytes]) -> list[PartStatistics] | None:
-    """The statistics of every tensor, in the manifest's order, of what was found of all portions; None if some are missing.
-
-    Raises `CorruptStatistics`.
+    """The statistics of every tensor, in the manifest's order, from all portions; None if some are missing. Raises
+    `CorruptStatistics`.
     """
     held: dict[int, dict[int, PartStatistics]] = {}
     for encoded in portions:

@@ -1,4 +1,4 @@
-"""Makes recipes of merges out of what the service knows of a run's checkpoints."""
+"""Makes merge recipes from a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast_formats.rest.bodies import CheckpointInfo
 
 
 def average_of_last(run: str, listed: Iterable[CheckpointInfo], count: int, dtype: str | None = None) -> str:
-    """A recipe for the mean of the newest checkpoints of a run; it names their steps, so that it stays what it is.
+    """A recipe for the mean of the newest checkpoints of a run; it names their steps, so that it does not change later.
 
     Abandoned, damaged and unhealthy checkpoints do not count. `NoSuchCheckpoint` if there are fewer than `count`.
     """

@@ -1,4 +1,4 @@
-"""Retention policies and their verdicts, as run.json, the REST API and the command line state them.
+"""Retention policies and verdicts of run.json, the REST API and the command line.
 
 The rules of a policy are alternatives: a checkpoint stays if any one of them keeps it.
 """

@@ -1,4 +1,4 @@
-"""Bodies of the REST API about a run as a whole: who owns it, what was launched, what to change, and the trash."""
+"""Bodies of the REST API about a run as a whole: its owner, launches, changes, and the trash."""
 
 from __future__ import annotations
 

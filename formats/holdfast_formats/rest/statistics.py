@@ -96,7 +96,6 @@ class Statistics:
 
 
 def collect(found: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
-    """The columns of whole tensors in the manifest's order, each with the step from which its change is measured."""
     rows = [_row(part, step) for part, step in found]
     table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
     return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
@@ -193,7 +192,7 @@ def layer_of(name: str) -> str:
 
 
 def sum_up(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
-    """What plots and verdicts need, as JSON: (non-finite, rms, relative change) of every layer of every group, and the NaN
+    """Data for plots and verdicts, as JSON: (non-finite, rms, relative change) of every layer of every group, and the NaN
     and infinities of each tensor that has any.
 
     Tensors without dimensions, which are counters, are left out of norms.

@@ -1,4 +1,4 @@
-"""Bodies of the REST API and of webhooks for what people are told, and for daemons that are watched."""
+"""Bodies of the REST API and of webhooks for notifications and watched daemons."""
 
 from __future__ import annotations
 
