@@ -1,4 +1,4 @@
-"""What a checkpoint was merged from, what that was made of, and so on: as far as the viewer may read it."""
+"""The ancestry of a merged checkpoint, through all generations, as far as the viewer may read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT_MAX = 60
 
 
 class Ancestor(NamedTuple):
-    """A source of a merge. `name` is empty for one that the viewer may not read; `how` says how it was made itself."""
+    """A source of a merge. `name` is empty for one that the viewer may not read; `how` describes its own merge."""
 
     name: str
     page: str
@@ -33,8 +33,6 @@ class Ancestor(NamedTuple):
 
 
 class Ancestry(NamedTuple):
-    """How a checkpoint was merged, and of what."""
-
     how: str
     sources: tuple[Ancestor, ...]
 

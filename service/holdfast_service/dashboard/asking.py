@@ -18,7 +18,7 @@ from holdfast_formats.rest import bodies
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
-_OF_A_LOGIN = (b"x-forwarded-", b"x-auth-request-", b"x-holdfast-proxy-")  # by which a proxy says who is there
+_OF_A_LOGIN = (b"x-forwarded-", b"x-auth-request-", b"x-holdfast-proxy-")  # headers by which a proxy names the user
 QUOTED_KEPT = 4096
 AT_ONCE = 8  # concurrent requests for one page
 
@@ -55,7 +55,7 @@ class ViewerApi:
     async def ask(
         self, method: str, path: str, *, headers: dict[str, str] | None = None, body: BaseModel | None = None, **params: Any
     ) -> httpx.Response:
-        """One request; parameters that are None or empty are left out. Raises the API's errors, and `SignInNeeded`."""
+        """One request, without empty parameters. Raises the API's errors, and `SignInNeeded`."""
         said = {name: value for name, value in params.items() if value is not None and value != ""}
         content = None if body is None else body.model_dump_json().encode()
         sent = dict(headers or {}) | ({} if body is None else {"Content-Type": "application/json"})
@@ -75,7 +75,7 @@ class ViewerApi:
         return await self.get(bodies.Page[model], path, **params)  # type: ignore[valid-type]
 
     async def walk(self, model: type[Model], path: str, most: int, **params: Any) -> tuple[list[Model], bool]:
-        """Up to `most` items of a list, page by page, and whether these are all."""
+        """Up to `most` items of a list, page by page; True if these are all."""
         items: list[Model] = []
         cursor = None
         while True:
@@ -87,7 +87,7 @@ class ViewerApi:
 
 
 async def shown(asked: Awaitable[Value]) -> Shown[Value]:
-    """The result of a request as a part of a page: an error becomes its text there, and does not end the page."""
+    """A request's result as a part of a page; an error becomes its text, and does not end the page."""
     try:
         return Shown(await asked)
     except CheckpointError as error:
@@ -100,13 +100,13 @@ def at(run: str, step: int | str | None = None, *more: str) -> str:
     return "/v1/runs/" + "/".join(_quoted(part) for part in parts)
 
 
-@lru_cache(QUOTED_KEPT)  # an overview asks for the same few hundred names every other second
+@lru_cache(QUOTED_KEPT)  # an overview builds the same few hundred paths every other second
 def _quoted(part: str) -> str:
     return quote(part, safe="")
 
 
 def to(run: str, step: int | str | None = None, *more: str) -> str:
-    """The page for what `at` names in the API."""
+    """The page of the same run or checkpoint as `at`."""
     return at(run, step, *more).removeprefix("/v1")
 
 
@@ -120,7 +120,7 @@ async def _api(request: Request) -> AsyncIterator[ViewerApi]:
 
 
 def _as_viewer(request: Request) -> dict[bytes, bytes]:
-    """The headers that say who is there: bytes as they came, since a person's name is UTF-8 in them."""
+    """The headers that identify the user, as raw bytes, because a person's name is UTF-8 in them."""
     if getattr(getattr(request.state, "principal", None), "by", "") == "login":
         return {name: value for name, value in request.headers.raw if name.startswith(_OF_A_LOGIN)}
     given = request.headers.get("authorization")

@@ -1,6 +1,6 @@
 """The contents of a checkpoint, from its manifest and its statistics: requested each time, decoded once.
 
-The manifest's ETag says whether the cached one is still valid; a viewer who may not read it is refused as always.
+The manifest's ETag validates the cache; viewers without access are refused by the API as usual.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from holdfast_formats.rest.observed import TensorStatistics
 from .asking import Shown, ViewerApi, at
 
 KEPT_MAX = 4  # decoded manifests in the cache; one of 100 000 tensors takes about 100 MB
-STATISTICS_MAX = 20_000  # tensors; if there are more, the API is asked for one sorted page at a time
+STATISTICS_MAX = 20_000  # tensors; beyond it, the API returns one sorted page at a time
 
 
 class MeasuredTensor(NamedTuple):
-    """The statistics of a tensor that the pages show."""
-
     norm: float | None
     change: float | None  # L2
     changed_from: int | None
@@ -61,7 +59,7 @@ class TensorLine(NamedTuple):
 
     @property
     def digests(self) -> tuple[tuple[int, int, str], ...]:
-        """Equal for equal bytes that are cut into the same extents."""
+        """Equal for equal bytes in the same extents."""
         return tuple((extent.offset, extent.length, extent.digest) for extent in self.entry.extents)
 
 
@@ -91,7 +89,6 @@ class ManifestView:
 
     @property
     def tensors(self) -> int:
-        """The number of lines."""
         tensors, aliases = self.shown.tensors, self.shown.aliases
         return sum(len(named) for named in tensors.values()) + sum(len(named) for named in aliases.values())
 
@@ -102,7 +99,7 @@ class ManifestView:
         return None if entry is None else self._line(group, name, entry, target)
 
     def of_file(self, name: str) -> list[TensorLine]:
-        """The tensors of a file, as they are stored, in its order."""
+        """A file's stored tensors, in its order."""
         stored = (
             (group, tensor, entry) for group, named in self.manifest.tensors.items() for tensor, entry in named.items()
         )
@@ -114,7 +111,7 @@ class ManifestView:
 
 
 class _Kept:
-    """The manifests requested last. Only the event loop's thread touches it."""
+    """The last requested manifests. Only the event loop's thread uses it."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, ManifestView] = OrderedDict()
@@ -150,7 +147,7 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
 
 
 async def statistics(api: ViewerApi, contents: ManifestView) -> Shown[dict[tuple[str, str], MeasuredTensor]]:
-    """The statistics of each tensor of the save, or why there are none."""
+    """The statistics of each saved tensor, or why there are none."""
     if contents.measured is not None:
         return Shown(contents.measured)
     if contents.tensors > STATISTICS_MAX:
@@ -171,7 +168,7 @@ def measured(item: TensorStatistics) -> MeasuredTensor:
 
 
 class Stripe(NamedTuple):
-    """A piece of a tensor on the map: from and to, as fractions of the file, and which rank held it."""
+    """A piece of a tensor on the map: from and to, as fractions of the file, and the rank that held it."""
 
     start: float
     width: float
@@ -205,5 +202,4 @@ def _shared_rows(entry: TensorEntry, mesh: dict[str, int]) -> str | None:
 
 
 def numbered(placements: Iterable[str]) -> dict[str, int]:
-    """A number for each placement, which selects its colour."""
     return {placement: number for number, placement in enumerate(dict.fromkeys(placements))}

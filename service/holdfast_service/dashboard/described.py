@@ -1,4 +1,4 @@
-"""The API's description, which is for programs, as what a page shows: routes by subject, and types in words."""
+"""Converts the API's OpenAPI description for a page: routes by subject, and types in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = {"string": "text", "integer": "whole number", "number": "number", "bool
 
 
 class Phrase(NamedTuple):
-    """A piece of a type in words; `model` names the body that it is, which the page links to."""
+    """A piece of a type in words; `model` is the body that the page links to."""
 
     text: str
     model: str | None = None
@@ -42,7 +42,7 @@ class Field(NamedTuple):
 
 
 class RouteAnswer(NamedTuple):
-    """What a route answers with: its status, in which media types, and what it means."""
+    """A response of a route: its status, media types, and meaning."""
 
     status: str
     media: str
@@ -51,7 +51,7 @@ class RouteAnswer(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A route with a method. `scope` is that of the token it needs, None for none."""
+    """A route with a method. `scope` is the required one, None for none."""
 
     method: str
     path: str
@@ -127,7 +127,7 @@ def _operation(method: str, path: str, one: Mapping[str, Any]) -> Operation:
 
 
 def _answers(responses: Mapping[str, Any]) -> Iterator[RouteAnswer]:
-    """By status; those that are problems, which every route may answer with, are left out."""
+    """By status, without problems, which every route may return."""
     for status, answer in sorted(responses.items()):
         media, schema = _content(answer)
         if "problem" in media:
@@ -168,7 +168,7 @@ def _limits(schema: Mapping[str, Any]) -> str:
 
 
 def _limit(value: Any) -> Any:
-    """A number as it is said; that of 64 bits, which nobody counts up to, as a power of two."""
+    """A number as text; 64-bit limits as a power of two."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and value > _COUNTED_MAX:
@@ -221,5 +221,4 @@ def _curl(method: str, path: str, media: str, scope: str | None) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring's text on one line."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Tables as CSV: which list of the API each is, and its columns. As JSON they are that list itself."""
+"""Tables as CSV: the API's lists and their columns. As JSON they are the lists themselves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OF_CHECKPOINT = {
 
 
 def csv_text(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A header and the rows, in which no text is a formula or steers a terminal."""
+    """A header and the rows, without spreadsheet formulas and terminal control characters."""
     written = io.StringIO()
     writer = csv.writer(written)
     names = list(columns)

@@ -57,7 +57,7 @@ METRICS_DRAWN = 12
 
 
 class MetricExtremes(NamedTuple):
-    """A metric of a run's checkpoints: its lowest and its highest value, and at which steps."""
+    """A metric of a run's checkpoints: its lowest and its highest value, and their steps."""
 
     name: str
     low: float
@@ -67,8 +67,8 @@ class MetricExtremes(NamedTuple):
 
 
 def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes]:
-    """The metrics that the trainer gave, those of most checkpoints first. Values that are not finite are left out, and
-    checkpoints that are damaged, unhealthy or abandoned.
+    """The trainer's metrics, those of most checkpoints first, without infinite values, and without damaged, unhealthy or
+    abandoned checkpoints.
     """
     found: dict[str, list[tuple[float, int]]] = {}
     for made in checkpoints:

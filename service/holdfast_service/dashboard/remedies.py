@@ -1,4 +1,4 @@
-"""What mends an alert, as a button: a link to where it is done, or a form that does it."""
+"""The button for an alert: a link to the place of the repair, or a form that does it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ TITLES = {
 
 
 def title(code: str) -> str:
-    """What alerts of a code are called."""
     return TITLES.get(code, code.replace("-", " ").capitalize())
 
 
 def button(alert: Alert) -> Button:
-    """What mends it, or leads there."""
     if alert.run is None:
         return _of_the_service(alert)
     run, step = alert.run, alert.step
@@ -75,7 +73,7 @@ def button(alert: Alert) -> Button:
 
 
 def action(summary: RunSummary) -> Button | None:
-    """The one thing to do about a run: what mends its worst alert, else restoring what is good."""
+    """The most useful action for a run: the one for its worst alert, else restoring what is good."""
     worst = next((item for item in summary.attention if item.acknowledged is None), None)
     if worst is not None:
         return button(Alert(run=summary.run, **vars(worst)))

@@ -1,4 +1,4 @@
-"""Renders templates. Everything is escaped, nothing is loaded from elsewhere, and the browser enforces that (CSP)."""
+"""Renders templates. Everything is escaped, no external resources are loaded, and a CSP enforces that."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _ENOUGH = {"read": ("read", "write", "admin"), "write": ("write", "admin"), "adm
 
 
 class Viewer(Protocol):
-    """Who looks at a page, and what the API lets them do: a button that would be refused is not shown."""
+    """The viewer of a page, and their rights by the API: buttons that would be refused are hidden."""
 
     name: str
     by: str
@@ -116,7 +116,7 @@ def environment() -> Environment:
 
 
 def favicon(count: int, errors: int) -> str:
-    """The address of the icon with the number of alerts on it; of the plain one where there is none."""
+    """The address of the icon with the number of alerts on it; of the plain one without alerts."""
     return address(f"icon-{'error' if errors else 'warning'}-{min(count, 99)}.svg" if count else "icon.svg")
 
 
@@ -127,7 +127,7 @@ def link(path: str, **params: Any) -> str:
 
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A whole page. `said` in the address picks one of the sentences above."""
+    """A whole page. `said` in the URL selects one of the sentences above."""
     said = SAID.get(request.query_params.get("said", ""))
     viewer = viewer_of(request)
     in_proxy = viewer is not None and viewer.by == "login"
@@ -137,20 +137,20 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
 
 
 def viewer_of(request: Request) -> Viewer | None:
-    """Who looks at the page, as the door has found; None for whoever has not said who they are, on /login."""
+    """The viewer of the page, from the middleware; None without authentication, on /login."""
     viewer: Viewer | None = getattr(request.state, "whole", None)
     return viewer if viewer is not None and viewer.known else None
 
 
 def may_stop(may: Callable[..., bool], job: Job) -> bool:
-    """Whether to offer to cancel a job: a viewer that may not have it done may not stop it either."""
+    """Whether to offer to cancel a job: for viewers that may submit it."""
     if job.kind in _OF_A_RUN:
         return may("write", job.run)
     return may("admin" if job.kind in _OF_ADMINS else "write", None)
 
 
 def may_of(request: Request) -> Callable[..., bool]:
-    """Whether to show what needs a scope for a run, for all of them (None), or for any of them (no run is said)."""
+    """Whether to show an element that needs a scope for a run, for all runs (None), or for any (no argument)."""
     viewer = viewer_of(request)
 
     def may(scope: str, run: str | None = "") -> bool:

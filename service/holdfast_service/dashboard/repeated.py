@@ -1,4 +1,4 @@
-"""Parts of pages that are fetched again every other second: one that says the same as before is not rendered again."""
+"""Parts of pages that are fetched every other second: an unchanged one is not rendered again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ KEPT = 1000  # parts of each kind, of a few kilobytes
 
 
 class _AlertPart(NamedTuple):
-    """Everything that is shown of an alert."""
-
     run: str | None
     code: str
     subject: str | None
     text: str
-    hint: str  # empty where it is said elsewhere
+    hint: str  # empty if it is shown elsewhere
     since: Markup | None
     acknowledged: bool
     seen_by: str | None
@@ -38,13 +36,11 @@ class _AlertPart(NamedTuple):
 
 
 class _RunPart(NamedTuple):
-    """Everything that is shown of a run on its line of the overview."""
-
     run: str
-    level: str  # of the dot: error, warning, or how the run stands
+    level: str  # of the dot: error, warning, or the run's status
     says: str  # the same in words
     word: str
-    died: bool  # and nobody has seen that
+    died: bool  # and not acknowledged
     since: Markup | None
     good: int | None  # step
     good_age: Markup | None
@@ -62,7 +58,7 @@ class _RunPart(NamedTuple):
 
 
 def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True) -> Markup:
-    """An alert as an item of a list, with what mends it; `back` names the page to return to from there."""
+    """An alert as an item of a list, with its button; `back` names the page to return to."""
     seen, button = one.acknowledged, remedies.button(one)
     return _alert(
         _AlertPart(
@@ -85,12 +81,12 @@ def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True)
 
 
 def run_line(summary: RunSummary, metric: str) -> Markup:
-    """A run's line of the overview; with this metric of its newest checkpoint, if one is named."""
+    """A run's line of the overview; with this metric of its newest checkpoint, if given."""
     stands = standing.standing(summary.life)
     levels = [item.level for item in summary.attention if item.acknowledged is None]
     level = "error" if "error" in levels else "warning" if levels else stands.mark
     if level == "error" and not levels:
-        level = "gone"  # it died, and somebody has seen that
+        level = "gone"  # it died, and that was acknowledged
     good = summary.good
     return _run_line(
         _RunPart(

@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class PageRoute(APIRoute):
-    """The handler of every page, with its errors rendered for people. FastAPI has this hook for it."""
+    """The handler of every page, which renders errors as pages. FastAPI has this hook for it."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
@@ -62,7 +62,7 @@ class Form:
         return [value.strip() for value in self._fields.get(name, [])]
 
     def lines(self, name: str) -> str:
-        """Text of several lines, which a browser ends as HTTP does."""
+        """Text of several lines, with line endings normalized."""
         return self.text(name).replace("\r\n", "\n")
 
     def number(self, name: str) -> int | None:
@@ -87,7 +87,7 @@ class Form:
 
 
 def filled(model: type[Model], said: dict[str, Any], hint: str = "go back and change the field") -> Model:
-    """The body that a form asks for; `InvalidRequest` names the field that is wrong."""
+    """The form's body; `InvalidRequest` names an invalid field."""
     try:
         return model.model_validate(said)
     except ValidationError as error:
@@ -97,7 +97,7 @@ def filled(model: type[Model], said: dict[str, Any], hint: str = "go back and ch
 
 
 async def _posted(request: Request) -> Form:
-    """The form; `InvalidRequest` if another site's page sent it: the cookie alone must not be enough to act."""
+    """The form; `InvalidRequest` if another site's page sent it: the cookie alone does not authorize actions."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site not in _OWN_SITE if site is not None else origin is not None and not _same(origin, request)
     if foreign:

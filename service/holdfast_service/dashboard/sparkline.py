@@ -1,4 +1,4 @@
-"""A run's newest saves as a line of the size of a word: a bar for each stall, and the goodput above them."""
+"""A run's newest saves as a word-sized chart: a bar for each stall, and the goodput above them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = tuple["float | None", ...]
 
 
 def sparkline(trend: Trend) -> Markup:
-    """The drawing as SVG, with the same in words for who does not see it; nothing where no save has ended."""
+    """The chart as SVG, with a text alternative; empty if no save has ended."""
     return _drawn(tuple(trend.states), tuple(trend.stall_s), tuple(trend.goodput), newest(trend))
 
 

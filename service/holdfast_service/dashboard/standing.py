@@ -1,4 +1,4 @@
-"""How runs stand, in words: the one place that knows what the API's states mean, and the sentences that sum up."""
+"""The status of runs in words: the only place that interprets the API's states, and the summary sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .words import age_text, percent_text, seconds_text
 
 
 class RunStanding(NamedTuple):
-    """A state of a run in one word; `mark` is the class of its dot, `lasts` whether the time it has been so matters."""
+    """A state of a run in one word; `mark` is the class of its dot, `lasts` whether its duration matters."""
 
     word: str
     mark: str
@@ -35,12 +35,12 @@ _STANDINGS: Mapping[str, RunStanding] = {
 
 
 def standing(state: str) -> RunStanding:
-    """What a state of the API means; one that is not known stands for itself."""
+    """The status of an API state; an unknown state is shown as it is."""
     return _STANDINGS.get(state, RunStanding(state, "gone"))
 
 
 def counted(overview: Overview) -> dict[str, int]:
-    """How many runs there are of each standing."""
+    """The number of runs of each status."""
     found: dict[str, int] = {}
     for state, count in overview.states.items():
         word = standing(state).word
@@ -49,7 +49,7 @@ def counted(overview: Overview) -> dict[str, int]:
 
 
 class Clause(NamedTuple):
-    """A part of the overview's sentence, and the run that it is about, if it is about one."""
+    """A part of the overview's sentence, and the run that it is about, if any."""
 
     text: str
     level: str = ""
@@ -75,7 +75,7 @@ def strip(overview: Overview) -> list[Clause]:
 
 
 def cost_of_a_crash(summary: RunSummary) -> str | None:
-    """What a crash now would lose, in time and steps; None where nobody trains."""
+    """What a crash now would lose, in time and steps; None unless the run is training."""
     if standing(summary.life) is not TRAINING or summary.exposed_s is None:
         return None
     steps = summary.exposed_steps or 0
@@ -110,7 +110,7 @@ def _safe(summary: RunSummary) -> str:
 
 
 def ago_text(text: str) -> str:
-    """How long ago a time of the API was; the text itself where it is none, or yet to come: a clock was set back."""
+    """How long ago a time of the API was; the text itself if it is invalid or in the future, as after a clock change."""
     try:
         passed = (datetime.now(timezone.utc) - moments.read(text)).total_seconds()
     except ValueError:

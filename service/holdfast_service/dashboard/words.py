@@ -14,7 +14,7 @@ from holdfast_formats.rest.job_words import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
-_SHARE_MIN = 0.0001  # smaller ones are only said to be so
+_SHARE_MIN = 0.0001  # smaller ones are shown as "< 0.01 %"
 _GAP = "\u00a0"  # a number and its unit stay on one line
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
 
@@ -67,7 +67,7 @@ def number(value: float | None) -> Markup:
 
 
 def percent_text(value: float) -> str:
-    """A share in three digits; near to all of it, as many as tell it from that."""
+    """A share in three digits; near 100 %, as many as distinguish it from that."""
     if 0.99 < value < 1:
         return f"{100 * value:.2f} %"
     return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.3g} %"
@@ -109,7 +109,7 @@ def prose(text: str) -> Markup:
 
 
 def facts(values: Mapping[str, Any] | None) -> list[Fact]:
-    """What a job or an event says of itself, in words and units."""
+    """The facts about a job or an event, in words and units."""
     return job_words.facts(values or {}, bytes_text, seconds_text)
 
 

@@ -1,4 +1,6 @@
-"""Actions on a checkpoint: each is a form; if it cannot be undone, a page asks first; then the checkpoint's page follows."""
+"""Actions on a checkpoint: each is a form, with a confirmation if it cannot be undone, that returns to the checkpoint's
+page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about alerts: acknowledge, snooze, take that back, and mend. Each is a form; the page it was on follows."""
+"""Actions on alerts: acknowledge, snooze, undo that, and repair. Each is a form that returns to its page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def answer_other(api: Asked, code: str, subject: str, form: Posted) -> Res
 
 @router.post("/runs/{run}/mend")
 async def mend(api: Asked, run: str, form: Posted) -> Response:
-    """Do what mends an alert of a run."""
+    """Do what repairs an alert of a run."""
     remedy, step = form.text("remedy"), form.number("step")
     if remedy == "raise-quota":
         await _raise_quota(api, run)
@@ -69,7 +69,7 @@ async def _answer(api: ViewerApi, path: str, form: Form, **params: Any) -> str:
 
 
 async def _raise_quota(api: ViewerApi, run: str) -> None:
-    """By half, unless somebody changes the policy at the same moment."""
+    """Raise it by half, unless the policy changes at the same moment."""
     answer = await api.ask("GET", at(run) + "/policy")
     policy = RetentionPolicy.model_validate_json(answer.content)
     if policy.quota_bytes is None:

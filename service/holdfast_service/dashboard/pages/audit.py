@@ -1,4 +1,4 @@
-"""The audit log: who did what, with the same entries as CSV and JSON."""
+"""The audit log, with the same entries as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ async def show_audit(  # noqa: PLR0913 — one a filter
 
 
 def _asked(who: str, run: str, kind: str, refused: str) -> dict[str, str]:
-    """The filters, as the API and the links of the page have them."""
+    """The filters, for the API and the page's links."""
     return {"who": who, "run": run, "kind": kind, "refused": refused}

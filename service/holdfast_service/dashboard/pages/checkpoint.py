@@ -72,7 +72,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why
 
 @router.get("/runs/{run}/checkpoints/{step}/files")
 async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
-    """Files as they should be, and as they are on storage. A page of its own, because the request holds the checkpoint a
+    """Files as they should be, and as they are on storage. A separate page, because the request holds the checkpoint for a
     while.
     """
     made = await api.get(bodies.CheckpointInfo, at(run, step))
@@ -94,9 +94,7 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
 
 @router.get("/runs/{run}/checkpoints/{step}/map/{name}")
 async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
-    """The map of one file from its first byte to its last: which tensors are where, and which ranks held
-    them in the save.
-    """
+    """The map of one file from its first byte to its last: its tensors, and the ranks that held them in the save."""
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     entry = held.manifest.file(name)
@@ -140,7 +138,6 @@ def _tensor(
 async def show_extents(
     request: Request, api: Asked, run: str, step: str, asked: Annotated[tuple[str, str, int], Depends(_tensor)]
 ) -> Response:
-    """A tensor's extents: the place of each, and its digest."""
     group, name, first = asked
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
@@ -161,8 +158,8 @@ async def show_extents(
 
 
 async def _verdict(api: ViewerApi, run: str, step: int, why: bool) -> Verdict | None:
-    """The verdict on this step. To judge it all of the run are judged, which takes a second where they are many: it is not
-    waited for then, and `why` asks for it.
+    """The verdict on this step. It needs a verdict on the whole run, which takes a second for a large one; then the page
+    does not wait, and `why` requests it.
     """
     if not why and (await api.get(bodies.Run, at(run))).checkpoints > VERDICTS_UP_TO:
         return None
@@ -175,7 +172,7 @@ async def _ancestry(api: ViewerApi, made: bodies.CheckpointInfo) -> Ancestry | N
 
 
 async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
-    """The step to restore instead of one that is damaged or unhealthy; None where it is neither, or there is no other."""
+    """The step to restore instead of a damaged or unhealthy one, if there is one."""
     if made.damage is None and made.healthy is not False:
         return None
     healthy = await shown(api.get(bodies.CheckpointInfo, at(made.run, "latest-healthy")))
@@ -183,7 +180,7 @@ async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
 
 
 async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
-    """The step of the checkpoint before this one, to compare with."""
+    """The previous checkpoint's step, to compare with."""
     if made.step == 0:
         return None
     path = at(made.run) + "/checkpoints"

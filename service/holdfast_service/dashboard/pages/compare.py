@@ -1,4 +1,4 @@
-"""Compares two checkpoints of a run, tensor by tensor. Digests tell equality; distances are computed from bytes."""
+"""Compares two checkpoints of a run, tensor by tensor. Digests prove equality; distances are computed from bytes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 
 @router.get("/runs/{run}/compare")
 async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
-    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads the bytes of what is
-    shown.
+    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads the bytes of shown
+    tensors.
     """
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
     render = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
@@ -79,7 +79,7 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
 
 @router.post("/runs/{run}/compare")
 async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
-    """Have every changed byte compared by a job, which says how far it is, can be cancelled, and keeps its result."""
+    """Compare all changed bytes in a job, which has progress, can be cancelled, and keeps its result."""
     a, b = [(await api.get(bodies.CheckpointInfo, at(run, form.text(side) or "latest"))).step for side in ("a", "b")]
     wanted = JobRequest(kind="compare", run=run, step=a, arguments={"with": str(b)})
     await api.ask("POST", "/v1/jobs", body=wanted)
@@ -87,7 +87,7 @@ async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
 
 
 async def _job(api: ViewerApi, run: str, a: int, b: int) -> Job | None:
-    """The newest job that compares these two, the going one before those that failed."""
+    """The newest job that compares these two, a running one before failed ones."""
     found = await shown(api.page(Job, "/v1/jobs", kind="compare", run=run, limit=JOBS_LOOKED_AT))
     listed = found.value.items if found.value else []
     return next((job for job in listed if job.step == a and str(job.arguments.get("with")) in (str(b), f"{run}@{b}")), None)
@@ -130,7 +130,7 @@ class Values(NamedTuple):
 
 @lru_cache(maxsize=COMPARED_MAX)
 def compare(one: ManifestView, other: ManifestView) -> Compared:
-    """Compare two checkpoints. The newest result is cached, because sorting, searching and paging ask for it again."""
+    """Compare two checkpoints. The newest result is cached for sorting, searching and paging."""
     pairs = [(pair, pair.state) for pair in comparing.pairs(one.manifest, other.manifest)]
     counted = Counter[str](state for _, state in pairs)
     changed = sum(pair.entry.nbytes for pair, state in pairs if state == "changed")
@@ -138,7 +138,7 @@ def compare(one: ManifestView, other: ManifestView) -> Compared:
 
 
 def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[Pair]:
-    """The tensors whose names have every word of the search, sorted: the largest first, unknown values last."""
+    """The tensors whose names contain every word of the search, sorted: the largest first, unknown values last."""
     words, sort = asked["q"].casefold().split(), asked["sort"]
     found = [
         pair
@@ -160,7 +160,7 @@ def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[
 async def _measured(
     api: ViewerApi, run: str, asked: dict[str, str], part: list[Difference]
 ) -> tuple[list[Difference], CheckpointError | None]:
-    """The same tensors with their bytes compared, or the error that these are too many for one page."""
+    """The same tensors with their bytes compared, or the error that they are too many for one page."""
 
     async def measured(one: Difference) -> Difference:
         if one.state not in ("changed", "unknown"):

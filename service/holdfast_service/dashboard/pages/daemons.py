@@ -1,4 +1,4 @@
-"""Daemons: the runs of this daemon and of all that it watches, in one list, and which daemon cannot be reached."""
+"""Daemons: the runs of this daemon and of all watched ones, in one list, and unreachable daemons."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _named(tables: Mapping[str, DownloadTable], name: str) -> DownloadTable:
 
 
 async def _file(request: Request, api: ViewerApi, table: DownloadTable, path: str, name: str) -> Response:
-    """The first rows of the list, as many as a spreadsheet opens with ease; the file's name says where there are more."""
+    """The first rows of the list, up to a spreadsheet's comfortable size; the file's name marks truncation."""
     asked: dict[str, Any] = {key: request.query_params.get(key) for key in table.filters}
     rows: list[dict[str, Any]] = []
     cursor: str | None = None

@@ -24,7 +24,7 @@ _WORST = ("error", "warning", "info")
 
 
 class EventGroup(NamedTuple):
-    """What happened to one save, or to one run apart from its saves; newest first."""
+    """The events of one save, or of one run apart from its saves; newest first."""
 
     run: str | None
     step: int | None

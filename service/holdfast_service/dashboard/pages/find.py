@@ -1,4 +1,4 @@
-"""Finding: the page behind the search form that every page has. With scripts, the palette asks the API itself."""
+"""Search: the page behind the search form of every page. With scripts, the palette uses the API itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HITS_SHOWN = 100
 
 @router.get("/find")
 async def find(request: Request, api: Asked, q: Annotated[str, Query(max_length=256)] = "") -> Response:
-    """What was found; the one hit, where there is one only."""
+    """The results; a single hit redirects to its page."""
     found = await api.get(SearchResult, "/v1/search", q=q, limit=HITS_SHOWN) if q.strip() else None
     if found is not None and len(found.items) == 1:
         hit = found.items[0]

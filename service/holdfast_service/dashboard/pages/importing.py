@@ -1,4 +1,4 @@
-"""Import a checkpoint of another program: a form. Its dry run says what would become of what, and writes nothing."""
+"""Import a checkpoint of another program: a form. Its dry run reports the conversion, and writes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def submit(api: Asked, form: Posted) -> Response:
 
 
 def wanted(form: Form) -> JobRequest:
-    """The job that the form asks for; `InvalidRequest` names a field that is missing."""
+    """The form's job; `InvalidRequest` names a missing field."""
     run, step = form.text("run"), form.number("step")
     for name, value in (("from", form.text("from")), ("run", run), ("step", step)):
         if value in ("", None):

@@ -1,4 +1,4 @@
-"""Merge checkpoints by a recipe: a form. Its dry run says what would be made, and writes nothing."""
+"""Merge checkpoints by a recipe: a form. Its dry run reports the result, and writes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def submit(api: Asked, form: Posted) -> Response:
 
 
 async def _recipe(api: ViewerApi, form: Form) -> str:
-    """The recipe that was pasted, or one for the mean of a run's newest checkpoints."""
+    """The pasted recipe, or one for the mean of a run's newest checkpoints."""
     recipe, averaged, count = form.text("recipe"), form.text("averaged"), form.number("last")
     if recipe and (averaged or count is not None):
         raise InvalidRequest("there is a recipe, and a run to average", hint="go back and give one of them")

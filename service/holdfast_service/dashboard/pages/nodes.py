@@ -1,4 +1,4 @@
-"""Nodes: the daemons that write to this catalog, what each holds and does, and the newest saves of all of them."""
+"""Nodes: the daemons of this catalog, their roles, and the newest saves of all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DUTIES = {
 
 @router.get("/nodes")
 async def show_nodes(request: Request, api: Asked) -> Response:
-    """Every daemon, those that need a person first; below them the newest saves of all daemons."""
+    """Every daemon, those that need attention first; below them the newest saves of all daemons."""
     nodes, ready, rounds = await asyncio.gather(
         api.page(bodies.Node, "/v1/nodes"),
         shown(api.get(bodies.Health, "/readyz")),
@@ -54,7 +54,7 @@ async def forget(api: Asked, name: str, _: Posted) -> Response:
 
 
 def behind(node: bodies.Node) -> list[str]:
-    """How far a live node is behind, in words: its signs of life, its saves, and what it has to tell the catalog."""
+    """How far a live node is behind, in words: its heartbeat, its saves, and its queued catalog writes."""
     said: list[str] = []
     if not node.live:
         return said

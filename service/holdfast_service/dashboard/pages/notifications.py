@@ -1,4 +1,4 @@
-"""Notifications: where the daemon sends alerts, how that fares, and a test message."""
+"""Notifications: targets of alerts, results of deliveries, and a test message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def show_notifications(request: Request, api: Asked) -> Response:
 
 @router.post("/notifications/{name}/test")
 async def send_test(request: Request, api: Asked, name: str, _: Posted) -> Response:
-    """Send a test message. The answer is not a redirect, because it says what came of it."""
+    """Send a test message. The response is the result, not a redirect."""
     answer = await api.ask("POST", f"/v1/notifications/{quote(name, safe='')}/test")
     return await _page(request, api, TestDelivery.model_validate_json(answer.content))
 

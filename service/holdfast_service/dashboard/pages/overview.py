@@ -1,4 +1,4 @@
-"""The overview: how everything stands in a sentence, what needs a person, and every run on a line."""
+"""The overview: a summary sentence, what needs attention, and every run on a line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Sort = Annotated[str, Query(max_length=256)]
 
 
 class WantedBoard(NamedTuple):
-    """How the board is arranged: search, order, and the metric that it shows."""
+    """The board's search, order, and shown metric."""
 
     q: str
     sort: str
@@ -53,7 +53,6 @@ class WantedBoard(NamedTuple):
 
     @property
     def sorts(self) -> dict[str, str]:
-        """The orders that are offered."""
         if not self.metric:
             return SORTS
         own = METRIC + self.metric
@@ -61,7 +60,7 @@ class WantedBoard(NamedTuple):
 
 
 def _wanted(q: Text = "", sort: Sort = "attention", metric: Text = "") -> WantedBoard:
-    """As it was asked for; by need for attention where there is no such order."""
+    """Parsed parameters; an unknown order becomes need for attention."""
     column = sort.removeprefix("-")
     if column.startswith(METRIC):
         metric = column.removeprefix(METRIC)
@@ -79,13 +78,13 @@ class AlertGroup(NamedTuple):
 
     @property
     def hint(self) -> str | None:
-        """What to do, where it is the same for all of them."""
+        """The hint, if all of them have the same one."""
         hints = {one.hint for one in self.alerts}
         return hints.pop() if len(hints) == 1 else None
 
 
 class ShownGroup(NamedTuple):
-    """A group as it is shown: a few of its alerts, and the others when they are asked for."""
+    """A group with its first alerts, and the others on request."""
 
     group: AlertGroup
     hint: str | None
@@ -97,8 +96,8 @@ class ShownGroup(NamedTuple):
 async def show_overview(
     request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
 ) -> Response:
-    """Lines of a page of runs, those first that need a person; above them what they need. Runs that failed to start are
-    shown on request.
+    """Lines of a page of runs, those that need attention first; above them their alerts. Runs that failed to start are shown
+    on request.
     """
     failed = str(bool(wanted.q) or wanted.sort == "state").lower()
     asking = api.page(

@@ -44,7 +44,7 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
 
 @router.post("/runs/{run}/policy")
 async def put_policy(api: Asked, run: str, form: Posted) -> Response:
-    """Set the policy that was previewed, if it was not changed meanwhile."""
+    """Set the previewed policy, unless it was changed meanwhile."""
     await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
     return see(to(run) + "/policy", "policy")
 
@@ -92,7 +92,7 @@ def _stated_tag(form: Form) -> str:
 
 
 async def _tag(api: ViewerApi, run: str) -> str:
-    """The value for `If-Match`. It is requested before the preview, so a policy set in between is noticed at the change."""
+    """The value for `If-Match`. It is requested before the preview, so that the change detects a policy set in between."""
     return str((await api.ask("GET", at(run) + "/policy")).headers["etag"])
 
 
@@ -118,11 +118,11 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
 
 
 def _end(verdict: Verdict) -> tuple[bool, bool, bool]:
-    """What becomes of a checkpoint; the greatest is that nothing is done to it."""
+    """A checkpoint's treatment; untouched sorts last."""
     return verdict.keep, not verdict.thin, not verdict.compact
 
 
 def _is_new(verdict: Verdict, before: Mapping[int, tuple[bool, bool, bool]]) -> bool:
-    """Whether the policy in force would have another end for the checkpoint."""
+    """Whether the policy in force would treat the checkpoint otherwise."""
     now = _end(verdict)
     return before.get(verdict.step, now) != now

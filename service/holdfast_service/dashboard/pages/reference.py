@@ -1,4 +1,4 @@
-"""The API's reference: every route, what it needs and answers, and every body; from the API's own description."""
+"""The API's reference: every route and every body, from the API's own description."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class WantedLayout(NamedTuple):
 
 
 class ShareView(NamedTuple):
-    """What a rank holds and what is read for it; or why that is impossible."""
+    """A rank's part and its reads; or why that is impossible."""
 
     rank: int
     plan: bodies.ShardPlan | None

@@ -1,4 +1,4 @@
-"""A run: how its saves go, its checkpoints, and the policy's verdicts on them."""
+"""A run: its saves, its checkpoints, and the policy's verdicts on them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from holdfast_service.dashboard.standing import RunStanding, standing
 
 router = page_router()
 
-RUNS_MAX = 8  # so many lines can be told apart
+RUNS_MAX = 8  # more lines cannot be distinguished
 CHOICES = 100
 Names = Annotated[list[str] | None, Query(max_length=64)]
 Text = Annotated[str, Query(max_length=128)]
@@ -38,7 +38,7 @@ class ComparedRun(NamedTuple):
 
 @router.get("/compare")
 async def compare_runs(request: Request, api: Asked, run: Names = None, metric: Text = "", q: Text = "") -> Response:
-    """The runs that were chosen, `RUNS_MAX` at most, and a form to choose others."""
+    """The chosen runs, `RUNS_MAX` at most, and a form to choose others."""
     chosen = list(dict.fromkeys(run or []))
     listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="attention", failed="false", limit=CHOICES)
     read = await asyncio.gather(*(_read(api, name) for name in chosen[:RUNS_MAX]))
@@ -75,7 +75,7 @@ def _compared(summary: RunSummary, made: list[bodies.CheckpointInfo], metric: st
 
 
 def _drawn(one: ComparedRun, metric: str) -> dict[str, Any]:
-    """Steps and values of the metric, those that are finite."""
+    """Steps and finite values of the metric."""
     points = [
         (made.step, made.metrics[metric]) for made in one.checkpoints if isfinite(made.metrics.get(metric, float("nan")))
     ]

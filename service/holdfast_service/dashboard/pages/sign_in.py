@@ -28,7 +28,7 @@ async def show_sign_in(request: Request, api: Asked, next: Annotated[str, Query(
 
 @router.post("/login")
 async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
-    """Keep a token that the API accepts; another one is not kept."""
+    """Store a token that the API accepts in the cookie."""
     token = form.text("token")
     fits = 0 < len(token) <= TOKEN_CHARACTERS_MAX and token.isascii() and token.isprintable()
     who = await _who(api, token) if fits else None
@@ -43,7 +43,7 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 
 @router.post("/logout")
 async def sign_out(request: Request, api: Asked, _: Posted) -> Response:
-    """End the session and forget the cookie; a person that a proxy has let in, it lets out."""
+    """End the session and delete the cookie; for a proxy login, redirect to the proxy's logout."""
     with suppress(CheckpointError, SignInNeeded):  # it has ended by itself
         await api.ask("DELETE", "/v1/links")
     viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)
@@ -53,7 +53,7 @@ async def sign_out(request: Request, api: Asked, _: Posted) -> Response:
 
 
 async def _who(api: ViewerApi, token: str | None) -> Whoami | None:
-    """Whom the API takes the holder of this token for, or whoever shows none; None where it lets them not in."""
+    """The identity of this token, or of a request without one; None if the API refuses it."""
     headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
     try:
         answer: httpx.Response = await api.ask("GET", "/v1/whoami", headers=headers)
@@ -63,6 +63,9 @@ async def _who(api: ViewerApi, token: str | None) -> Whoami | None:
 
 
 def _own(path: str) -> str:
-    """A path of this service, whatever a link asked for: an address elsewhere begins with // or a scheme."""
+    """A path of this service, whatever a link contains: an address elsewhere begins with
+
+    or a scheme.
+    """
     inside = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if inside else "/"

@@ -46,7 +46,6 @@ class Search(NamedTuple):
 
     @property
     def said(self) -> dict[str, Any]:
-        """The parameters that every link of the page repeats."""
         return {"q": self.q, "group": self.group, "sort": self.sort}
 
 
@@ -112,7 +111,7 @@ async def _sorted_there(api: ViewerApi, held: ManifestView, wanted: Search) -> F
 
 
 def select(lines: list[TensorLine], measured: Known, wanted: Search) -> list[TensorLine]:
-    """The tensors whose names have every word of the search, in the requested order."""
+    """The tensors whose names contain every word of the search, in the requested order."""
     words = wanted.q.casefold().split()
     found = [
         line for line in lines if wanted.group in ("", line.group) and all(word in line.name.casefold() for word in words)

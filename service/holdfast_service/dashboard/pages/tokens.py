@@ -1,4 +1,4 @@
-"""Tokens: who has access. The text of a new one is shown once, in the answer to its creation."""
+"""Tokens. The text of a new one is shown once, in the response to its creation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def show_tokens(request: Request, api: Asked, cursor: str | None = None) -
 
 @router.post("/tokens")
 async def make_token(request: Request, api: Asked, form: Posted) -> Response:
-    """Make a token. The answer is not a redirect, because the text would be lost."""
+    """Make a token. The response is not a redirect, because the text would be lost."""
     answer = await api.ask("POST", "/v1/tokens", body=_wanted(form))
     return await _page(request, api, None, NewToken.model_validate_json(answer.content))
 

@@ -1,1 +1,1 @@
-"""Pages on which runs and their checkpoints are cared for: rename, delete, bring back, mark many."""
+"""Pages for the maintenance of runs and checkpoints: rename, delete, restore, bulk actions."""

@@ -1,4 +1,4 @@
-"""A run as a whole: who owns it, what was launched, and the actions that put it away, acknowledge its death or delete it."""
+"""A run as a whole: its owner and launches, and the actions that archive it, acknowledge its death or delete it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = page_router()
 
 
 class LaunchLine(NamedTuple):
-    """What the page shows of a launch: its commit, and what it said beside what has a line of its own."""
+    """A launch on the page: its commit, and other metadata."""
 
     launch: RunLaunch
     commit: Any
@@ -106,7 +106,7 @@ def _confirmed(form: Form, run: str) -> None:
 
 
 def _line(launch: RunLaunch) -> LaunchLine:
-    """Trainers may have said anything under any name."""
+    """Parses metadata defensively: trainers may have set anything under any name."""
     info = launch.info
     git, command = info.get("git"), info.get("command")
     facts = {"Command": " ".join(map(str, command)) if isinstance(command, list) else command}

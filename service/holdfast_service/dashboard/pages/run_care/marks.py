@@ -1,4 +1,4 @@
-"""Several checkpoints of a run at once: pinned, unpinned, labelled, or removed after a page that says what that frees."""
+"""Bulk actions on checkpoints of a run: pin, unpin, label, or remove after a page with the freed bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Act = Callable[[int], Awaitable[object]]
 
 
 class MarkedStep(NamedTuple):
-    """One of the checkpoints, and why it stays as it is; None where it is as was asked for."""
+    """One of the checkpoints, and the reason if it was not changed."""
 
     step: int
     bytes: int
@@ -33,7 +33,7 @@ class MarkedStep(NamedTuple):
 
 @router.post("/runs/{run}/marks")
 async def mark(request: Request, api: Asked, run: str, form: Posted) -> Response:
-    """Do what the button says with the steps that were ticked. Nothing is removed before it was confirmed."""
+    """Apply the button's action to the ticked steps. Removals are confirmed first."""
     act, steps = form.text("act"), _steps(form)
     if act == "remove":
         return await _confirm(request, api, run, steps)
@@ -75,7 +75,7 @@ def _how(api: ViewerApi, run: str, act: str, form: Form, count: int) -> Act:
 
 
 async def _each(steps: Iterable[int], act: Act) -> list[MarkedStep]:
-    """One after the other: what one removal does to the next, retention's rules say again each time."""
+    """In turn: each removal changes what retention's rules allow next."""
     done = []
     for step in steps:
         result: Shown[object] = await shown(act(step))
@@ -84,7 +84,7 @@ async def _each(steps: Iterable[int], act: Act) -> list[MarkedStep]:
 
 
 async def _confirm(request: Request, api: ViewerApi, run: str, steps: list[int]) -> Response:
-    """What would be removed, what that frees, and what may not be."""
+    """The confirmation: removals, freed bytes, and refused ones."""
 
     async def looked_at(step: int) -> MarkedStep:
         found = await shown(api.get(bodies.CheckpointInfo, at(run, step)))

@@ -1,4 +1,4 @@
-"""Quotas of teams: how full each is, and a form for those who may change them."""
+"""Quotas of teams: their use, and a form for viewers that may change them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTES_MAX = 2**62
 
 
 class QuotaLine(NamedTuple):
-    """A quota, how much of it is used, and what to call that."""
+    """A quota, its use, and a label for that."""
 
     quota: Quota
     share: float

@@ -1,4 +1,4 @@
-"""The trash: deleted runs, which can be brought back or removed for good."""
+"""The trash: deleted runs, which can be restored or removed for good."""
 
 from __future__ import annotations
 
