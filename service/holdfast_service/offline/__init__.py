@@ -1,1 +1,1 @@
-"""Programs for a root that nobody serves."""
+"""Programs for a root without a daemon."""

@@ -1,7 +1,7 @@
 """`python -m holdfast_service.offline repair|import|merge|export|convert|catalog|tokens …`: works on a root.
 
-A daemon may serve it or not. `holdfast` calls this program, and prints what it says: one JSON document, a problem where it
-ends with an error.
+A daemon may serve it or not. `holdfast` calls this program, and prints its output: one JSON document, which is a problem
+after an error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _stopped(*_: object) -> None:
-    """Stop, and clean up undisturbed: a terminal's Ctrl-C comes here, and `holdfast` passes it on besides."""
+    """Stop, and ignore later signals during the clean-up: a terminal's Ctrl-C arrives directly and through `holdfast`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _program(name: str) -> Callable[[list[str]], int]:
-    """Each imports what it needs alone: a token is made without what a repair needs."""
+    """Each imports only what it needs: creating a token does not import a repair."""
     if name == "catalog":
         from holdfast_service.offline import catalog
 

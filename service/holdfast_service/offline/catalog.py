@@ -1,6 +1,6 @@
 """`python -m holdfast_service.offline catalog check|rebuild|adopt --root DIR`: a catalog whose root no daemon serves.
 
-`holdfast catalog` runs it and prints what it says: one JSON document, a problem where it ends with an error.
+`holdfast catalog` runs it and prints its output: one JSON document, which is a problem after an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORK = ("check", "check-thorough", "rebuild", "adopt")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do it and print what came of it; the exit status follows the error's branch."""
+    """Run it and print the result; the exit status follows the error's branch."""
     try:
         work, *flags = sys.argv[1:] if arguments is None else arguments
         if work not in WORK:
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(work: str, settings: config.Config) -> str:
-    """The report as JSON. `RootBusy` while a daemon serves the root, which then has to be asked instead."""
+    """The report as JSON. `RootBusy` while a daemon serves the root, which then must do it."""
     root = settings.root.resolve()
     if not root.is_dir():
         raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")

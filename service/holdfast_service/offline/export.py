@@ -1,7 +1,8 @@
-"""`python -m holdfast_service.offline export|convert`: a directory for another program, of a checkpoint or of a third one's.
+"""`python -m holdfast_service.offline export|convert`: a directory for another program, from a Holdfast or foreign
+checkpoint.
 
-Both only read the source, so a daemon may serve its root. One that was killed goes on from the files that it had finished;
-one that is stopped with Ctrl-C, or fails, leaves nothing.
+Both only read the source, so a daemon may serve its root. After a kill, finished files are reused; after Ctrl-C or a
+failure, nothing is left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holdfast_service.wiring.transfers import check_directory, open_source
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do it and print the report as JSON, or the problem; the exit status follows the error's branch."""
+    """Run it and print the report as JSON, or the problem; the exit status follows the error's branch."""
     given = _parser().parse_args(arguments)
     try:
         print(json.dumps(_exported(given) if given.act == "export" else _converted(given)))

@@ -30,14 +30,12 @@ _DONE = {"repair": "repaired", "import": "imported", "merge": "merged"}
 
 
 class Which(NamedTuple):
-    """The checkpoint that is worked on."""
-
     run: str
     step: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do it and print what came of it as JSON, or the problem; the exit status follows the error's branch."""
+    """Run it and print the result as JSON, or the problem; the exit status follows the error's branch."""
     given = _parser().parse_args(arguments)
     try:
         print(json.dumps(_done(given)))
@@ -83,7 +81,7 @@ def _options(given: argparse.Namespace) -> ImportOptions:
 
 
 def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> dict[str, Any]:
-    """What an import would make. Nothing is made, not even the root, and a daemon may be serving it."""
+    """A dry run of an import. Nothing is made, not even the root, and a daemon may be serving it."""
     check_root_place(root)
     there = PosixTier(root).list(naming.checkpoint_path(wanted.run, wanted.step)) if root.is_dir() else []
     if there:
@@ -93,9 +91,9 @@ def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> di
 
 @contextmanager
 def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions, Catalog]]:
-    """The root's tier, control and catalog, with nobody else in it: `RootBusy` while a daemon serves it.
+    """The root's tier, control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it.
 
-    With `listed` the catalog says first what the directories say; what is damaged it would list no more.
+    With `listed` the catalog is first reconciled with the directories, which would unlist damaged checkpoints.
     """
     lock = lock_root(root)
     try:

@@ -1,7 +1,6 @@
-"""`python -m holdfast_service.offline tokens`: tokens of a root, made, rotated, listed and revoked, whether or
-not it is served.
+"""`python -m holdfast_service.offline tokens`: creates, rotates, lists and revokes tokens of a root, served or not.
 
-`holdfast token … --root DIR` becomes this process: the first admin's token has to come from somebody who can write to the
+`holdfast token … --root DIR` becomes this process: the first admin's token must come from a user with write access to the
 root.
 """
 
@@ -33,7 +32,7 @@ from holdfast_service.storage.posix import make_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is asked for and print its result as JSON; the exit status follows the error's branch."""
+    """Run it and print the result as JSON; the exit status follows the error's branch."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
