@@ -1,1 +1,1 @@
-"""Puts the rooms together."""
+"""Assembles the service from its packages."""

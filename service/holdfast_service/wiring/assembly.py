@@ -1,6 +1,6 @@
-"""Puts the rooms together: control over a root, a node's data plane, and the services that the HTTP edge uses.
+"""Assembles control over a root, a node's data plane, and the services of the HTTP edge.
 
-Everything that is opened is closed by the `stack`, the last first. Only `__main__` is above this module.
+The `stack` closes everything, the last first. Only `__main__` is above this module.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class NodeParts(NamedTuple):
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
-    """The root's storage and catalog; a missing or damaged catalog is made again, one of another root is refused.
+    """The root's storage and catalog; a missing or damaged catalog is rebuilt, one of another root is refused.
 
     With a catalog that several nodes can share, this daemon is a node of a cluster.
     """
@@ -138,7 +138,9 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
         catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url)
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
-        if shared and catalog_of(tier) is None:  # with a mistake in the URL, it would be the root's for all who come
+        if (
+            shared and catalog_of(tier) is None
+        ):  # otherwise a mistake in the URL would be stored in the root for all later daemons
             raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog, rebuilt = Catalog(Database.at(config.catalog_url)), None
@@ -166,7 +168,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
 
 
 def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> NodeParts:
-    """The daemon, listening at its socket. Work that an earlier one left is taken over, and due checks and copies begin."""
+    """The daemon, listening at its socket. Adopts an earlier daemon's work, and starts due checks and copies."""
     root, tier, catalog, decisions, (mark, _), cluster = control
     budget = Budget(config.arena_bytes_max)
     keeper = OfRoot(_keeper(control, config), mark.id)
@@ -221,7 +223,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
 
 
 def _staging_quotas(decisions: Decisions, run: str) -> list[StagingQuota]:
-    """What is staged on the disk of a run, and of its team's, is no more than they may store at all."""
+    """Quotas on staged data: those of the run and of its team."""
     found = decisions.quotas(run).items()
     return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in found]
 
@@ -235,7 +237,7 @@ def _commit_commands(config: Config, control: Control, url: str | None) -> Commi
 
 
 def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bodies.Node]:
-    """What this node says of itself."""
+    """The description of this node."""
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
     socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
@@ -330,8 +332,8 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
-    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a daemon that died.
-    Where there may be other nodes, those may be about to be checked there: the scrub looks twice.
+    """The scrub, which begins with committed checkpoints that were never checked, found now or left by a daemon that died.
+    If there may be other nodes, these may be about to check them: the scrub looks twice.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
@@ -351,7 +353,7 @@ def _trains(saver: Saver, cluster: Cluster | None) -> Callable[[str], bool]:
 
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:
-    """See what others do to the root's checkpoints, until `stack` unwinds; what they have changed is mended or checked."""
+    """Watch changes to the root's checkpoints by others, until `stack` unwinds; changed ones are repaired or checked."""
     watch.mend_by(
         saver.checks.suspect,
         lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)]),
@@ -361,7 +363,7 @@ def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) 
 
 
 def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
-    """The worker that thins checkpoints, which is told of each run whose policy was applied. It reads as fast as a scrub."""
+    """The worker that thins checkpoints of each run whose policy was applied, at a scrub's read rate."""
     decisions, rate = control.decisions, config.scrub_bytes_per_second
     pace = Pace(rate) if rate else None
     thinner = Thinner(
@@ -379,7 +381,7 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
 
 
 def _keeper(control: Control, config: Config) -> DescriptorKeeper:
-    """What keeps shared memory while no daemon lives: a service manager that stores descriptors, else a holder process."""
+    """The keeper of shared memory without a daemon: a service manager that stores descriptors, else a holder process."""
     store = fd_store()
     if store is not None:
         kept = FdStore(store.notify, store.inherited)
@@ -397,7 +399,7 @@ def _holder_path(control: Control, config: Config) -> Path:
 
 
 def _successor(control: Control, config: Config) -> Start:
-    """How a daemon is started that commits what this one leaves, should it be killed and no other one come."""
+    """How to start a daemon that commits this one's staged saves, if it is killed and no other one comes."""
     own = ["--root", str(control.root), "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
     command = [sys.executable, "-m", "holdfast_service", *config.arguments, *own]
     return Start(command, os.getcwd(), successor_environment(), str(control.root), control.identity.mark.id)

@@ -1,4 +1,4 @@
-"""Puts a daemon's part in a cluster to work: its beats, what it hears of other nodes, and the care of the root."""
+"""Starts a daemon's part in a cluster: heartbeats, notifications of other nodes, and maintenance of the root."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVERYWHERE = frozenset({"0.0.0.0", "::", "0"})
 def take_part(
     cluster: Cluster, decisions: Decisions, saver: Saver, about: Callable[[], dict[str, Any]], stack: ExitStack
 ) -> None:
-    """Beat, and look after the root when that is this node's duty, until the `stack` unwinds."""
+    """Send heartbeats, and maintain the root while this node is on duty, until the `stack` unwinds."""
     cluster.membership.about = about
     cluster.crews.here = lambda: {run: Crew(*crew) for run, crew in saver.crews().items()}
 
@@ -56,10 +56,10 @@ def take_part(
 
 
 def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> JointParty:
-    """What this node needs to save together with others; it listens from now on. `at` is where, if it was told."""
+    """What this node needs for joint saves; it listens from now on. `at` is the configured address, if any."""
     found = _address(cluster.database.engine.url) if at is None else None
     host, port = at or (found or LOOPBACK, 0)
-    if host in EVERYWHERE:  # who goes there meets himself
+    if host in EVERYWHERE:  # a wildcard address reaches the caller's own machine
         raise InvalidRequest(
             f"--exchange: {host} is no address at which other nodes reach this one",
             hint="give the address or host name of this machine that other nodes reach: --exchange HOST:PORT",
@@ -77,7 +77,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
         exchange.secrets = cluster.secrets()
 
     def learn_address() -> None:
-        """Where the catalog's name meant nothing when this daemon was started, it does now that the catalog answers."""
+        """Find the address now that the catalog answers, if its name was unknown at the start."""
         cluster.membership.heard.remove(learn_address)
         host = _address(cluster.database.engine.url) or LOOPBACK
         try:
@@ -94,7 +94,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
 
 
 def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> PeerMemory:
-    """What ranks of this node read of what other nodes hold in memory."""
+    """Other nodes' in-memory checkpoints for ranks of this node."""
 
     def find(of: HeldStep) -> list[HoldingNode]:
         found = holders(cluster.membership, of.run, of.step, of.attempt)
@@ -104,8 +104,8 @@ def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> Pee
 
 
 def _address(catalog: URL) -> str | None:
-    """The address of this machine from which the catalog's server is reached; nothing is sent to it. None if its name means
-    nothing, or there is no way to it.
+    """This machine's address on the route to the catalog's server; nothing is sent to it. None if its name is unknown, or it
+    is unreachable.
     """
     host, port = catalog.host, catalog.port or PORT
     if not host or host.startswith("/"):
@@ -121,7 +121,7 @@ def _address(catalog: URL) -> str | None:
 
 
 class Upkeep:
-    """A thread that does what one node does for all, as long as that is this node's duty."""
+    """A thread for the cluster's maintenance, while this node is on duty."""
 
     def __init__(self, cluster: Cluster, look: Callable[[], None], every_s: float = UPKEEP_S) -> None:
         self._cluster, self._look, self._every_s = cluster, look, every_s
@@ -134,7 +134,7 @@ class Upkeep:
         self._thread.join()
 
     def _run(self) -> None:
-        self._try(lambda: None)  # from the start the duty is somebody's
+        self._try(lambda: None)  # so that some node is on duty from the start
         while not self._closing.wait(self._every_s):
             self._try(self._look)
 

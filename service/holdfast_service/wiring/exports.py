@@ -1,4 +1,4 @@
-"""Wires exports, from the request to the name: what is staged is read back before it gets its name."""
+"""Wires exports, from the request to the name: staged files are verified before the directory gets its name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from holdfast_service.wiring.progress import Progress, going
 
 
 class ForeignExport(NamedTuple):
-    """A checkpoint to be exported on these terms, as the directory `target` of another tier.
+    """A checkpoint to export with these terms, as the directory `target` of another tier.
 
-    `again` is true for a job that an earlier start of the service has begun.
+    `again`: an earlier start of the service has begun the job.
     """
 
     run: str
@@ -55,16 +55,16 @@ class Exporter:
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
-        """Export for another program. A job that is interrupted goes on from the files that it had finished."""
+        """Export for another program. An interrupted job reuses its finished files."""
         with self._decisions.reading(wanted.run, wanted.step):
             work = ExportWork(place, wanted.target, progress, wanted.again)
             return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.terms, work)
 
 
 class ExportWork(NamedTuple):
-    """Where an export is written, as the directory `target` of `place`, and who hears of it.
+    """Where an export is written, as the directory `target` of `place`, and its progress callback.
 
-    `again` is true for work that was begun before, by somebody who may have been killed when it was done.
+    `again`: an earlier process began the work, and may have been killed after it was done.
     """
 
     place: Tier
@@ -87,7 +87,7 @@ def convert(conversion: Conversion, work: ExportWork) -> dict[str, Any]:
 
 
 def _written(planned: PlannedExport, work: ExportWork, check_source: Callable[[], None]) -> None:
-    """Stage the files, prove them, and give them their name; a killed start of the same work is gone on from."""
+    """Stage the files, verify them, and give them their name; resumes an interrupted start of the same work."""
     place, ahead = work.place, going(work.progress, 2 * planned.bytes)
     with exporting.alone(place, work.target) as staging:
         if exporting.is_taken(place, work.target):

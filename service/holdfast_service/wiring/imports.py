@@ -1,4 +1,4 @@
-"""Wires imports, from the request to the commit: what is staged is read back before anybody sees it."""
+"""Wires imports, from the request to the commit: staged files are verified before the commit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from holdfast_service.wiring.progress import Progress, going
 
 
 class WantedImport(NamedTuple):
-    """What is imported as which checkpoint. `dry_run` asks only what would become of what; `again` is true for a job that an
-    earlier start of the service has begun.
+    """An import into a checkpoint. `dry_run` only reports the conversion; `again`: an earlier start of the service has begun
+    the job.
     """
 
     run: str
@@ -42,7 +42,7 @@ class Importer:
         self._tier, self._decisions = tier, decisions
 
     def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint from `source`, or say what would be made; it is read back, and then counts as verified."""
+        """Make a checkpoint from `source`, or report a dry run; it is verified."""
         ours = _is_ours(source, wanted.options)
         if wanted.dry_run:
             self._decisions.imports().attempt(wanted.run, wanted.step)
@@ -52,7 +52,7 @@ class Importer:
         return self.make(lambda goal: importing.plan_import(source, goal, wanted.options), wanted, progress)
 
     def make(self, plan: Planner, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint of what is planned, or say what would be made; a job that was killed goes on."""
+        """Make a planned checkpoint, or report a dry run; resumes a killed job."""
         try:
             attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
         except AlreadyCommitted:
@@ -94,7 +94,7 @@ class Importer:
         return {**import_report.report(planned, source), **_counts(made)}
 
     def _committed_before(self, plan: Planner, wanted: WantedImport) -> dict[str, Any]:
-        """The result of a job whose service was killed when it had committed; `AlreadyCommitted` for anything else."""
+        """The result of a job whose service was killed after the commit; `AlreadyCommitted` for anything else."""
         taken = AlreadyCommitted(
             f"{wanted.run}@{wanted.step} is already committed", hint="remove it, or choose another step"
         )
@@ -140,7 +140,7 @@ OURS = "holdfast"
 
 
 def foretold(source: Readable, wanted: WantedImport) -> dict[str, Any]:
-    """What an import would make. Names and headers are read, and nothing is written; raises what the import would."""
+    """A dry run of an import. Names and headers are read, and nothing is written; raises what the import would."""
     if _is_ours(source, wanted.options):
         said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(read_pair(source, "").made)}
         return {"run": wanted.run, "step": wanted.step, "dry_run": True, **said}
@@ -149,8 +149,8 @@ def foretold(source: Readable, wanted: WantedImport) -> dict[str, Any]:
 
 
 def _is_ours(source: Readable, options: ImportOptions) -> bool:
-    """Whether a source is a Holdfast checkpoint that is copied. Raises for one that is not whole, and for options that mean
-    nothing for it.
+    """Whether a source is a Holdfast checkpoint, which is copied. Raises for an incomplete one, and for options that do not
+    apply to it.
     """
     if options.kind not in (None, OURS):
         return False

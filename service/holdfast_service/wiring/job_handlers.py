@@ -1,4 +1,4 @@
-"""Wires jobs: the kinds that a node can do, and the code that does them. Only `__main__` is above."""
+"""Wires jobs: the kinds that a node can do, and their handlers. Only `__main__` is above."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ MOST_CHANGED = 100  # tensors that a comparison names
 
 
 class Workers(NamedTuple):
-    """The code that does what jobs request."""
-
     tier: Tier
     catalog: Catalog
     decisions: Decisions
@@ -36,7 +34,6 @@ class Workers(NamedTuple):
 
 
 def start_jobs(node: str, workers: Workers, membership: Membership | None = None) -> JobRunner:
-    """The runner of this node's jobs, with every kind that it can do."""
     catalog, decisions, transfers = workers.catalog, workers.decisions, workers.transfers
     runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), decisions.events, begin=give_way)
 
@@ -64,8 +61,8 @@ def start_jobs(node: str, workers: Workers, membership: Membership | None = None
 
 
 class Comparison:
-    """The `compare` job: how far checkpoint `with`, RUN@STEP or a step of the same run, differs from the
-    job's checkpoint.
+    """The `compare` job: the differences of checkpoint `with`, RUN@STEP or a step of the same run, from the job's
+    checkpoint.
     """
 
     def __init__(self, workers: Workers) -> None:

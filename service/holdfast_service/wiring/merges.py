@@ -27,14 +27,14 @@ class Merger:
         self._tier, self._decisions, self._importer = tier, decisions, importer
 
     def merge(self, text: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
-        """Merge by a recipe, or say what would be made; the result is read back, and then counts as verified."""
+        """Merge by a recipe, or report a dry run; the result is verified."""
         recipe = read_recipe(text)
         with ExitStack() as held:
             places = [self._place(name, directory, held) for name in names_of(recipe)]
             return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress)
 
     def check(self, text: str, directory: OpenDirectory) -> MergeRecipe:
-        """A recipe whose models are all there; raises what is wrong with it, or missing."""
+        """A recipe with existing models; raises what is wrong with it, or missing."""
         recipe = read_recipe(text)
         with ExitStack() as held:
             for name in names_of(recipe):
@@ -42,7 +42,7 @@ class Merger:
         return recipe
 
     def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> ModelPlace:
-        """Where a model is; nothing removes a checkpoint of this root until the block ends."""
+        """Where a model is; a checkpoint of this root is protected from removal until the block ends."""
         found = checkpoint_named(name)
         if found is None:
             return ModelPlace(name, directory(name))
@@ -59,7 +59,7 @@ class Merger:
 def checkpoint_named(name: str) -> CheckpointId | None:
     """The checkpoint of the root that a recipe names as RUN@STEP; None for the path of a directory.
 
-    Raises `InvalidRequest` for RUN@latest and the like: a recipe means the same tomorrow.
+    Raises `InvalidRequest` for RUN@latest and the like, so that a recipe always means the same.
     """
     run, at, step = name.rpartition("@")
     if "/" in name or not at:

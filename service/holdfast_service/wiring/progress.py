@@ -1,4 +1,4 @@
-"""How far long work is: who hears of it."""
+"""Callbacks for the progress of long work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Quiet:
 
 
 class Printed:
-    """Prints progress as lines of JSON, `[done, total]`, every now and then. Where nobody reads them, the work goes on."""
+    """Prints progress as lines of JSON, `[done, total]`, at intervals. Without a reader, the work continues."""
 
     def __init__(self, to: TextIO) -> None:
         self._to, self._next_s = to, 0.0

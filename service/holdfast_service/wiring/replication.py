@@ -33,8 +33,8 @@ CLOSE_S = 10.0
 
 
 class MendedAtStart:
-    """Checkpoints that a start could not list, because manifest or COMMIT is damaged: repaired once
-    replicas can be reached.
+    """Checkpoints that a start could not list, because manifest or COMMIT is damaged: repaired once replicas can be
+    reached.
     """
 
     def __init__(self, replicators: dict[str, Replicator], book: RepairBook, repairer: Repairer) -> None:
@@ -65,7 +65,7 @@ class MendedAtStart:
 
 
 class RestoreCare:
-    """What repairs and replicas do for a restore: what it would pass over is mended first, and what replicas have counts."""
+    """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
 
     def __init__(self, decisions: Decisions, checker: Checker, transfers: Transfers) -> None:
         self._decisions, self._checker, self._transfers = decisions, checker, transfers
@@ -75,7 +75,7 @@ class RestoreCare:
         self._decisions.mend_first(AwaitedRepairs(self.mend).settle, self.stands)
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
-        """Repair a checkpoint that has this damage, or copy back one that is gone."""
+        """Repair a checkpoint with this damage, or copy back a missing one."""
         self._await_first_tries()
         if error is None:
             with self._decisions.repairing(run, step):
@@ -84,7 +84,7 @@ class RestoreCare:
             self._checker.check(run, step)  # it was mended: only now it counts
 
     def stands(self, run: str) -> dict[str, list[int]]:
-        """The steps of a run in each replica that this node copies to, and that answers soon."""
+        """The steps of a run in each reachable replica of this node."""
         self._await_first_tries()
         found: dict[str, list[int]] = {}
 
@@ -108,9 +108,9 @@ class RestoreCare:
 
 
 class Reached:
-    """A replica's directory, locked, so that no other daemon serves it or copies there, and checked again each time.
+    """A replica's directory, locked, so that no other daemon serves it or copies there, and checked again at each use.
 
-    If its disk was unmounted, there may be an empty directory of another disk at its path: nothing is written there.
+    An unmounted disk may leave an empty directory at its path: nothing is written there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,9 +152,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def copying(
     config: Config, tier: Tier, decisions: Decisions, checker: Checker, lend: Lend, trains: Callable[[str], bool]
 ) -> Iterator[Transfers]:
-    """The configured replicas, each with a running worker, for the length of the block. What `checker` finds is repaired.
+    """The configured replicas, each with a running worker, within the block. Damage found by `checker` is repaired.
 
-    Yields the object that copies on request. `trains` says whether ranks of a run are connected.
+    Yields the object that copies on request. `trains` returns whether ranks of a run are connected.
     """
     check_apart(config.root, config.replica)
     replicators: dict[str, Replicator] = {}

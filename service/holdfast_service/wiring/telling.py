@@ -1,4 +1,4 @@
-"""Wires what people and other programs are told, and which other daemons are watched."""
+"""Wires notifications, event commands, and watched daemons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def event_commands(config: Config, events: Events, root: Path) -> EventCommands 
 
 
 def watched(config: Config, stack: ExitStack) -> Watch | None:
-    """The daemons of --watch, asked until the `stack` unwinds."""
+    """The daemons of --watch, queried until the `stack` unwinds."""
     if not config.watch:
         if config.watch_tokens is not None or config.watch_ca is not None:
             raise InvalidRequest("--watch-tokens and --watch-ca need --watch", hint="give --watch URL as well")
@@ -48,7 +48,7 @@ def watched(config: Config, stack: ExitStack) -> Watch | None:
 
 
 def notifier(config: Config, services: Services, duties: Duties | None, stack: ExitStack) -> Notifier | None:
-    """Who tells the targets of --notify, until the `stack` unwinds; on several nodes, the one that has the duty."""
+    """The notifier of --notify, until the `stack` unwinds; of several nodes, the one on duty sends."""
     if config.notify is None:
         return None
 

@@ -29,7 +29,7 @@ NO_REPLICAS: Mapping[str, Replicator] = {}
 
 
 class Transfers:
-    """Brings checkpoints out of one root and into it."""
+    """Exports, imports, merges and repairs of one root."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Transfers:
     def check(self, request: JobRequest) -> None:
         """Refuse a request of these kinds that must fail, before it becomes a job.
 
-        Raises `InvalidRequest` for a path that is not below `place` and for arguments that do not exist, `NoSuchCheckpoint`
-        if there is nothing to export, `AlreadyCommitted` for a step that exists, `InUse` for a run that trains.
+        Raises `InvalidRequest` for a path outside of `place` and for unknown arguments, `NoSuchCheckpoint` if there is
+        nothing to export, `AlreadyCommitted` for a step that exists, `InUse` for a run that trains.
         """
         run, step = _named(request)
         if request.kind == "import":
@@ -94,7 +94,7 @@ class Transfers:
         return self.merge(_text(job, "recipe"), wanted, self._model, progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """Repair a job's checkpoint; raises the damage that is left."""
+        """Repair a job's checkpoint; raises remaining damage."""
         return self.repair(*_named(job))
 
     def export(self, place: PosixTier, wanted: Export | ForeignExport, progress: Progress) -> dict[str, Any]:
@@ -104,22 +104,24 @@ class Transfers:
         return self._exporter.convert(place, wanted, progress)
 
     def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint from `source`, or say what would be made."""
+        """Make a checkpoint from `source`, or report a dry run."""
         return self._importer.bring(source, wanted, progress)
 
     def merge(self, recipe: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
-        """Merge by a recipe, or say what would be made."""
+        """Merge by a recipe, or report a dry run."""
         return self._merger.merge(recipe, wanted, directory, progress)
 
     def repair(self, run: str, step: int) -> dict[str, Any]:
-        """Repair what is damaged; raises the damage that is left."""
+        """Repair what is damaged; raises remaining damage."""
         outcome = self.repairer.run(run, step)
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
 
     def _check_idle(self, wanted: WantedImport) -> None:
-        """`InUse` where ranks of the run would restore, or take for their own save, what somebody else brings."""
+        """`InUse` if ranks of the run are connected, which could restore the new checkpoint, or take it for their
+        own save.
+        """
         if not wanted.dry_run and self._trains(wanted.run):
             raise InUse(
                 f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",

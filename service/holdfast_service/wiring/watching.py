@@ -40,7 +40,7 @@ def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
 
 
 def watch_alerts(services: Services, stack: ExitStack) -> None:
-    """Forget, until `stack` unwinds, who has acknowledged an alert once that has ended."""
+    """Forget, until `stack` unwinds, acknowledgements of alerts that have ended."""
     from holdfast_service.api.routes.alerts import still_there
     from holdfast_service.api.routes.summaries import of
     from holdfast_service.control.insight.acknowledgements import AcknowledgementWatch
@@ -50,7 +50,7 @@ def watch_alerts(services: Services, stack: ExitStack) -> None:
 
 
 def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], None]:
-    """Trace if OTEL_* names a collector and the SDK is installed; the returned function ends it and sends what is left."""
+    """Trace if OTEL_* sets a collector and the SDK is installed; the returned function flushes and stops."""
     wanted = any(environment.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_"))
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
     if not wanted or off:
@@ -68,7 +68,7 @@ def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], Non
 
 
 def notify_ready(address: str | None = None) -> None:
-    """Tell the service manager, if there is one, that the daemon serves: systemd's Type=notify."""
+    """Notify the service manager, if any, that the daemon serves: systemd's Type=notify."""
     address = address or notify_socket()
     if address is None:
         return
@@ -92,7 +92,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Trace what has ended by now, then stop."""
+        """Trace what has ended so far, then stop."""
         self._closing.set()
         self._thread.join()
         self._look()
@@ -110,5 +110,5 @@ class Watcher:
         try:
             self._history.look()
             self._jobs.look()
-        except CheckpointError as error:  # the catalog reports this elsewhere; the next look finds what this one missed
+        except CheckpointError as error:  # the catalog reports this elsewhere; the next look covers what this one missed
             log.warning("saves are not traced: %s", error.detail)
