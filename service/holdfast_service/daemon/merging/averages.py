@@ -41,7 +41,7 @@ class MeanFormula:
         self._divisor = summed(self._weights) if terms.normalize and not before else None
 
     def prepare(self, scan: Scan) -> None:
-        """There is nothing to find out."""
+        """Needs no scan."""
 
     def merge(self, block: Block) -> Floats:
         made = block.space.floats("made", block.size)
@@ -79,8 +79,8 @@ class SlerpTerms(NamedTuple):
 
 
 class SlerpFormula:
-    """s₀·base + s₁·other. Norms, cosine and both factors are computed in float64; in PaddleFormers' dialect the norms
-    alone, and the rest in F32 as numpy does it there.
+    """s₀·base + s₁·other. Norms, cosine and both factors are computed in float64; in PaddleFormers' dialect only the norms,
+    and the rest in F32 as numpy does it there.
     """
 
     row = 1
@@ -124,7 +124,7 @@ class SlerpFormula:
 
 
 class AloneTerms(NamedTuple):
-    """A model as it is, with its adapter."""
+    """An unchanged model, with its adapter."""
 
     def begin(self, shape: tuple[int, ...]) -> AloneFormula:
         return AloneFormula()
@@ -136,7 +136,7 @@ class AloneFormula:
     row = 1
 
     def prepare(self, scan: Scan) -> None:
-        """There is nothing to find out."""
+        """Needs no scan."""
 
     def merge(self, block: Block) -> Floats:
         return block.values(0)

@@ -1,7 +1,7 @@
-"""Random numbers that belong to an element: its draw depends on seed, model, tensor and flat index, and on nothing else.
+"""Random numbers per element: a draw depends only on seed, model, tensor and flat index.
 
 The generator can be moved ahead, so any stretch of a tensor has its draws without those before it: chunks, kills and the
-order of the work change nothing. Of numpy's streams those of bit generators and of `RandomState` never change.
+order of the work change nothing. numpy guarantees the streams of bit generators and of `RandomState`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xxhash import xxh3_128_intdigest
 from holdfast_service.daemon.merging.scanning import Mask
 
 _PER_NUMBER = 2  # draws that one number of 64 bits gives
-_BITS, _UNUSED = 24, 8  # of each draw's 32 bits; so many F32 tells apart
+_BITS, _UNUSED = 24, 8  # of each draw's 32 bits; F32 has no more precision
 
 
 class Draws:

@@ -1,4 +1,4 @@
-"""Tensors that no arithmetic merges, such as masks of positions and counters: they must be equal in all models."""
+"""Tensors that are not merged, such as masks of positions and counters: they must be equal in all models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Identical(NamedTuple):
         return self.sources
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        """`StateMismatch`, by tensor and model, where one has other values."""
+        """`StateMismatch` with tensor and model if one has other values."""
         made = fetch(self.sources[0], box)
         for name, other in zip(self.names[1:], self.sources[1:], strict=True):
             if not np.array_equal(made.view(np.uint8), fetch(other, box).view(np.uint8)):
@@ -40,7 +40,6 @@ class Identical(NamedTuple):
 
 
 def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:
-    """The tensor that all of these have in common, under this key."""
     first = sources[0].spec
     spec = TensorSpec(key.group, key.name, first.dtype, first.shape)
     return ForeignTensor(spec, (), decoder=Identical(tuple(sources), tuple(names)))

@@ -20,7 +20,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class Adapted(NamedTuple):
-    """Weights with what an adapter adds to them. One product after the other is added, so no box changes a bit."""
+    """Weights with an adapter's change. Products are added in a fixed order, so no box changes a bit."""
 
     weight: ForeignTensor
     low: ForeignTensor  # A, [rank, in]
@@ -53,7 +53,7 @@ def adapted(
 ) -> dict[str, ForeignTensor]:
     """The weights, by name, with those that an adapter changes as F32. `name` is the adapter's, for errors.
 
-    Raises `StateMismatch`, by name, for anything but plain LoRA of these weights.
+    Raises `StateMismatch` for anything but plain LoRA of these weights.
     """
     terms = lora_config.read(config, name)
     made, pairs = dict(weights), _pairs(adapter, name)
@@ -80,7 +80,7 @@ class AdapterParts(NamedTuple):
 
 
 def check_alike(adapters: Mapping[str, AdapterParts], first: str) -> None:
-    """`StateMismatch` where adapters that are merged with each other are not added to their base in the same way."""
+    """`StateMismatch` if merged adapters are not added to their base in the same way."""
     terms = {name: lora_config.read(one.config, name) for name, one in adapters.items()}
     for name, found in terms.items():
         _check_rank(_pairs(adapters[name].tensors, name), found.rank, name)
@@ -94,7 +94,7 @@ def check_alike(adapters: Mapping[str, AdapterParts], first: str) -> None:
 
 
 def _check_rank(pairs: Mapping[str, tuple[ForeignTensor, ForeignTensor]], rank: int, name: str) -> None:
-    """`StateMismatch` for a product of another rank than the configuration says: it would be scaled wrong."""
+    """`StateMismatch` for a product of another rank than the configuration's: it would be scaled wrong."""
     for low, _ in pairs.values():
         if low.spec.shape[:1] != (rank,):
             what = f"r of its {lora_config.NAME} is {rank}, but {low.spec.name!r} has shape {list(low.spec.shape)}"

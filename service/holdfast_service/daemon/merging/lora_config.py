@@ -1,5 +1,5 @@
-"""Reads PEFT's adapter_config.json of a plain LoRA adapter. What is not listed here may change how an adapter is added to
-its base, and is refused by key: newer versions of PEFT have kinds of LoRA that an older reader would merge wrong.
+"""Reads PEFT's adapter_config.json of a plain LoRA adapter. Unknown keys may change how an adapter is added to its base, and
+are refused: newer versions of PEFT have kinds of LoRA that an older reader would merge wrong.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _HINT = "merge it with PEFT's merge_and_unload(), and import the model"
 
 
 class LoraTerms(NamedTuple):
-    """The rank of an adapter's products, and by what each is multiplied before it is added."""
+    """The rank of an adapter's products, and their factors."""
 
     rank: int
     scale: float
 
 
 def _off(value: Any) -> bool:
-    """Whether an option is not used: PEFT writes null, false, or an empty list or object."""
+    """Whether an option is unused: PEFT writes null, false, or an empty list or object."""
     return value is None or value is False or value == [] or value == {}
 
 
@@ -41,7 +41,7 @@ def _number(value: Any) -> bool:
 
 
 def _init(value: Any) -> bool:
-    """Whether the adapter began with nothing added, so that the base is what it was: PiSSA, OLoRA and others change it."""
+    """Whether the adapter began as zero, so that the base is unchanged: PiSSA, OLoRA and others change it."""
     return _flag(value) or value in ("gaussian", "eva", "orthogonal")
 
 
@@ -109,7 +109,7 @@ _UNDERSTOOD: dict[str, Callable[[Any], bool]] = {
 
 
 def read(config: bytes, name: str) -> LoraTerms:
-    """What the configuration says of the adapter `name`. `StateMismatch`, by key, for anything but plain LoRA."""
+    """Parse the configuration of the adapter `name`. `StateMismatch` for anything but plain LoRA."""
     try:
         found = json.loads(config)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A merged tensor as one of a listing: the executor asks for a box, and it is computed from the same box of every input."""
+"""A merged tensor as an entry of a listing: each box is computed from the same box of every input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Formula, Found, Terms, Workspaces
 from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
-BAND_BYTES = 2**26  # asked for at once; between two bands nothing is read while the last one is computed
+BAND_BYTES = 2**26  # requested at once; between two bands nothing is read while the last one is computed
 ROW_ELEMENTS_MAX = 2**23
 _ALIGNED = 8  # blocks are whole bytes of a mask with a bit for each element, if rows are not too long for it
 
 
 class MergedTensor:
-    """Computes one merged tensor. For one thread, which starts others."""
-
     band_bytes = BAND_BYTES
 
     def __init__(
@@ -35,10 +33,10 @@ class MergedTensor:
         spaces: Workspaces | None = None,
         chunk: int = 0,
     ) -> None:
-        """`inputs` are of the spec's shape; `spaces` are of the job. `chunk`: about how many elements to merge at a time,
-        0 for what is fast.
+        """`inputs` are of the spec's shape; `spaces` are of the job. `chunk`: about how many elements to merge at a time, 0
+        for a fast default.
 
-        Raises `LimitExceeded`, by name, for rows that are too long to be ranked.
+        Raises `LimitExceeded` for rows that are too long to be ranked.
         """
         self.inputs, self.terms = inputs, terms
         self._spec = spec
@@ -81,8 +79,6 @@ class MergedTensor:
 
 
 class _WholeTensor:
-    """Scans over all blocks of the inputs."""
-
     def __init__(self, stretches: Stretches, fetch: FetchBox, elements: int, length: int) -> None:
         self._stretches, self._fetch, self.length = stretches, fetch, length
         self._cut = cut(0, elements, length)

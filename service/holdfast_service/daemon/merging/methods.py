@@ -1,4 +1,4 @@
-"""The methods of recipes: which parameters each has, what they are where a recipe leaves them out, and what it computes.
+"""The methods of recipes: their parameters, defaults, and computation.
 
 Names, meanings and defaults are mergekit's; `trim` and `rescale: density` are ours, `dialect: paddle` is PaddleFormers'.
 """
@@ -19,7 +19,7 @@ Values = Mapping[str, Value]
 
 
 class MergeParameter(NamedTuple):
-    """A parameter: `needed` has no default. `of_model`: each model may have a value of its own."""
+    """A parameter: `needed` has no default. `of_model`: each model may have its own value."""
 
     name: str
     kind: type
@@ -56,7 +56,7 @@ _SHARES = frozenset({"density", "gamma", "epsilon"})
 
 
 class MergedName(NamedTuple):
-    """The tensor that is merged, and by which seed and dialect."""
+    """The merged tensor, with seed and dialect."""
 
     tensor: str
     seed: int
@@ -64,7 +64,7 @@ class MergedName(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A method by its name. `models`: how many besides the base it takes at least, and at most if not 0."""
+    """A method by its name. `models`: the minimum besides the base, and the maximum if not 0."""
 
     name: str
     parameters: tuple[MergeParameter, ...]
@@ -97,7 +97,7 @@ def _alone(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms
 
 
 class _Way(NamedTuple):
-    """How a method of task vectors works: how they are thinned out, whether signs are elected, and mergekit's defaults."""
+    """How a method of task vectors sparsifies, whether it elects signs, and mergekit's defaults."""
 
     name: str
     how: Sparsification
@@ -144,7 +144,7 @@ def _shares(weights: tuple[float, ...], named: MergedName) -> tuple[float, ...]:
 
 
 def _given(values: Values, name: str, otherwise: Value) -> Value:
-    """A parameter whose default depends on the dialect: empty text stands for that."""
+    """A parameter whose default depends on the dialect: empty text means the default."""
     return values[name] if name in values and values[name] != "" else otherwise
 
 

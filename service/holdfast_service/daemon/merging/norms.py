@@ -1,4 +1,4 @@
-"""L1 norms of task vectors before and after they are thinned out, and the factor that keeps the norm.
+"""L1 norms of task vectors before and after sparsification, and the factor that keeps the norm.
 
 As mergekit's, the factor follows from sums in float64. PaddleFormers sums with numpy in F32, whose result depends on the
 order: numpy halves a range again and again, and so does `PairwiseSum`, stretch by stretch.
@@ -23,7 +23,7 @@ _MASKS_BYTES_MAX = 2**26  # of the masks that are kept from the scan for the mer
 
 
 class _Norm(NamedTuple):
-    """What a block adds to the norms of one task vector: sums, or for PaddleFormers all magnitudes."""
+    """A block's share of the norms of one task vector: sums, or for PaddleFormers all magnitudes."""
 
     before: Any
     after: Any
@@ -31,7 +31,7 @@ class _Norm(NamedTuple):
 
 
 class ScaleFactors:
-    """What task vectors are multiplied by to keep their L1 norm, and the masks that were found on the way.
+    """Factors that keep the L1 norm of task vectors, and their masks.
 
     `measure` blocks by any thread; a tensor's masks are kept for the merge if they are not too long, a bit an element.
     """
@@ -43,7 +43,7 @@ class ScaleFactors:
         self._keeps = sum(thinned) * elements <= 8 * _MASKS_BYTES_MAX
 
     def measure(self, deltas: Sequence[Floats], masks: Sequence[Mask | None], space: Workspace) -> list[_Norm | None]:
-        """What a block adds, of the task vectors that have a mask."""
+        """A block's share, of the task vectors that have a mask."""
         found: list[_Norm | None] = []
         for delta, mask in zip(deltas, masks, strict=True):
             if mask is None:
@@ -59,7 +59,6 @@ class ScaleFactors:
         return found
 
     def find(self, scan: Scan, measure: Callable[[Block], list[_Norm | None]]) -> None:
-        """Scan the tensor."""
         keeps = self._keeps and (scan.length % 8 == 0 or scan.blocks == 1)
         size = -(-self._elements // 8)
         self._kept = [np.empty(size, np.uint8) if keeps and thinned else None for thinned in self._thinned]
@@ -79,11 +78,10 @@ class ScaleFactors:
                 self._factors[number] = np.float32(before[number].value / after[number].value)
 
     def factor(self, number: int) -> np.float32 | None:
-        """What a task vector is multiplied by; None if it stays as it is."""
+        """A task vector's factor; None if it is unchanged."""
         return self._factors[number]
 
     def kept_mask(self, number: int, start: int, count: int) -> Mask | None:
-        """The mask of a stretch, if it was kept."""
         kept = self._kept[number]
         if kept is None:
             return None
@@ -111,7 +109,7 @@ class PlainSum:
 
 
 class PairwiseSum:
-    """What `np.sum` of all elements as one contiguous F32 array is, bit by bit."""
+    """Bit for bit `np.sum` of all elements as one contiguous F32 array."""
 
     def __init__(self, elements: int) -> None:
         self._ranges = list(_ranges(elements))

@@ -1,4 +1,4 @@
-"""Plans a merge as an import of a listing whose tensors are computed: names, shapes and dtypes are compared first."""
+"""Plans a merge as an import of a listing with computed tensors: names, shapes and dtypes are compared first."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Model(NamedTuple):
 
 
 def names_of(recipe: MergeRecipe) -> list[str]:
-    """Every model and adapter that a recipe reads; the first is the one whose small files the result gets."""
+    """Every model and adapter that a recipe reads; the result gets the small files of the first."""
     named = [recipe.assets_of, *recipe.inputs]
     found = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
     return list(dict.fromkeys(found))
 
 
 def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> PlannedImport:
-    """What a merge would write. No tensor is read for it.
+    """Plan a merge, without reading tensors.
 
     Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
     """
@@ -105,7 +105,7 @@ def _config(source: MergeSource, sources: MergeSources) -> bytes:
 
 
 def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
-    """`StateMismatch`, by name and with the nearest names, unless the other model has the same tensors as the first."""
+    """`StateMismatch`, with the nearest names, unless the other model has the same tensors as the first."""
     for here, there in ((first, other), (other, first)):
         missing = sorted(here.tensors.keys() - there.tensors.keys(), key=natural_key)
         if missing:
@@ -187,7 +187,7 @@ def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> li
 
 
 def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:
-    """What state.json says of a merge besides what it says of every import."""
+    """A merge's entry in state.json, besides that of every import."""
     return {
         "method": recipe.method.name,
         "dialect": recipe.dialect,

@@ -41,7 +41,7 @@ _OF_MERGEKIT = ("arcee_fusion", "karcher", "model_stock", "multislerp", "nearswa
 
 
 class ModelName(NamedTuple):
-    """A model of a recipe: a checkpoint (RUN@STEP) or a directory, and perhaps an adapter on top of it."""
+    """A model of a recipe: a checkpoint (RUN@STEP) or a directory, with an optional adapter."""
 
     model: str
     adapter: str | None
@@ -62,7 +62,7 @@ class RecipeModel(NamedTuple):
 
 
 class MergeRecipe(NamedTuple):
-    """A recipe that is read. `models` are without the base, unless the method has no use for one."""
+    """A parsed recipe. `models` are without the base, unless the method does not use one."""
 
     method: Method
     models: tuple[RecipeModel, ...]
@@ -72,7 +72,7 @@ class MergeRecipe(NamedTuple):
     seed: int
     dialect: Dialect
     text: str
-    group: str = GROUP  # whose tensors are merged
+    group: str = GROUP  # the group of the merged tensors
     out_group: str = GROUP
 
     @property
@@ -82,12 +82,12 @@ class MergeRecipe(NamedTuple):
 
     @property
     def inputs(self) -> list[ModelName]:
-        """The models whose tensors go in, in the order in which formulas have them."""
+        """The input models, in the order of formulas."""
         named = [one.name for one in self.models]
         return [*named, self.base] if self.base is not None and self.method.needs_base else named
 
     def terms(self, tensor: str, depth: float) -> Terms:
-        """What is computed for a tensor; `InvalidRequest` by name for a parameter that it lacks."""
+        """The computation for a tensor; `InvalidRequest` for a missing parameter."""
         shared = {one.name: self._value(one.name, (self.settings,), tensor, depth) for one in self._parameters(False)}
         models = [
             {
@@ -99,7 +99,6 @@ class MergeRecipe(NamedTuple):
         return self.method.terms(MergedName(tensor, self.seed, self.dialect), shared, models)
 
     def unused_filters(self, tensors: Sequence[str]) -> list[str]:
-        """Filters that fit no tensor."""
         settings = [self.settings, *(model.settings for model in self.models)]
         return sorted({word for one in settings for setting in one.values() for word in setting.unused(tensors)})
 
@@ -124,7 +123,7 @@ class MergeRecipe(NamedTuple):
 
 
 def read_recipe(text: str) -> MergeRecipe:
-    """Read a recipe. `InvalidRequest` with key and line for whatever is not understood; `LimitExceeded`."""
+    """Read a recipe. `InvalidRequest` with key and line for unknown or invalid contents; `LimitExceeded`."""
     document = read_document(text)
     keys = document.mapping()
     for key in keys:
@@ -151,7 +150,7 @@ def _needed(document: Located, keys: dict[str, Located], name: str) -> Located:
 
 
 def _without_base(recipe: MergeRecipe, document: Located, keys: dict[str, Located]) -> MergeRecipe:
-    """The recipe with its base apart from the models; refused where their number is not the method's."""
+    """Separate the base from the models; refused if their number is not the method's."""
     method, base = recipe.method, recipe.base
     at = keys["models"]
     for number, one in enumerate(recipe.models):
@@ -232,7 +231,7 @@ def _model_name(given: Located) -> ModelName:
 
 
 def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Setting]:
-    """The settings of a model, or those at the top, which may be every parameter."""
+    """The settings of a model, or those at the top, which may have every parameter."""
     if given.value is None:
         return {}
     made = {}

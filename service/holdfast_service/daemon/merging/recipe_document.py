@@ -1,4 +1,4 @@
-"""A recipe's YAML as values that know their line, so that whatever is not understood is refused by key and line."""
+"""A recipe's YAML as values with line numbers, so that errors have key and line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ Scalar = str | int | float | bool | None
 
 
 class Located:
-    """A value of a document, the key or place that it stands at, and its line, from 1 on."""
+    """A value of a document, its key or position, and its line, from 1 on."""
 
     def __init__(self, value: Scalar | list[Located] | dict[str, Located], at: str, line: int) -> None:
         self.value, self.at, self.line = value, at, line
 
     def refuse(self, what: str, hint: str = "") -> NoReturn:
-        """`InvalidRequest` that says the place first."""
+        """`InvalidRequest` with the position first."""
         raise InvalidRequest(f"recipe, line {self.line}: {self.at} {what}", hint=hint, line=self.line, key=self.at)
 
     def mapping(self, known: Iterable[str] | None = None) -> dict[str, Located]:
-        """The value as a mapping; with keys that are not `known` refused."""
         if not isinstance(self.value, dict):
             self.refuse("is not a mapping of keys to values")
         if known is not None:
@@ -44,7 +43,6 @@ class Located:
         return self.value
 
     def items(self) -> list[Located]:
-        """The value as a list."""
         if not isinstance(self.value, list):
             self.refuse("is not a list")
         return self.value
@@ -62,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def read_document(text: str) -> Located:
-    """A recipe's document. `InvalidRequest` with the line for what is no YAML, `LimitExceeded` for one that is too large."""
+    """A recipe's document. `InvalidRequest` with the line for invalid YAML, `LimitExceeded` for one that is too large."""
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
         raise LimitExceeded(f"a recipe has at most {TEXT_BYTES_MAX} bytes")
     try:
@@ -79,7 +77,7 @@ def read_document(text: str) -> Located:
 
 
 def _check_depth(text: str) -> None:
-    """`LimitExceeded` where values are nested too deeply: as it is read, because making values of it would take seconds."""
+    """`LimitExceeded` for values nested too deeply, during parsing: building them would take seconds."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -95,7 +93,7 @@ def _too_much(line: int) -> LimitExceeded:
 
 
 class _Reader:
-    """Turns nodes into values; an alias counts as often as it stands there."""
+    """Turns nodes into values; an alias counts as often as it is used."""
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -126,7 +124,7 @@ class _Reader:
 
 
 def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
-    """What YAML's safe types make of it; anything else is refused."""
+    """A value of YAML's safe types; anything else is refused."""
     kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
     if kind in ("str", "int", "float", "bool", "null"):
         try:

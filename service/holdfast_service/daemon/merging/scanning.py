@@ -1,6 +1,6 @@
 """Stretches of tensors as flat F32 arrays, and scans over whole tensors in blocks of a fixed length.
 
-Sums over a tensor are taken block by block, so no length of a chunk, of a band or of a file changes a bit of them.
+Sums over a tensor are taken block by block, so the lengths of chunks, bands and files change no bit of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Found = TypeVar("Found")
 
 
 class Workspace:
-    """Arrays by name that one thread uses block after block: made again each time, the kernel would clear them each time."""
+    """Named arrays that one thread reuses block after block: the kernel would have to clear new ones each time."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], NDArray[Any]] = {}
 
     def array(self, name: str, count: int, dtype: Any) -> NDArray[Any]:
-        """`count` elements, in which anything may stand."""
+        """`count` elements with arbitrary contents."""
         key = name, np.dtype(dtype).str
         held = self._held.get(key)
         if held is None or held.size < count:
@@ -41,7 +41,7 @@ class Workspace:
 
 
 class Workspaces:
-    """The workspaces of a job, for tensor after tensor: with some of its own each tensor would keep them until the end."""
+    """The workspaces of a job, shared by its tensors: separate ones would be kept until the end."""
 
     def __init__(self) -> None:
         self._idle: list[Workspace] = []
@@ -49,7 +49,6 @@ class Workspaces:
 
     @contextmanager
     def taken(self) -> Iterator[Workspace]:
-        """One that no other thread has."""
         try:
             space = self._idle.pop()
         except IndexError:
@@ -60,7 +59,7 @@ class Workspaces:
             self._idle.append(space)
 
     def inputs(self, number: int) -> Workspace:
-        """Where group `number` of a tensor's stretches is read to, once group `number` - 2 has been computed."""
+        """The memory for group `number` of a tensor's stretches, free once group `number` - 2 has been computed."""
         return self._inputs[number % 2]
 
 
@@ -73,7 +72,7 @@ class Block:
         self.size, self.inputs = stored[0].size if stored else 0, len(stored)
 
     def values(self, number: int, name: str = "values") -> Floats:
-        """An input in F32, in the workspace under this name. It is only read."""
+        """An input in F32, in the workspace under this name. Read-only."""
         stored = self._stored[number]
         if stored.dtype == np.float32:
             return stored
@@ -86,13 +85,13 @@ class Scan(Protocol):
     """Reads a whole tensor once, or some of its blocks."""
 
     def __call__(self, measure: Callable[[Block], Found], numbers: Sequence[int] | None = None) -> Iterator[Found]:
-        """What is measured in each block, in order. Several threads measure, each its own block; what they return must
-        not be part of the block's workspace.
+        """The measurements of all blocks, in order. Several threads measure, each its own block; results must not be part of
+        the block's workspace.
         """
 
     @property
     def blocks(self) -> int:
-        """How many blocks the tensor has."""
+        """The number of blocks."""
 
     @property
     def length(self) -> int:
@@ -100,24 +99,24 @@ class Scan(Protocol):
 
 
 class Formula(Protocol):
-    """The arithmetic of one merged tensor, once it knows what it has to know of the whole tensor."""
+    """The arithmetic of one merged tensor, once it knows its properties as a whole."""
 
     @property
     def row(self) -> int:
         """Stretches begin and end at multiples of so many elements."""
 
     def prepare(self, scan: Scan) -> None:
-        """Find out, by as many scans as it takes, what depends on the whole tensor."""
+        """Compute what depends on the whole tensor, by as many scans as needed."""
 
     def merge(self, block: Block) -> Floats:
-        """The merged elements of a stretch, perhaps in its workspace. Several threads may ask at once."""
+        """The merged elements of a stretch, perhaps in its workspace. Thread-safe."""
 
 
 class Terms(Protocol):
-    """What defines a merged tensor besides its inputs. Its `repr` tells it from any other."""
+    """The definition of a merged tensor besides its inputs, identified by its `repr`."""
 
     def begin(self, shape: tuple[int, ...]) -> Formula:
-        """A formula for a tensor of this shape that has seen nothing yet."""
+        """A new formula for a tensor of this shape."""
 
 
 def read_flat(fetch: FetchBox, tensor: ForeignTensor, start: int, into: NDArray[Any]) -> None:

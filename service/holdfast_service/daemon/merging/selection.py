@@ -1,10 +1,10 @@
 """Exact ranks by magnitude in a tensor that is never held as a whole, mostly by one scan.
 
-Without the sign, bits of floating-point numbers are ordered as their magnitudes. A sample tells about where the element of a
-rank is; one scan counts what is below that window and collects what is inside. Where the sample was wrong, three scans
-find the element for certain: the first counts the upper half of the bits, the second the lower half within the one bin that
-has the rank, the third counts equal elements. Of these the one with the lower index comes first, so the last that counts is
-looked up in its block. NaN counts as larger than any number.
+Without the sign, bits of floating-point numbers are ordered as their magnitudes. A sample estimates the element of a rank;
+one scan counts elements below that window and collects those inside. If the estimate was wrong, three scans find the element
+exactly: the first counts the upper half of the bits, the second the lower half within the one bin that has the rank, the
+third counts equal elements. Of these the one with the lower index comes first, so the last one inside is looked up in its
+block. NaN counts as larger than any number.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def magnitude_bits(values: Floats, into: Bits | None = None) -> Bits:
 
 
 class RankCut(NamedTuple):
-    """The first elements of an order by magnitude: those beyond `bits`, and of those with just these bits the ones
-    whose index is before `before`.
+    """The first elements of an order by magnitude: those beyond `bits`, and those equal to it with an index before
+    `before`.
     """
 
     bits: int
     before: int
 
     def largest(self, found: Bits, start: int) -> Mask:
-        """Which elements of a stretch are inside, where the order begins at the largest."""
+        """The elements of a stretch that are inside, in descending order."""
         if self.before <= start:
             return found > self.bits
         made: Mask = found >= self.bits
@@ -53,7 +53,7 @@ class RankCut(NamedTuple):
         return made
 
     def smallest(self, found: Bits, start: int) -> Mask:
-        """The same where it begins at the smallest."""
+        """The elements of a stretch that are inside, in ascending order."""
         if self.before <= start:
             return found < self.bits
         made: Mask = found <= self.bits
@@ -67,19 +67,20 @@ class RankCut(NamedTuple):
 
     @property
     def magnitude(self) -> np.float32:
-        """That of the last element inside."""
         return np.uint32(self.bits).view(np.float32)
 
 
 class Selector:
-    """Finds the first `count` elements in the order by magnitude, by as many scans as it takes.
+    """Finds the first `count` elements in the order by magnitude, by as many scans as needed.
 
-    Each scan: `measure` every block, or the one that `wanted` names, in any order and by any thread; `add` what it returns,
-    in the order of the blocks; then `end_scan`, until it is `ready`.
+    Each scan: `measure` every block, or the one that `wanted` names, in any order and by any thread; `add` the results, in
+    the order of the blocks; then `end_scan`, until it is `ready`.
     """
 
     def __init__(self, count: int, largest: bool, elements: int, collected_max: int = COLLECTED_MAX) -> None:
-        """`count` is from 1 to `elements`, those of the tensor. `collected_max` bounds memory, and changes no result."""
+        """`count` is from 1 to `elements`, those of the tensor. `collected_max` limits memory, and does not affect
+        results.
+        """
         self._count, self._largest, self._elements, self._collected_max = count, largest, elements, collected_max
         self._left = count
         self._way: _Way = "window" if elements <= collected_max else "high"
@@ -96,7 +97,7 @@ class Selector:
         return self.cut is not None
 
     def predict(self, sample: Bits) -> None:
-        """Say where to look, by some sorted magnitudes of the tensor. They change no result."""
+        """Estimate the window from some sorted magnitudes of the tensor. They do not affect results."""
         if self._elements <= self._collected_max or not sample.size:
             return
         share = (self._count if not self._largest else self._elements - self._count) / self._elements
@@ -111,7 +112,6 @@ class Selector:
         self._way = "window"
 
     def measure(self, found: Bits) -> Any:
-        """Look at a block."""
         if self._way == "window":
             below = int(np.count_nonzero(found < self._low)) if self._low else 0
             if self._low == self._high:
@@ -128,7 +128,7 @@ class Selector:
         return int(np.flatnonzero(found == self._bits)[self._left - 1])
 
     def add(self, start: int, measured: Any) -> None:
-        """What `measure` returned of the block that begins at element `start`."""
+        """Add `measure`'s result for the block that begins at element `start`."""
         if self._way == "window":
             below, inside = measured
             self._below += below
@@ -144,12 +144,11 @@ class Selector:
             self.cut = RankCut(self._bits, start + measured + 1)
 
     def _count_bins(self, counts: NDArray[np.int64]) -> None:
-        """Whole numbers: the order in which blocks are counted does not matter."""
+        """Integers: the order in which blocks are counted does not matter."""
         with self._lock:
             self._bins += counts
 
     def end_scan(self) -> None:
-        """All blocks were added."""
         if self.ready:
             return
         if self._way == "window":
@@ -165,7 +164,7 @@ class Selector:
             self._look_up(self._collected)
 
     def _end_window(self) -> None:
-        """The element, if the window has its rank; else the way that is certain."""
+        """Find the element, if the window has its rank; else start the exact scans."""
         rank = self._elements - self._count + 1 if self._largest else self._count
         inside, lump = self._collected, self._low == self._high
         if not self._below < rank <= self._below + self._inside or self._different > self._collected_max:
@@ -188,14 +187,14 @@ class Selector:
         return self.ready
 
     def _look_up(self, equal: list[int]) -> None:
-        """Look for the last of the first `_left` equal elements, in the block that has it."""
+        """Find the last of the first `_left` equal elements, in the block that has it."""
         reached = np.cumsum(equal)
         self.wanted = int(np.searchsorted(reached, self._left))
         self._left -= int(reached[self.wanted]) - equal[self.wanted]
         self._way, self._collected = "place", []
 
     def _bin_of_the_last(self) -> int:
-        """The bin with the last of the first `_left` elements; what is in the bins before it is counted off."""
+        """The bin with the last of the first `_left` elements; subtracts the bins before it."""
         bins = self._bins[::-1] if self._largest else self._bins
         reached = np.cumsum(bins)
         at = int(np.searchsorted(reached, self._left))
@@ -204,7 +203,7 @@ class Selector:
 
 
 def _nth(inside: Sequence[tuple[Bits, NDArray[np.int64]]], total: int, nth: int) -> tuple[int, int]:
-    """The element with this rank, from 1 on, of those that were collected; and how many are smaller."""
+    """The collected element with this rank, from 1 on; and how many are smaller."""
     values = np.concatenate([values for values, _ in inside])
     if values.size == total:  # all are different within their block
         found = int(np.partition(values, nth - 1)[nth - 1])

@@ -25,7 +25,7 @@ class FilteredValue(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a recipe says of a parameter; the first choice that fits a tensor counts."""
+    """A recipe's values of a parameter; the first choice that fits a tensor counts."""
 
     choices: tuple[FilteredValue, ...]
     line: int
@@ -38,7 +38,6 @@ class Setting(NamedTuple):
         return _at(found.points, depth) if found.gradient else found.points[0]
 
     def unused(self, tensors: Iterable[str]) -> list[str]:
-        """Filters that fit none of the tensors."""
         return [one.filter for one in self.choices if one.filter is not None and not any(map(one.fits, tensors))]
 
 
@@ -46,7 +45,7 @@ Settings = Mapping[str, Setting]
 
 
 def read_setting(given: Located, parameter: MergeParameter) -> Setting:
-    """What stands at a parameter's key; `InvalidRequest` by key and line for what cannot be its value."""
+    """The value at a parameter's key; `InvalidRequest` by key and line for an invalid one."""
     if isinstance(given.value, dict):
         return Setting((_conditional(given, parameter),), given.line)
     if isinstance(given.value, list):
@@ -87,7 +86,7 @@ def _checked(given: Located, parameter: MergeParameter) -> Value:
 
 
 def _at(points: Sequence[Value], depth: float) -> float:
-    """Between the two points around this depth, the first at 0 and the last at 1."""
+    """Interpolate between the two points around this depth, the first at 0 and the last at 1."""
     scaled = depth * (len(points) - 1)
     first = int(scaled)
     share = scaled - first
@@ -95,9 +94,9 @@ def _at(points: Sequence[Value], depth: float) -> float:
 
 
 def depths(tensors: Iterable[str]) -> dict[str, float]:
-    """How deep in the model each tensor is: its layer's number of those with the same name before it, from 0 to 1.
+    """The depth of each tensor in the model: the rank of its layer among tensors of the same name, from 0 to 1.
 
-    Tensors of no layer are at 0, as in mergekit: what is before the layers, and what is behind.
+    Tensors of no layer are at 0, as in mergekit: those before the layers, and those behind.
     """
     layers: dict[str, tuple[str, int]] = {}
     last: dict[str, int] = {}

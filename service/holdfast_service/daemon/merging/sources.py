@@ -1,7 +1,7 @@
-"""What a merge reads: checkpoints of the root, and directories of other programs, side by side under one name space.
+"""The inputs of a merge: checkpoints of the root, and directories of other programs, in one name space.
 
-A file of the model with number N is `N/name` there; a name without a number is a small file of the model whose
-configuration the result gets.
+A file of the model with number N is `N/name` there; a name without a number is a small file of the model whose configuration
+the result gets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep 
 
 
 class ModelPlace(NamedTuple):
-    """Where a model is: a directory of a tier, with what it is called."""
+    """A model's directory in a tier, with its name for messages."""
 
     name: str
     files: Readable
@@ -37,12 +37,12 @@ class ModelPlace(NamedTuple):
 
 
 class MergeSource(NamedTuple):
-    """A model or an adapter that is read. Its tensors and files have their names in the common name space."""
+    """An input model or adapter. Its tensors and files have their names in the common name space."""
 
     name: str
     number: int
     listing: ForeignListing
-    told: Mapping[str, Any]  # what state.json says of it
+    told: Mapping[str, Any]  # its entry in state.json
 
     def tensors(self, *groups: str) -> dict[str, ForeignTensor]:
         """The tensors of the first of these groups that it has, by name."""
@@ -96,8 +96,6 @@ class _Found(NamedTuple):
 
 
 class OneOf:
-    """The files of the directory with a number, as its reader sees them."""
-
     def __init__(self, joined: WatchedSource, number: int) -> None:
         self._joined, self._number = joined, number
 
@@ -118,8 +116,6 @@ class OneOf:
 
 
 class MergeSources(NamedTuple):
-    """All that a merge reads, by name."""
-
     joined: JoinedFiles
     watched: WatchedSource
     by_name: Mapping[str, MergeSource]
@@ -129,8 +125,8 @@ class MergeSources(NamedTuple):
 
 
 def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
-    """Read what every place has, without a tensor. `StateMismatch` and others, by the model's name, for what is not
-    understood; `Damaged` for a checkpoint that does not match its digests.
+    """Read every place's listing, without tensors. `StateMismatch` and others, with the model's name, for unsupported
+    contents; `Damaged` for a checkpoint that does not match its digests.
     """
     share = min(KEPT_BYTES_MAX // max(len(places), 1), EXTENT_BYTES_MAX)
     exports = [_committed(place, share) for place in places]
@@ -193,7 +189,6 @@ def _numbered(listing: ForeignListing, number: int) -> ForeignListing:
 
 
 def placed(tensor: ForeignTensor, number: int) -> ForeignTensor:
-    """A tensor of the model with this number."""
     decoder = None if tensor.decoder is None else PlacedDecoder(tensor.decoder, number)
     return tensor._replace(pieces=_pieces(tensor.pieces, number), copies=_pieces(tensor.copies, number), decoder=decoder)
 
@@ -203,8 +198,6 @@ def _pieces(pieces: tuple[ForeignPiece, ...], number: int) -> tuple[ForeignPiece
 
 
 class PlacedDecoder(NamedTuple):
-    """A decoder of the model with this number."""
-
     decoder: Any
     number: int
 

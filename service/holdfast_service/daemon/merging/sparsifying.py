@@ -27,7 +27,7 @@ _PLACE_BITS = 31  # with the 31 of a magnitude, a key is an ordinary float64
 
 
 class Sparsity(NamedTuple):
-    """How one model's task vector is thinned out: how, to which `density`, and what the way needs besides."""
+    """How one model's task vector is sparsified: the way, the `density`, and further parameters."""
 
     how: Sparsification
     density: float
@@ -37,14 +37,14 @@ class Sparsity(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows that are ranked: of `length` elements, each `step` from the one before, `step` rows side by side."""
+    """The rows that are ranked: of `length` elements at a distance of `step`, `step` rows side by side."""
 
     length: int
     step: int
 
     @property
     def elements(self) -> int:
-        """Of rows that lie side by side."""
+        """Elements of rows that lie side by side."""
         return self.length * self.step
 
 
@@ -58,7 +58,7 @@ def rows_of(shape: tuple[int, ...]) -> Rows:
 class ThinnedVector:
     """Finds which elements of one task vector stay.
 
-    Until it is `ready`: `measure` a scan's blocks, by any thread, `add` what it returns in order, and `end_scan`.
+    Until it is `ready`: `measure` a scan's blocks, by any thread, `add` the results in order, and `end_scan`.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class ThinnedVector:
         return [one for one in self.selectors if not one.ready]
 
     def mask(self, start: int, delta: Floats, space: Workspace) -> Mask:
-        """Which elements of a stretch stay."""
         how = self._sparsity.how
         if how == "random":
             return self._draws.below(self._sparsity.density, start, delta.size)
@@ -133,7 +132,7 @@ class ThinnedVector:
         return made
 
     def chances(self, delta: Floats, space: Workspace) -> Floats | np.float32:
-        """The chance of each element of a stretch to stay, where ranks decide, in the workspace; else the density."""
+        """The chance of each element of a stretch to stay, if ranks decide, in the workspace; else the density."""
         if self._sparsity.how != "ranked":
             return np.float32(self._sparsity.density)
         found = magnitude_bits(delta, space.array("bits", delta.size, np.uint32))
@@ -149,7 +148,7 @@ class ThinnedVector:
 
 
 def _order(rows: Bits) -> NDArray[np.int64]:
-    """Which element of each row is the first, the second and so on; of equal ones the earlier comes first."""
+    """Sorted positions of each row; of equal elements the earlier comes first."""
     keys = rows.astype(np.uint64)
     keys <<= np.uint64(_PLACE_BITS)
     keys |= np.arange(rows.shape[-1], dtype=np.uint64)
@@ -160,7 +159,7 @@ def _order(rows: Bits) -> NDArray[np.int64]:
 
 
 def measured(vectors: Sequence[ThinnedVector], deltas: Sequence[Floats], block: Block) -> list[Any]:
-    """What those selectors of all vectors that wait for this block find in it."""
+    """Measurements of this block for all vectors' waiting selectors."""
     made = []
     for vector, delta in zip(vectors, deltas, strict=True):
         waiting = [one for one in vector.waiting if one.wanted in (None, block.number)]
@@ -171,7 +170,7 @@ def measured(vectors: Sequence[ThinnedVector], deltas: Sequence[Floats], block: 
 
 
 def between(low: np.float32, high: np.float32, share: np.float32) -> np.float32:
-    """The point at this share of the way from one number to another, as numpy's quantile rounds it."""
+    """Linear interpolation, rounded as in numpy's quantile."""
     step = np.float32(high - low)
     if share >= 0.5:
         return np.float32(high - step * (np.float32(1) - share))

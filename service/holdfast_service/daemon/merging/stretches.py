@@ -31,10 +31,10 @@ class MergedPart(NamedTuple):
 
 
 class Stretches:
-    """Reads stretches of tensors of one shape, and computes something of each. For one thread, which starts others."""
+    """Reads stretches of tensors of one shape, and computes a result for each. For one thread, which starts others."""
 
     def __init__(self, inputs: Sequence[ForeignTensor], longest: int, spaces: Workspaces) -> None:
-        """No stretch has more than `longest` elements. Nobody else uses the workspaces meanwhile."""
+        """No stretch has more than `longest` elements. The workspaces are used exclusively."""
         self._inputs, self._spaces = inputs, spaces
         width = sum(dtypes.to_numpy(one.spec.dtype).itemsize for one in inputs)
         self._read_elements = READ_BYTES // max(width, 1)
@@ -43,7 +43,7 @@ class Stretches:
         self._threads = max(min(room, THREADS_MAX, len(os.sched_getaffinity(0))), 1)
 
     def each(self, fetch: FetchBox, stretches: Sequence[MergedPart], act: Callable[[Block], Found]) -> Iterator[Found]:
-        """What `act` returns of each stretch, in their order; errors of the reader and of `act`."""
+        """`act`'s results for all stretches, in order; raises errors of the reader and of `act`."""
         if len(stretches) == 1 or self._threads == 1:
             for number, group in enumerate(self._groups(stretches)):
                 yield from (self._act(act, stretch, stored) for stretch, stored in self._read(fetch, number, group))
@@ -61,10 +61,9 @@ class Stretches:
         finally:
             for _, job in pending:
                 job.cancel()
-            wait([job for _, job in pending])  # nobody computes into what the caller gives up
+            wait([job for _, job in pending])  # no thread may compute into memory that the caller frees
 
     def _groups(self, stretches: Sequence[MergedPart]) -> Iterator[list[MergedPart]]:
-        """Neighbours that are read at once."""
         group: list[MergedPart] = []
         for one in stretches:
             if group and (one.start != group[-1].stop or one.stop - group[0].start > self._read_elements):
@@ -92,7 +91,7 @@ class Stretches:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, which stay: new ones for each band would have malloc spread their arrays over ever more arenas."""
+    """A cached pool: new threads for each band would make malloc use more and more arenas."""
     return ThreadPoolExecutor(threads, "holdfast-merge", initializer=give_way)
 
 

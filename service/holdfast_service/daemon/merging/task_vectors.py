@@ -74,7 +74,7 @@ class TaskFormula:
         scales.find(scan, measure)
 
     def merge(self, block: Block) -> Floats:
-        """base + what is left of the models' task vectors, mixed."""
+        """base + the mixed remains of the models' task vectors."""
         terms, base = self._terms, block.values(block.inputs - 1, "base")
         if terms.consensus or terms.dialect == "paddle":
             weighted = [self._weighted(block, number, base, f"delta {number}") for number in range(block.inputs - 1)]
@@ -105,7 +105,7 @@ class TaskFormula:
                 one.end_scan()
 
     def _predict(self, scan: Scan) -> None:
-        """Let the selectors know by some blocks where to look."""
+        """Estimate the selectors' windows from some blocks."""
         count = min(_SAMPLE_BLOCKS, scan.blocks)
         numbers = sorted({number * (scan.blocks - 1) // max(count - 1, 1) for number in range(count)})
         samples = scan(lambda block: [magnitude_bits(one)[::_SAMPLE_STEP] for one in self._deltas(block)], numbers)
@@ -115,7 +115,6 @@ class TaskFormula:
                 one.predict(joined)
 
     def _summed(self, block: Block, base: Floats) -> Floats:
-        """The weighted task vectors together, or their mean."""
         mixed = block.space.floats("mixed", block.size)
         for number in range(block.inputs - 1):
             weighted = self._weighted(block, number, base, "delta")
@@ -135,7 +134,7 @@ class TaskFormula:
         return [self._delta(block, number, base, f"delta {number}") for number in range(block.inputs - 1)]
 
     def _weighted(self, block: Block, number: int, base: Floats, name: str) -> Floats:
-        """What is left of a task vector, scaled and weighted."""
+        """A task vector's remaining elements, scaled and weighted."""
         vector, made = self._vectors[number], self._delta(block, number, base, name)
         if not vector.all:
             chances = vector.chances(made, block.space) if self._terms.rescale == "density" else None
@@ -182,14 +181,13 @@ def _paddle_mixed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace
 
 
 def _agreeing(weighted: Sequence[Floats], together: Floats) -> list[Mask]:
-    """Of each task vector, the elements that have the sign of the sum; where that is zero, the positive ones."""
+    """For each task vector, the elements that have the sign of the sum; if that is zero, the positive ones."""
     positive = together >= 0
     negative = ~positive
     return [(values > 0) & positive | (values < 0) & negative for values in weighted]
 
 
 def _sum(values: Sequence[Floats], into: Floats) -> Floats:
-    """The sum, one after the other from zero on."""
     for number, one in enumerate(values):
         np.add(one, np.float32(0) if not number else into, out=into)
     return into
