@@ -1,3 +1,3 @@
-"""The storage side of Holdfast: a daemon that owns shared memory, and the control that decides what becomes of it."""
+"""The service of Holdfast: a daemon that owns shared memory, and the control that decides about checkpoints."""
 
 __version__ = "0.1.0"

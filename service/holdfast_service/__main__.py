@@ -40,8 +40,6 @@ DEFAULT_URL = f"http://{LISTEN}"
 
 
 class Activity:
-    """Time of the last use of this daemon."""
-
     def __init__(self) -> None:
         self._last = time.monotonic()
 
@@ -54,7 +52,7 @@ class Activity:
 
 
 class RootPresence:
-    """Whether the directory that is served still stands at its path."""
+    """Whether the served directory is still at its path."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._at = root, identity_of(root.stat())
@@ -62,7 +60,7 @@ class RootPresence:
 
     @property
     def gone_s(self) -> float:
-        """For how long it has been gone, or another directory has been in its place, in seconds."""
+        """Seconds since it was gone or replaced."""
         try:
             if identity_of(self._root.stat()) == self._at:
                 self._seen = time.monotonic()
@@ -72,7 +70,7 @@ class RootPresence:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until told to stop; return the exit status of the error's branch."""
+    """Serve until stopped; return the exit status of the error's branch."""
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         start_logging(config.log_level, config.log_format, config.node)
@@ -92,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
-    """Run all services. Before the address is announced a signal kills; after that it sets `stop`."""
+    """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.access import policy
 
     root = config.root.resolve()
@@ -149,7 +147,6 @@ def _bind(address: tuple[str, int]) -> socket.socket:
 
 
 def _url(listener: socket.socket) -> str:
-    """The address to connect to on this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{bracketed(reachable(host))}:{port}"
 
@@ -215,9 +212,9 @@ def _http(listener: socket.socket, services: Services, activity: Activity, stop:
         yield
     finally:
         server.should_exit = True
-        services.events.hang_up()  # who waits for an event, as well as
+        services.events.hang_up()  # wakes up requests that wait for an event, as well as
         if services.remote is not None:
-            services.remote.close()  # who waits for an outcome, would keep the server from ending
+            services.remote.close()  # requests that wait for an outcome, which would delay the server's end
         thread.join(timeout=10)
         services.audit.close()
 

@@ -30,7 +30,7 @@ NO_LISTENER = NO_SCRUB = NO_END = "none"
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
-RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
+RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for later runs
 TOKEN_SHARE_PERCENT = 50  # of what others have not reserved: one token leaves as much for the next one
 SCRUB_EVERY_S = 7 * 86_400.0
 ON_COMMIT_TIMEOUT_S, ON_EVENT_TIMEOUT_S = 600.0, 60.0
@@ -168,7 +168,7 @@ class Config(BaseModel):
 
     @property
     def usual_policy(self) -> RetentionPolicy:
-        """What is thinned and compacted of runs that have no policy of their own."""
+        """The thinning and compacting of runs without a policy of their own."""
         return RetentionPolicy(keep_full=self.keep_full, optim=self.keep_optim, optim_full=self.keep_optim_full)
 
     @property
@@ -187,9 +187,9 @@ def catalog_url(root: Path) -> str:
 
 
 def command_words(command: str) -> tuple[str, ...]:
-    """The words of a command, as a shell would split them, the first one the path of a program; no shell sees them.
+    """The words of a command, split as by a shell, the first one replaced by the program's path; no shell runs.
 
-    `ValueError` for a command without words, with an open quotation, or whose program is not to be found.
+    `ValueError` for a command without words, with an open quotation, or whose program is not found.
     """
     words = shlex.split(command)
     program = shutil.which(words[0]) if words else None
@@ -199,21 +199,20 @@ def command_words(command: str) -> tuple[str, ...]:
 
 
 def successor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What another daemon needs to take this one's place: all but what the service manager passed to this very process."""
+    """The environment of a successor daemon, without the service manager's variables for this process."""
     known = os.environ if environment is None else environment
     return {k: v for k, v in known.items() if not k.startswith("LISTEN_") and k not in ("NOTIFY_SOCKET", "FDSTORE")}
 
 
 def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the commands of --on-event and --on-commit inherit: what programs need to start and to write text, and nothing
-    that was meant for the daemon.
+    """The environment of --on-event and --on-commit commands: what programs need to start and to write text, without the
+    daemon's own settings.
     """
     known = os.environ if environment is None else environment
     return {name: value for name, value in known.items() if name in _PLAIN or name.startswith("LC_")}
 
 
 def _check_local(path: str | Path) -> None:
-    """`ValueError`, as settings are refused, for a URL."""
     try:
         check_local(path)
     except InvalidRequest as error:
@@ -269,8 +268,8 @@ class StoredDescriptors(NamedTuple):
 
 
 def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors | None:
-    """The fd store of the service manager, if there is one and it does not say that it keeps nothing (systemd without
-    FileDescriptorStoreMax=); otherwise None. Versions of systemd before 254 say neither.
+    """The service manager's fd store; None if there is none, or if it stores nothing (systemd without
+    FileDescriptorStoreMax=). Versions of systemd before 254 set neither variable.
     """
     known = os.environ if environment is None else environment
     notify, room = known.get("NOTIFY_SOCKET", ""), known.get("FDSTORE", "")
@@ -320,7 +319,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _add_retention(parser: argparse.ArgumentParser) -> None:
-    """What is kept of runs for which nobody has set it."""
+    """Add the flags about retention of runs without a policy."""
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
     parser.add_argument(
         "--keep-full",
@@ -334,7 +333,7 @@ def _add_retention(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about shared memory, and what may be had of it."""
+    """Add the flags about shared memory."""
     parser.add_argument(
         "--arena-bytes-max",
         metavar="BYTES",
@@ -407,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_telling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about where the daemon sends alerts, and which other daemons it watches."""
+    """Add the flags about targets of alerts, and watched daemons."""
     parser.add_argument(
         "--notify",
         metavar="FILE",
@@ -423,7 +422,7 @@ def _add_telling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about the commands that are run after commits, and for events."""
+    """Add the flags about commands for commits and events."""
     parser.add_argument(
         "--on-commit",
         metavar="COMMAND",

@@ -1,7 +1,7 @@
-"""Runs a command of the operator's after each commit, one after the other, and never in the way of a save.
+"""Runs an operator's command after each commit, one after the other, without delaying saves.
 
-Each checkpoint's command is run once, by the node that committed it. A daemon that is started again does not run it for what
-was committed before. What fails, takes too long, or cannot be run any more is an event.
+Each checkpoint's command is run once, by the node that committed it. A restarted daemon does not run it for earlier commits.
+Failures and timeouts are events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORDED_S = 10.0  # how long the catalog may take to know of a commit before th
 
 
 class CommandNews(Protocol):
-    """Where it is told what became of commands."""
+    """Records the results of commands."""
 
     def add(
         self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
@@ -38,10 +38,10 @@ class CommandNews(Protocol):
 
 
 class CommitCommands:
-    """The thread that runs the command. Other threads tell it of commits, and never wait for it."""
+    """The thread that runs the command. Other threads report commits to it without waiting."""
 
     def __init__(self, command: Command, news: CommandNews, recorded: Callable[[float], bool], root: Path) -> None:
-        """`recorded` waits so many seconds at most until the catalog knows of all commits, and says whether it does."""
+        """`recorded` waits at most so many seconds until the catalog has all commits, and returns whether it does."""
         self._command, self._news, self._recorded, self._root = command, news, recorded, root
         self._changed = threading.Condition()
         self._waiting: deque[Manifest] = deque()
@@ -52,7 +52,7 @@ class CommitCommands:
         self._thread.start()
 
     def committed(self, made: Manifest) -> None:
-        """A checkpoint stands. Returns at once."""
+        """A checkpoint was committed. Returns at once."""
         late = None
         with self._changed:
             if self._closed:
@@ -67,12 +67,11 @@ class CommitCommands:
             self._failed(late, f"was not run: {why}")
 
     def busy(self) -> bool:
-        """Whether a command runs, or is going to."""
         with self._changed:
             return self._running or bool(self._waiting)
 
     def close(self) -> None:
-        """End the command that runs, and run no other."""
+        """Kill the running command, and run no other."""
         with self._changed:
             if self._closed:
                 return
@@ -111,11 +110,11 @@ class CommitCommands:
         )
         if ended.how:
             self._failed(made, ended.how)
-            # Only the log has it: who may read a run's events need not be allowed to read what a command prints.
+            # Only in the log: not every reader of a run's events may read a command's output.
             log.warning("--on-commit for %s@%s printed at last: %r", made.run, made.step, ended.output)
 
     def _is_mine(self, made: Manifest) -> bool:
-        """Whether this checkpoint's command is run now: another node that finished the same commit may have done so."""
+        """Whether to run this checkpoint's command: another node that finished the same commit may have done so."""
         if not self._recorded(RECORDED_S):
             log.warning("--on-commit for %s@%s: the catalog does not know of it yet", made.run, made.step)
         text = f"the command of --on-commit was started for step {made.step}"

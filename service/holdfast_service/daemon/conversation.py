@@ -1,4 +1,4 @@
-"""A conversation with a rank over the node's socket, in a thread of its own: its requests, answers, and outcomes."""
+"""A rank's connection over the node's socket, in its own thread: requests, replies, and outcomes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 65_536
 FDS_MAX = 16
-REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
+REFUSED_WAIT_S = 5.0  # for the first request of a refused peer
 
 
 class DataPlane(NamedTuple):
@@ -54,11 +54,11 @@ class DataPlane(NamedTuple):
 
 
 class _Unsent(OSError):
-    """The rank has left before it had the answer."""
+    """The rank disconnected before it got the reply."""
 
 
 class Conversation:
-    """One rank: reads its requests, answers each, and passes outcomes on to it from any thread."""
+    """One rank: reads its requests, replies to each, and sends outcomes to it from any thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Conversation:
         self._plane, self._serving, self._callers, self._when_ended = plane, serving, callers, ended
         self._peer = PeerProcess(connection)
         self._send_lock = threading.Lock()
-        self._ending, self._over = threading.Lock(), False  # the lock: nobody asks a descriptor that is being closed
+        self._ending, self._over = threading.Lock(), False  # the lock: no thread queries a descriptor that is being closed
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._asker = NOBODY
@@ -107,7 +107,7 @@ class Conversation:
         }
 
     def has_lost_its_rank(self) -> bool:
-        """Whether the process that connected is gone, also where a child of it holds the connection open. For any thread."""
+        """Whether the connected process is gone, even if a child of it holds the connection open. Thread-safe."""
         with self._ending:
             return self._over or self._peer.gone or hung_up(self._connection)
 
@@ -149,7 +149,7 @@ class Conversation:
                 os.close(fd)
 
     def _meet(self) -> None:
-        """Look who it is. Who may not speak is told so in answer to the first request, and then hung up on."""
+        """Authenticate the peer. A refused one gets the error as the reply to its first request, and is disconnected."""
         try:
             caller = Caller.of(self._connection)
             self._callers.check(caller)
@@ -244,7 +244,7 @@ class Conversation:
         self._send(reply, (segment.fd,))
 
     def _holder(self, who: Participant, bounds: Sequence[Bound]) -> ShareHolder:
-        """Whose share this rank's memory counts for, and what its own limits leave for it."""
+        """The holder of this rank's memory share, and what its own limits leave for it."""
         return ShareHolder(who.run, self._asker.tenant, self._plane.arena.limits(bounds, f"rank {who.rank}'s"))
 
     def _attach(self, request: wire.Attach) -> wire.Reply:
@@ -269,7 +269,7 @@ class Conversation:
         self._segments = [segment]
 
     def _part_with_segments(self, but: ArenaSegment | None = None) -> None:
-        """Give outgrown segments back, as soon as what they hold is saved."""
+        """Free outgrown segments, as soon as their saves are written."""
         outgrown, self._segments = self._segments, []
         for segment in outgrown:
             if segment is not but:

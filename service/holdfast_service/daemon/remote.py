@@ -1,7 +1,7 @@
 """Ranks that share no memory with this daemon: it reserves slots for them, and they upload chunks over HTTP.
 
-For the saver such a rank is a participant like any other. A silent rank counts as dead after a while; its sealed
-slots are saved all the same.
+For the saver such a rank is a participant like any other. A silent rank counts as dead after a while; its sealed slots are
+still saved.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 SILENCE_MAX_S = 60.0
 RANKS_MAX = 2144  # all but a few of them may be one run's, and half of them those of the tokens for one pattern: `shares`
 UNUSED_S = 60.0  # a reservation into which nothing has come for so long is given back, until its rank saves
-DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
+DEPARTED_MAX = 1024  # ranks that count as dead and would be told so
 REAP_INTERVAL_S = 1.0
 
 
 class _Departed(NamedTuple):
-    """A rank that is gone: its run, and the problem that it is told."""
+    """A rank that is gone: its run, and the error for its later requests."""
 
     run: str
     problem: dict[str, Any]
@@ -84,9 +84,7 @@ class RemoteRanks:
         return self._closing.is_set()
 
     def hello(self, rank_id: str, hello: bodies.RankHello, asker: Asker = ADMIN) -> RemoteRank:
-        """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see
-        `shares`.
-        """
+        """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see `shares`."""
         check(hello)
         if hello.root_id not in (None, self.root_id):
             hint = "another daemon than before answers at this address: restart the trainer"
@@ -135,8 +133,8 @@ class RemoteRanks:
         return known
 
     def find(self, rank_id: str, sees: Callable[[str], bool] = lambda run: True) -> RemoteRank:
-        """The rank of this id, heard of now; `RoundAborted` when it was given up, `NoSuchResource` when it said no hello, or
-        is of a run that the asker does not see.
+        """The rank of this id, marked as alive; `RoundAborted` if it was given up, `NoSuchResource` if it is not registered,
+        or of a run that the caller may not see.
         """
         with self._lock:
             found = self._ranks.get(rank_id)
@@ -153,13 +151,13 @@ class RemoteRanks:
         self._part(rank_id, RoundAborted("this rank has disconnected"), parted=True)
 
     def choose(self, who: Participant, turn: int, question: bodies.Question) -> Answer:
-        """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
+        """The step that this rank's attempt restores; `DeadlineExceeded` while earlier sealed saves are being written."""
         if not self._saver.settle(who.run, question.wait_s):
             raise DeadlineExceeded(f"saves of {who.run} are still being written", hint="ask again")
         return self.restores.choose(who, turn, question)
 
     def expire(self) -> None:
-        """Give up ranks that have been silent for too long, and give back what others only reserve."""
+        """Give up ranks that have been silent for too long, and free unused reservations."""
         limit = time.monotonic() - self.silence_max_s
         with self._lock:
             silent = [rank_id for rank_id, rank in self._ranks.items() if rank.heard < limit]
@@ -172,7 +170,7 @@ class RemoteRanks:
             self._part(rank_id, error)
 
     def _excuse(self, seconds: float) -> None:
-        """While this daemon stood still, as it does when stopped by a signal, it could not hear from anybody."""
+        """Extend all deadlines by the time that this daemon was suspended, during which it received nothing."""
         with self._lock:
             for rank in self._ranks.values():
                 rank.heard = min(rank.heard + max(seconds, 0.0), time.monotonic())

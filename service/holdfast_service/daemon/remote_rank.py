@@ -1,4 +1,4 @@
-"""A rank that shares no memory with this daemon: the slots that are kept for it, and what it has sent of them."""
+"""A rank that shares no memory with this daemon: its reserved slots, and its uploads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast_service.daemon.saving.saver import Saver
 
 log = logging.getLogger(__name__)
 
-ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
+ENDED_UPLOADS_MAX = 256  # of a rank: their outcomes can still be requested
 
 
 class RemoteRank:
@@ -51,7 +51,7 @@ class RemoteRank:
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
-        self._asked_to_stop = False  # and not told yet
+        self._asked_to_stop = False  # and not sent yet
 
     def reserve(self, room: Room) -> None:
         """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
@@ -113,7 +113,6 @@ class RemoteRank:
             return self._describe(upload)
 
     def state(self, number: int) -> bodies.Upload:
-        """Progress and outcome of an upload."""
         return self._describe(self._find(number))
 
     def check_room(self, number: int, part: Part, stop: int) -> None:
@@ -197,11 +196,11 @@ class RemoteRank:
         self._saver.waits(self.who, step)
 
     def stopping(self, said: PassedStep) -> LastStep:
-        """Its launch is to stop: how far it is, and where that is."""
+        """Its launch is to stop: report its progress and get the step."""
         return self._saver.stops.report(self.who, said)
 
     def outcomes(self, after: int) -> bodies.Outcomes:
-        """Ended uploads from the `after`-th on; the oldest are not kept. Once, whether it is to say how far it is."""
+        """Ended uploads from the `after`-th on; the oldest are not kept. Also, once, a request to report its progress."""
         with self._lock:
             stop, self._asked_to_stop = self._asked_to_stop, False
             numbers = self._ended[max(after - self._forgotten, 0) :]

@@ -1,9 +1,9 @@
-"""The scrub (I7): everything that is committed is read back from time to time, slowly, so that damage is found while it
-can be mended, and before the bytes are needed.
+"""The scrub (I7): verifies all committed checkpoints periodically and slowly, so that damage is found while it can be
+repaired, and before the bytes are needed.
 
-It gives way to all else: to saves, which it waits for; to others at disk and processor, by its priority and its rate; and
-to removals, since it holds nothing: a checkpoint that goes while it is read was not damaged. How far it is stands in the
-catalog, as the time of each checkpoint's last check, so it goes on where it was when the daemon is started again.
+It gives way to everything: it waits for saves; its priority and rate leave disk and CPU to others; and it holds no
+checkpoint, so removals do not wait: one that is removed while being read was not damaged. Its progress is in the catalog, as
+the time of each checkpoint's last check, so a restarted daemon continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckStopped(BaseException):
     """The daemon shuts down, or the caller cancelled the check (see its cause). Not a failed check."""
 
 
-Progress = Callable[[int], None]  # hears how many bytes are read, and may raise to stop
+Progress = Callable[[int], None]  # gets the number of bytes read, and may raise to stop
 
 
 class ScrubPlan(NamedTuple):
@@ -54,7 +54,7 @@ class ScrubPlan(NamedTuple):
 
 
 class Rate:
-    """A limit in bytes per second; `wait` sleeps in short spans, so that a shutdown is noticed."""
+    """A limit in bytes per second; `wait` sleeps in short spans, so that it notices a shutdown."""
 
     def __init__(self, bytes_per_second: int, sleep: Callable[[float], object]) -> None:
         self._bytes_per_second, self._sleep = bytes_per_second, sleep
@@ -71,7 +71,7 @@ class Rate:
 
 
 class Scrubbed(NamedTuple):
-    """What a pass over checkpoints did; `unread` are those that could not be read, or were gone."""
+    """The result of a pass; `unread` are checkpoints that could not be read, or were gone."""
 
     checkpoints: int
     bytes: int
@@ -91,7 +91,7 @@ class Scrub:
         plan: ScrubPlan,
         claims: CheckClaims | None = None,
     ) -> None:
-        """With `claims`, other nodes scrub the same root: each reads what no other one does."""
+        """With `claims`, several nodes scrub one root: each reads what no other one does."""
         self._claims = claims
         self._unchecked: set[CheckpointId] = set()  # at the last look
         self._stale: set[CheckpointId] = set()  # and at the look before
@@ -105,12 +105,12 @@ class Scrub:
         self._thread.start()
 
     def check_soon(self, found: Iterable[tuple[str, int]]) -> None:
-        """Check committed checkpoints that nobody has verified, first and without the scrub's rate limit."""
+        """Check committed checkpoints that were never verified, first and without the scrub's rate limit."""
         self._found.extend(found)
         self._wake.set()
 
     def close(self) -> None:
-        """Stop, in the middle of a checkpoint if need be: its last check stands, and it stays due."""
+        """Stop, even within a checkpoint, which stays due."""
         self._closing.set()
         self._wake.set()
         self._thread.join()
@@ -118,14 +118,14 @@ class Scrub:
     def scrub(self, run: str | None = None, progress: Progress | None = None) -> Scrubbed:
         """Check all checkpoints, or those of a run, now and in the caller's thread, at the scrub's rate.
 
-        What `progress` raises ends it, and comes out again.
+        Exceptions of `progress` end it, and are raised again.
         """
         places = [place for place in self._decisions.findings.due(utc_now()) if run in (None, place[0])]
         with _stopping():
             return self._pass(places, self.heed(progress, paced=True))
 
     def heed(self, progress: Progress | None, paced: bool) -> Progress:
-        """What readers of whole checkpoints call before each read: it waits for saves, and for the rate if `paced`."""
+        """The callback of readers of whole checkpoints before each read: it waits for saves, and for the rate if `paced`."""
 
         def heed(size: int) -> None:
             while self._saver.writing and not self._closing.is_set():
@@ -173,16 +173,16 @@ class Scrub:
             self._pass(due, self.heed(None, paced=True))
 
     def _due(self) -> list[CheckpointId]:
-        """What was not read back for long, but for what was just committed, which its node has checked."""
+        """Checkpoints not verified for long, without recent commits, which their nodes check."""
         due = self._decisions.findings.due(moments.later(utc_now(), -(self._plan.every_s or 0.0)))
         return self._free([place for place in due if place not in self._unchecked - self._stale])
 
     def _left_unchecked(self) -> list[CheckpointId]:
-        """What was never checked, now and a look ago: the node that has committed it may be gone."""
+        """Checkpoints never checked, now and at the last look: their committing node may be gone."""
         return self._free([place for place in self._decisions.findings.unchecked() if place in self._stale])
 
     def _free(self, places: Sequence[CheckpointId]) -> list[CheckpointId]:
-        """Without what is being checked already, or could not be read."""
+        """Those that are not being checked, and could be read."""
         now, shared = time.monotonic(), self._decisions.shared_checks
         together = shared.going() if shared is not None and places else ()
         may = [place for place in places if self._not_before.get(place, now) <= now and place not in together]
@@ -196,7 +196,7 @@ class Scrub:
             self._pass(chain([first], taken), heed, claims)
 
     def _taken(self, claims: CheckClaims, left: Callable[[], list[CheckpointId]]) -> Iterator[CheckpointId]:
-        """One after the other, each once, while it is this node's."""
+        """Those that this node claims, one after the other."""
         done: set[CheckpointId] = set()
         while (place := claims.take([one for one in left() if one not in done])) is not None:
             done.add(place)
@@ -238,18 +238,17 @@ class CheckJobs:
         self._checker, self._scrub, self._tier = checker, scrub, tier
 
     def verify(self, job: Job, progress: Reports) -> dict[str, Any]:
-        """Check one checkpoint, its `run` and `step`, and say what was read.
+        """Verify one checkpoint, its `run` and `step`, and return what was read.
 
         Raises the first `Damaged` that could not be repaired, once it is recorded; `InvalidRequest`, `NoSuchCheckpoint`,
-        `InUse` when a save is about to replace the checkpoint, what stands in the way of reading, and what `progress` raises
-        to stop.
+        `InUse` if a save is about to replace the checkpoint, read errors, and what `progress` raises to stop.
         """
         if job.run is None or job.step is None:
             raise InvalidRequest("a check needs a run and a step", hint="pass `run` and `step`")
         directory = naming.checkpoint_path(job.run, job.step)
         try:
             total = read_manifest(self._tier, directory).bytes
-        except Damaged:  # the check says so, or has it mended
+        except Damaged:  # the check reports or repairs it
             total = 0
         with _stopping():
             check = self._checker.check(job.run, job.step, self._scrub.heed(_Sum(progress, total).add, paced=False))
@@ -281,7 +280,7 @@ class _Sum:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """What made a check stop comes out as it was raised; `DaemonGone` where the daemon ends."""
+    """Raise the original cause of a stopped check; `DaemonGone` if the daemon ends."""
     try:
         yield
     except CheckStopped as stopped:

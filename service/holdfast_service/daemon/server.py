@@ -57,14 +57,14 @@ class Daemon:
 
     @property
     def busy(self) -> bool:
-        """Whether anybody is connected, or anything is still to be saved or verified."""
+        """Whether a rank is connected, or a save or verification is pending."""
         return self.ranks > 0 or self.saver.busy or self.at_work()
 
     def close(self) -> None:
         """Stop listening, write complete saves, and disconnect the ranks."""
         self._closing.set()
         self._threads[1].join()
-        self.lives.look()  # before we hang up: who is here now may go on with the next daemon
+        self.lives.look()  # before disconnecting: connected ranks may continue with the next daemon
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # the thread that waits for a rank there waits no longer
         self._listener.close()
@@ -93,7 +93,7 @@ class Daemon:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Most likely no descriptor is left. Who wants to connect stays in the kernel's queue meanwhile.
+                # Most likely no descriptor is left. New connections wait in the kernel's queue meanwhile.
                 log.error("cannot accept a rank: %s; raise the limit of open files if it is that", error)
                 self._closing.wait(ACCEPT_RETRY_S)
                 continue

@@ -1,4 +1,4 @@
-"""Runs a command of the operator's that ends with the daemon, in time, and with all that it has started."""
+"""Runs an operator's command with a time limit, and kills it and its descendants with the daemon."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Command(NamedTuple):
-    """What to run: the words, of which the first is a program's path, the environment, and for how long at most."""
+    """A command: its words, of which the first is a program's path, its environment, and its time limit."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 class CommandEnd(NamedTuple):
-    """How it ended, empty if as it should; and the end of what it printed."""
+    """The error of its end, empty if there is none; and the end of its output."""
 
     how: str
     output: str
@@ -52,7 +52,7 @@ class CommandEnd(NamedTuple):
 def run(command: Command, directory: Path, stop: int, more: Mapping[str, str], given: bytes = b"") -> CommandEnd:
     """Run a command in a directory, with `given` as its input and `more` in its environment, and return how it ended.
 
-    It is ended early when its time is over, or when the descriptor `stop` can be read.
+    It is killed when its time is over, or when the descriptor `stop` can be read.
     """
     words = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command.words]
     with open(os.memfd_create("holdfast-input"), "w+b") as read:
@@ -89,7 +89,7 @@ def run(command: Command, directory: Path, stop: int, more: Mapping[str, str], g
 
 
 def _watch(exited: int, stop: int, output: _Output, command: Command) -> str:
-    """Read what it prints until it ends; why it is ended before, empty if it is not."""
+    """Read its output until it ends; returns why it must be killed before, or ""."""
     limit = time.monotonic() + command.seconds_max
     with selectors.DefaultSelector() as selector:
         for what in (exited, stop, output.fd):
@@ -108,14 +108,14 @@ def _watch(exited: int, stop: int, output: _Output, command: Command) -> str:
 
 
 class _Output:
-    """What a command prints, of which the end is kept."""
+    """The end of a command's output."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self.fd, self.tail = pipe.fileno(), b""
         os.set_blocking(self.fd, False)
 
     def read(self) -> bool:
-        """Take what is there; False at its end."""
+        """Read available output; False at its end."""
         try:
             chunk = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -124,7 +124,6 @@ class _Output:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Take what is still there."""
         with suppress(OSError):
             for _ in range(DRAINED):
                 before = self.tail
@@ -133,13 +132,13 @@ class _Output:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the command and all that it started: it is not reaped yet, so its number is still its own."""
+    """Signal the command's process group, whose number is valid because the command is not reaped yet."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def _killed(process: subprocess.Popen[bytes]) -> int:
-    """Kill a command, if it still runs, and all that it started; returns its status."""
+    """Kill a command, if it still runs, and all its descendants; returns its status."""
     _signal(process, signal.SIGKILL)
     try:
         return process.wait(KILLED_S)
