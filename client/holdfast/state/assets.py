@@ -22,11 +22,11 @@ _ACCEPTED = "pass bytes, text, a JSON value, or the path of a file"
 
 
 def collect(assets: Any) -> dict[str, bytes]:
-    """Return the files behind `assets`, by name.
+    """The files of `assets`, by name.
 
-    Accepted are: a file's path, a directory's path (its regular files), a mapping as `of_step` takes it, an object that
-    writes itself with `save_pretrained(directory)` (a config, a tokenizer), and sequences of these. Raises `InvalidRequest`
-    for anything else or a name that the format uses itself, `LimitExceeded` when they are too large.
+    Accepted are: a file's path, a directory's path (its regular files), a mapping as `of_step` takes it, an object with
+    `save_pretrained(directory)` (a config, a tokenizer), and sequences of these. Raises `InvalidRequest` for anything else
+    or a name that the format uses itself, `LimitExceeded` when they are too large.
     """
     if assets is None:
         return {}
@@ -38,11 +38,10 @@ def collect(assets: Any) -> dict[str, bytes]:
 
 
 def of_step(assets: Mapping[str, Any] | None, rank: int) -> dict[str, bytes]:
-    """Return the assets of one save: names with their bytes, text as UTF-8, JSON values as text, or what the file at a path
-    holds now.
+    """The assets of one save: bytes, text as UTF-8, JSON values as text, or the present content of the file at a path.
 
-    Only rank 0's are stored. Other ranks' names are checked, and what they stand for is not looked at. Raises
-    `InvalidRequest` by name for what cannot be stored, and `LimitExceeded` for what is too large.
+    Only rank 0's are stored. Of other ranks only the names are checked. Raises `InvalidRequest` for what cannot be stored,
+    and `LimitExceeded` for what is too large.
     """
     if assets is None:
         return {}
@@ -57,7 +56,7 @@ def of_step(assets: Mapping[str, Any] | None, rank: int) -> dict[str, bytes]:
 
 
 def room_to_grow(assets: Mapping[str, bytes]) -> int:
-    """How many bytes more to reserve for the assets of the next saves: a log that is an asset grows from save to save."""
+    """Extra bytes to reserve for the assets of later saves: a log file grows from save to save."""
     return max(sum(map(len, assets.values())), ROOM_BYTES_MIN) if assets else 0
 
 
@@ -127,7 +126,7 @@ def _encode(name: str, content: Any) -> bytes:
 
 
 def _content_of(name: str, path: Path) -> bytes:
-    """What a regular file holds. Its size is checked first: a file of the wrong kind may be larger than the memory."""
+    """The content of a regular file. Its size is checked first: it may be larger than the memory."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
@@ -140,5 +139,5 @@ def _content_of(name: str, path: Path) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for somebody to write into a pipe."""
+    """Open without waiting for a writer, if it is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)

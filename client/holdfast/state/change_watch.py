@@ -1,8 +1,8 @@
-"""Detects whether the live state still has the structure that an earlier save found, without walking through it again.
+"""Detects whether the live state still has the structure that an earlier save found, without another walk through it.
 
-A walk notes the containers with their contents, the objects that hold the containers, and the tensors with their memory.
+A walk records the containers with their contents, the objects that hold the containers, and the tensors with their memory.
 Another walk would find the same as long as every holder has the identical containers, these hold the identical objects, and
-every tensor is the same stretch of memory.
+every tensor has the same memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "
 
 
 class _Seen(NamedTuple):
-    """A mapping and its contents: its keys and values in order."""
-
     mapping: Mapping[Any, Any]
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
@@ -42,7 +40,7 @@ class _Seen(NamedTuple):
 
 
 class ChangeWatch:
-    """What one walk found. `possible` is False if it met something whose state only a new walk can tell."""
+    """The result of one walk. `possible` is False if it found something whose changes only a new walk can detect."""
 
     def __init__(self) -> None:
         self.possible = True
@@ -88,11 +86,11 @@ class ChangeWatch:
         )
 
     def see(self, mapping: Mapping[Any, Any]) -> None:
-        """Note a container and its present contents."""
+        """Record a container and its present contents."""
         self._seen.append(_Seen(mapping, tuple(mapping), tuple(mapping.values())))
 
     def see_module(self, module: nn.Module) -> None:
-        """Note everything that decides the contents of a module's `state_dict`."""
+        """Record everything that determines a module's `state_dict`."""
         while (inner := module.module if isinstance(module, AveragedModel) else wrapped(module)) is not None:
             self._modules.see(module)  # a wrapper: note its module and its counters
             for mapping in (module._modules, module._buffers):
@@ -111,7 +109,7 @@ class ChangeWatch:
                 self._hooked.append((part, f"{prefix}." if prefix else ""))
 
     def see_optimizers(self, value: object) -> None:
-        """Note the optimizers of an entry, their parameters, and the tensors and values that they keep for each."""
+        """Record the optimizers of an entry, their parameters, and the state of each."""
         found = optimizer_wrappers.find(value).optimizers
         self._optimizers.append((value, found))
         for optimizer in found:
@@ -130,7 +128,7 @@ class ChangeWatch:
                 self._lists.append((group["params"], tuple(group["params"])))
 
     def see_named(self, named: Named, path: str) -> None:
-        """Note the names of what modules hold, and the parts that stand for their tensors."""
+        """Record the modules' own names, and the parts that replace their tensors."""
         if named.asks:
             own = named.own_names(path)
             self._names.append((partial(named.stored_names, path, own), named.stored_names(path, own)))
@@ -140,11 +138,11 @@ class ChangeWatch:
             self._parts.append((partial(shards, name, value), parts))
 
     def see_shards(self, optimizer: ShardedOptimizer) -> None:
-        """Note what an optimizer said of its state by name."""
+        """Record an optimizer's state by name."""
         self._shards.append(optimizer)
 
     def see_memory(self, tensors: Iterable[Storable]) -> None:
-        """Note the memory and form of tensors. Call it once, with all of them."""
+        """Record the memory and form of tensors. Call it once, with all of them."""
         memory: list[torch.Tensor] = []
         values = list(tensors)
         for value in values:
@@ -169,9 +167,7 @@ def _inside(wrapper: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's `state_dict` contains just its containers. Those of TorchScript are not dicts that
-    can be compared.
-    """
+    """Whether a module's `state_dict` contains just its containers. TorchScript's are not dicts that can be compared."""
     held = vars(module)
     return (
         all(isinstance(held.get(container), dict) for container in _CONTAINERS)
@@ -185,7 +181,6 @@ def _is_special(module: nn.Module, method: str) -> bool:
 
 
 def _place(fragment: Fragment) -> tuple[Any, ...]:
-    """The attributes of a fragment, each of which may be replaced."""
     return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.box, fragment.flat
 
 

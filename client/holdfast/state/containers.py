@@ -1,4 +1,4 @@
-"""Puts restored values into the containers, arrays and tensors that the user holds, so that these stay the same objects."""
+"""Puts restored values into the user's containers, arrays and tensors, so that these stay the same objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ABSENT = object()
 
 
 class ContainerKeeper:
-    """Puts values into live objects, for one restore, and notes if a live object had to be replaced by another one.
+    """Puts values into live objects, for one restore, and records replaced objects.
 
     A live object may be at several places of a state, but can hold only one value. If the values restored for these places
     differ, the first place keeps the object, and the others get objects of their own.
@@ -36,9 +36,9 @@ class ContainerKeeper:
         return restoration
 
     def put(self, live: Any, value: Any, path: str) -> Any:
-        """Return the object for the place of `live`: `live` with the new value, or `value` if `live` cannot take it.
+        """The object for the place of `live`: `live` with the new value, or `value` if `live` cannot take it.
 
-        Objects inside that are at the same place in both are treated the same way, at every depth.
+        Nested objects at the same place in both are treated the same way, at every depth.
         """
         if type(live) is tuple and type(value) is tuple:
             items = self._items(live, value, path)
@@ -105,7 +105,7 @@ _KINDS = frozenset({dict, OrderedDict, Counter, defaultdict, list, deque, set, b
 
 
 def is_mutable(live: object) -> bool:
-    """Whether code that holds this object would miss the new value if another object got it."""
+    """Whether code that holds this object would miss a replacement."""
     return type(live) in _KINDS or isinstance(live, torch.Tensor | Fragment)
 
 
@@ -127,7 +127,7 @@ def can_take(live: object, value: object) -> bool:
 
 
 def _place(value: OneTensor) -> tuple[object, ...]:
-    """What must be equal for one tensor's bytes to be another's."""
+    """Identifies a tensor's bytes."""
     local = local_tensor(value)
     if isinstance(value, Fragment):
         return local.dtype, local.shape, *value.place

@@ -1,4 +1,4 @@
-"""What an entry of the state is, by its key and value, and the named tensors that it stands for."""
+"""The kind of an entry of the state, by its key and value, and its named tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StatePart(Protocol):
 
 
 class AskedEntry(StatePart, Protocol):
-    """An entry that is read again at every save, and says what it wants from a checkpoint."""
+    """An entry that is read again at every save, and declares what it wants from a checkpoint."""
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan: ...
 
@@ -67,8 +67,8 @@ def is_loose(key: str, value: object) -> bool:
 
 
 def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[AskedEntry]:
-    """Entries of the group `extra` in the order in which they are restored: objects and values, then the iterators of
-    loaders, then the generators that these have drawn from.
+    """Entries of the group `extra` in the order of restoring: objects and values, then the iterators of loaders, then the
+    generators that these have drawn from.
     """
     entries_now: list[AskedEntry] = []
     generators: list[AskedEntry] = []
@@ -90,7 +90,7 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
 
 
 def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
-    """What a save of these entries leaves out: orders that samplers have drawn, and schedules of learning rates."""
+    """Notes on what a save of these entries leaves out: samplers' orders, and learning-rate schedules."""
     asked = {key: value for key, value in state.items() if not isinstance(value, Mapping)}  # which may have many tensors
     found = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
     given = any(isinstance(value, Given) for value in state.values())  # its adapter knows what else it saves

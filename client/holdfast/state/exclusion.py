@@ -1,4 +1,4 @@
-"""Leaves names out of a save: never what is trained, nor a part of something that only makes sense whole."""
+"""Leaves names out of a save, but never trained tensors, or parts of something that is only useful as a whole."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def check(patterns: object, option: str) -> tuple[str, ...]:
 
 
 def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, str]:
-    """What is trained, by group and name, and why it counts as such. `stepped` are names of parameters as optimizers have
-    them.
-    """
+    """Trained names by group and name, with the reason. `stepped` are the optimizers' names of parameters."""
     why: dict[Key, str] = {}
     keys: dict[str, Key] = {}
     for part in named:
@@ -61,7 +59,7 @@ def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, 
 
 
 def _inner_names(name: str) -> Iterator[str]:
-    """The name, and what is left of it without the names of modules around it, as in `module.weight`."""
+    """The name, and its suffixes without the names of surrounding modules, as in `module.weight`."""
     yield name
     while "." in name:
         name = name.partition(".")[2]
@@ -69,7 +67,7 @@ def _inner_names(name: str) -> Iterator[str]:
 
 
 def keep_trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> list[NamedTensors]:
-    """The parts, of which no trained tensor, and no average of one, is left out because its module says so."""
+    """The parts, where no trained tensor, and no average of one, is left out on its module's wish."""
     if not any(part.state.unsaved for part in named):
         return list(named)
     why = trained(named, stepped)
@@ -84,10 +82,9 @@ def keep_trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> list[
 
 
 class Exclusion:
-    """What patterns leave out of one snapshot, found and checked.
+    """The names that patterns leave out of one snapshot, checked.
 
-    Raises `InvalidRequest`, by name, for what is trained, for what optimizers keep, for a part of an entry or of tied
-    tensors, and for a whole group.
+    Raises `InvalidRequest` for trained tensors, optimizer state, a part of an entry or of tied tensors, and a whole group.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class Exclusion:
         return sorted({f"{group}/{name}" for group, name in (*self.leaves, *self.texts)})
 
     def notes(self) -> tuple[str, ...]:
-        """What is left out, and which patterns leave out nothing."""
+        """Notes on what is left out, and on patterns that match nothing."""
         names, gone = self.names, (*self.leaves, *self.texts)
         idle = [pattern for pattern in self._patterns if not any(covers(pattern, *key) for key in gone)]
         more = ", …" if len(names) > LISTED_MAX else ""
@@ -141,7 +138,7 @@ class Exclusion:
             )
 
     def _whole_entries(self, values: Texts, held: set[Key]) -> None:
-        """With an entry goes all that it refers to. Refuse a part of one: it could not be restored."""
+        """Add everything that an excluded entry refers to. Refuse a part of one: it could not be restored."""
         streams = {key for key in held if key[0] == rng.GROUP and rng.is_stream(key[1])}
         for group, kept in values.items():
             for key, text in kept.items():
@@ -170,5 +167,5 @@ class Exclusion:
 
 
 def is_extra_alone(exclusion: Exclusion) -> bool:
-    """Whether nothing but entries of the group `extra` is left out."""
+    """Whether only entries of the group `extra` are left out."""
     return all(group == extras.GROUP for group, _ in exclusion.leaves)

@@ -46,9 +46,7 @@ class Stateful(NamedTuple):
         return trees.grow(self.target.state_dict(), self.key, self.key, f"{RANK_PREFIX}{self.rank:05d}/{self.key}")
 
     def _shards(self, names: frozenset[str]) -> Mapping[str, Storable]:
-        """Memory for the names that are not one rank's own. It has the form of the live object, because only that tells the
-        sharding.
-        """
+        """Memory for names shared between ranks, shaped as in the live object, which alone has the sharding."""
         if all(name.startswith(RANK_PREFIX) for name in names):
             return {}
         live = self._tree().tensors
@@ -57,9 +55,7 @@ class Stateful(NamedTuple):
 
 class Value(NamedTuple):
     """A nested plain value, perhaps with tensors. It is restored into the live containers, arrays and tensors, or replaces
-    them.
-
-    Every save reads what is in the state's mapping then.
+    them. Every save reads the state's mapping again.
     """
 
     key: str
@@ -118,8 +114,8 @@ class Value(NamedTuple):
 def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
     """The memory to fill, by name: the live tensor's own, or new memory in two cases.
 
-    The first is a tensor that is in the state more than once. The second is a name that several keys share (1 and "1"):
-    which of them has which name depends on their order.
+    The first is a tensor that is in the state more than once. The second is a name that several keys share (1 and "1"),
+    which is assigned by their order.
     """
     times = Counter(frozenset(objects(value)) for value in live.values())
     bases = {name: base for name in live if (base := name.rpartition("~")[0]) in live}

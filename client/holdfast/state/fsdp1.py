@@ -21,9 +21,7 @@ EXTRA_STATE = "_extra_state"
 
 
 class FlatState(NamedTuple):
-    """Tensors and modules' own values, by name as in the wrappers. `release` frees memory that is outdated
-    after a restore.
-    """
+    """Tensors and modules' own values, by name as in the wrappers. `release` frees outdated memory after a restore."""
 
     tensors: dict[str, Storable]
     extras: dict[str, tuple[nn.Module, Any]]
@@ -38,8 +36,7 @@ def is_flat(module: nn.Module) -> bool:
 def flat_state(module: nn.Module, path: str) -> FlatState:
     """The persistent tensors of a module with units of FSDP1: Fragments of the flat shards, and all other tensors.
 
-    Raises `InvalidRequest` with the unit's path if an optimizer would hold flat parameters whole, or if they are gathered
-    now.
+    Raises `InvalidRequest` with the unit's path if an optimizer holds flat parameters whole, or if they are gathered now.
     """
     found = FlatState({}, {}, ())
     handled: set[str] = set()

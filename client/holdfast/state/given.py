@@ -1,4 +1,4 @@
-"""Leaves and values under names that an adapter has chosen, as an entry of the state."""
+"""Leaves and values under an adapter's names, as an entry of the state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from holdfast_formats.errors import InvalidRequest
 
 
 class Taken(dict[str, Any]):
-    """Tensors that an adapter saves as they are now, as an entry of the state. Live objects may have their memory, because
-    the adapter restores them by itself.
+    """Tensors that an adapter saves as they are now. Live objects may share their memory, because the adapter restores them
+    by itself.
     """
 
 
 class Given:
-    """What one save of an adapter contains. With such an entry no random streams are stored: they may be another moment's.
+    """The contents of one save of an adapter. With such an entry no random streams are stored, which may be of another
+    moment.
 
     `groups` are all that any rank stores in. `tensors` and `values`, which are JSON texts, are by group and name. To save
     again, put a new one into the state.
@@ -36,5 +37,5 @@ class Given:
             content.add_value(group, key, text)
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Refuse: what an adapter saved comes back through the adapter."""
+        """Refuse: an adapter restores its own contents."""
         raise InvalidRequest("this state is only saved by a Checkpointer", hint="load it with the adapter that saved it")

@@ -1,4 +1,4 @@
-"""Hyper-parameters on a restore: which are taken from the checkpoint, which stay, and what that replaces."""
+"""Hyper-parameters on a restore: which are taken from the checkpoint, which stay, and which user values that replaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOVED = {
 
 
 class FirstRates:
-    """The learning rate that each parameter group had when it was seen first, which is what its user gave."""
+    """The first learning rate seen of each parameter group: the one that the user set."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[Hyper, Any]] = {}  # the group (kept alive), and its rate
@@ -38,7 +38,7 @@ class FirstRates:
             self._first.setdefault(id(group), (group, group.get("lr")))
 
     def moved(self, group: Hyper) -> float | None:
-        """The rate that a group began with, if it is a number, is another one now, and no schedule has noted it."""
+        """A group's initial rate, if it is a number, has changed, and no scheduler has recorded it."""
         first = self._first.get(id(group), (group, None))[1]
         plain = isinstance(first, float | int) and "initial_lr" not in group
         return first if plain and not _equal(_number(group.get("lr")), first) else None
@@ -46,7 +46,7 @@ class FirstRates:
 
 class LiveGroups(NamedTuple):
     """The parameter groups of an optimizer: its key in the state, the parameters of each by name, the hyper-parameters of
-    each, and the names of those that its user gives, for others are what it counts itself.
+    each, and the names of those that the user sets; others are internal counters.
     """
 
     key: str
@@ -56,7 +56,7 @@ class LiveGroups(NamedTuple):
 
 
 def given_to(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[str]:
-    """What the constructors of these optimizers take."""
+    """The constructor arguments of these optimizers."""
     kinds = {kind for one in optimizers for kind in type(one).__mro__ if issubclass(kind, torch.optim.Optimizer)}
     return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters)
 
@@ -73,9 +73,9 @@ def check_keep(patterns: Sequence[str], live: Iterable[tuple[str, Iterable[Hyper
 
 
 def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selection: Selection) -> list[dict[str, Any]]:
-    """For each live group, the hyper-parameters of the document's group that has its parameters, less what is to be kept.
+    """For each live group, the hyper-parameters of its parameters' stored group, without kept ones.
 
-    Where these were saved in groups that differ, the plan has a conflict, by name.
+    The plan gets a conflict if these were saved in groups that differ.
     """
     by_name = {name: group for group in document["groups"].values() for name in group["params"]}
     began = {name: lr for name, lr in document.get(BEGAN, {}).items() if name in by_name}
@@ -125,8 +125,8 @@ def _shown(hypers: Sequence[Hyper], names: Sequence[str]) -> str:
 
 
 def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: float | None) -> list[str]:
-    """What the user gave and the checkpoint replaces. A value that a schedule has moved since, or the user's own loop, is
-    compared as it began.
+    """User values that the checkpoint replaces. A value that a scheduler or the user's loop has changed since is compared as
+    it began.
     """
     told = []
     for name in sorted(given & live.keys() & stored.keys()):

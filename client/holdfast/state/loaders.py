@@ -1,4 +1,4 @@
-"""Data loaders of a state: their own random generators, and what must happen in which order when they are restored.
+"""Data loaders of a state: their own random generators, and the order of their restoration.
 
 A loader with a generator of its own draws from it when its iterator is made, as torchdata's StatefulDataLoader does. So
 restored iterators are made first, and all generators are set after that.
@@ -22,7 +22,7 @@ _STATELESS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # thos
 
 
 class LoaderGenerator(NamedTuple):
-    """The generator of a loader, which is no entry of the state: saved with the loader, unasked, as each rank's own."""
+    """A loader's generator that is no entry of the state: saved with the loader automatically, for each rank."""
 
     key: str
     stream: Stateful
@@ -35,7 +35,7 @@ class LoaderGenerator(NamedTuple):
         self.stream.collect(content)
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want the generator's state. A checkpoint that has none, but the loader, was saved without; this is noted."""
+        """Want the generator's state. A checkpoint with the loader but without its generator is noted."""
         if stored.value(GROUP, self.stream.key) is not None or not selection.takes(GROUP, self.key):
             return self.stream.plan(stored, selection)
         note = LeftOutNote(f"the checkpoint has no state of the generator of {GROUP}/{self.key}: it keeps its own")
@@ -43,8 +43,8 @@ class LoaderGenerator(NamedTuple):
 
 
 class LoaderIterators(NamedTuple):
-    """Loaders by key. Those that are restored are asked for their state before any generator is set: if they make their
-    iterator for that, they draw from generators, which the interrupted training had drawn before.
+    """Loaders by key. Before any generator is set, restored loaders are asked for their state: if they make their iterator
+    for that, they draw from generators, as the interrupted training had.
     """
 
     loaders: Mapping[str, Any]
@@ -54,19 +54,18 @@ class LoaderIterators(NamedTuple):
         return frozenset({GROUP})
 
     def collect(self, content: Content) -> None:
-        """Nothing: the loaders are entries of their own."""
+        """The loaders are entries of their own."""
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         return PartPlan(actions=[loader.state_dict for key, loader in self.loaders.items() if selection.takes(GROUP, key)])
 
 
 def is_loader(target: Any) -> bool:
-    """Whether an object with a state is iterated by the training."""
     return hasattr(type(target), "__iter__")
 
 
 def own_generator(key: str, loader: Any, state: Mapping[str, Any], rank: int) -> LoaderGenerator | None:
-    """The generator that a loader was given, unless it is an entry of the state itself."""
+    """A loader's generator, unless it is an entry of the state itself."""
     generator = _attribute(loader, "generator")
     if not isinstance(generator, torch.Generator) or any(value is generator for value in state.values()):
         return None
@@ -75,7 +74,7 @@ def own_generator(key: str, loader: Any, state: Mapping[str, Any], rank: int) ->
 
 
 def note_of(key: str, loader: Any) -> LeftOutNote | None:
-    """What a loader with a state does not save: the order in which a sampler of torch draws an epoch."""
+    """A note on the order that a loader's torch sampler draws for an epoch, which is not saved."""
     samplers = (_attribute(loader, path) for path in _SAMPLERS)
     sampler = next((one for one in samplers if isinstance(one, _STATELESS)), None)
     if sampler is None or callable(_attribute(sampler, "state_dict")):

@@ -1,6 +1,4 @@
-"""Makes sure that full-precision copies fit restored weights: the next optimizer step would overwrite the
-weights with them.
-"""
+"""Ensures that full-precision copies fit restored weights: the next optimizer step would overwrite the weights with them."""
 
 from __future__ import annotations
 
@@ -41,9 +39,9 @@ class MasterPair(NamedTuple):
 
 
 class BesideWeights(NamedTuple):
-    """What a state has beside its weights, and a restore of these must not leave behind.
+    """State beside the weights that must be restored with them.
 
-    `nameless` are full-precision copies that no weight has the name of, by name; `averages` are those of EMA.
+    `nameless` are full-precision copies without a weight of their name, by name; `averages` are those of EMA.
     """
 
     weights: tuple[Storable, ...]
@@ -58,8 +56,8 @@ def beside(
     masters: Mapping[str, Storable],
     averages: Iterable[Storable],
 ) -> BesideWeights:
-    """Find every full-precision copy of a weight: in an optimizer's state, by name in the mapping of masters, and the
-    tensors of another module which an optimizer steps in the place of the weights of the same names.
+    """Find every full-precision copy of a weight: in an optimizer's state, in the mapping of masters, and tensors of another
+    module that an optimizer steps in place of the weights of the same names.
 
     `weights` have their names in the group `model`, and others the name of their group in front.
     """
@@ -85,7 +83,7 @@ def is_wider(copy: Storable, weight: Storable) -> bool:
 
 
 def is_copy(value: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a tensor that an optimizer keeps, under whatever name, is the weight in more bits: rounded it equals it."""
+    """Whether an optimizer's tensor, under any key, is the weight in more bits: rounded it equals it."""
     if not is_wider(value, weight) or value.shape != weight.shape or not weight.numel():
         return False
     if not has_memory(value) or not has_memory(weight):  # a class of its own may not know how to compare
@@ -97,26 +95,26 @@ def is_copy(value: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _rounds_to(value: torch.Tensor, weight: torch.Tensor) -> bool:
-    """A NaN is equal to a NaN here: who restores weights that have some must not keep their copies."""
+    """Whether a value rounds to the weight; NaN equals NaN, because weights with NaN may have copies, too."""
     rounded = value.to(weight.dtype)
     return torch.equal(rounded, weight) or bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
 
 
 def is_varied(weight: torch.Tensor) -> bool:
-    """Whether other values than one are in it, so that something equal to it is so by no accident."""
+    """Whether it has several values, so that an equal tensor is no coincidence."""
     with torch.no_grad():
         known = weight.detach().nan_to_num()
         return known.numel() > 1 and bool((known != known[(0,) * known.dim()]).any())
 
 
 def in_form_of(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The tensor, as a view in the form of the weight if it has the same elements in a row."""
+    """The tensor in the weight's shape, as a view, if it has the same elements in a row."""
     flat = value.dim() == 1 != weight.dim() and value.numel() == weight.numel() and has_memory(value)
     return value.view(weight.shape) if flat and value.is_contiguous() else value
 
 
 def is_kept_by_fragments(name: str, weight: Storable, value: Storable) -> bool:
-    """`is_copy` for a weight and a value of which this rank may hold other parts each."""
+    """`is_copy` for a weight and a value of which this rank may hold different parts."""
     pair = MasterPair(name, weight, value)
     if not is_wider(value, weight) or not all(map(has_memory, (*local_tensors(weight), *local_tensors(value)))):
         return False
@@ -125,14 +123,14 @@ def is_kept_by_fragments(name: str, weight: Storable, value: Storable) -> bool:
 
 
 def _can_hold(pair: MasterPair) -> bool:
-    """Whether a copy takes every value of the weight as it is; remainders of bits, or scaled values, do not."""
+    """Whether a copy takes every value of the weight exactly; remainders of bits, or scaled values, do not."""
     master, weight = pair.master.dtype, pair.weight.dtype
     return master.is_floating_point and (master == weight or torch.promote_types(master, weight) == master)
 
 
 def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | None) -> MatchedLeaves:
-    """Return the restoration if every restored weight's copy is restored too; with "from-model", copies are set from the
-    weights. An average that is left behind is noted.
+    """The restoration, if every restored weight's copy is restored too; with "from-model", copies are set from the weights.
+    An average that is not restored is noted.
 
     Raises `StateMismatch` with the names otherwise.
     """
@@ -213,7 +211,7 @@ def _boxes(value: Storable, name: str) -> list[Box]:
 
 
 def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Views of a copy, and where this rank's part of the weight has the same elements; None if it lacks some of them."""
+    """Views of a copy, and of the same elements in this rank's part of the weight; None if it lacks some of them."""
     if _is_alike(pair):
         return list(zip(local_tensors(pair.master), local_tensors(pair.weight), strict=True))
     if global_shape(pair.weight) != global_shape(pair.master):
@@ -229,7 +227,7 @@ def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
 
 
 class _Spans:
-    """Spans of memory. Copies of several weights may be slices of one buffer, of which only some are restored."""
+    """Spans of memory. Copies of several weights may be slices of one buffer, partly restored."""
 
     def __init__(self, spans: Iterable[MemorySpan]) -> None:
         self._starts: list[int] = []

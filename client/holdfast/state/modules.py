@@ -67,8 +67,8 @@ def clean(name: str) -> str:
 class ModuleState(NamedTuple):
     """The live tensors of a module, and its submodules with a value of their own, both by clean name.
 
-    Call `release` after tensors were restored. `unsaved` are names that the module says it makes itself, and that a save
-    leaves out.
+    Call `release` after tensors were restored. `unsaved` are names that the module recomputes itself, and that a save leaves
+    out.
     """
 
     tensors: dict[str, Storable]
@@ -110,7 +110,7 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
 
 
 def _made_by_itself(module: nn.Module, tensors: Mapping[str, Storable]) -> frozenset[str]:
-    """The names in `_keys_to_ignore_on_save` of a model of transformers. What is trained, or tied, is stored."""
+    """The names in `_keys_to_ignore_on_save` of a transformers model, except trained and tied tensors."""
     try:
         named: object = getattr(module, "_keys_to_ignore_on_save", None)
     except Exception:  # a module's own __getattr__ may raise anything
@@ -128,12 +128,11 @@ def is_trained(value: Storable) -> bool:
 
 
 def mapping_state(value: Mapping[str, Any], path: str) -> ModuleState:
-    """The live tensors of a mapping for which `is_tensors` holds."""
     return ModuleState({name: fragment_list(item, f"{path}.{name}") or item for name, item in value.items()}, {})
 
 
 def is_tensor(value: object) -> bool:
-    """Whether an object stands for one tensor: a tensor, a Fragment, or a list or tuple of nothing but Fragments."""
+    """Whether an object is one tensor of the state: a tensor, a Fragment, or a list or tuple of Fragments only."""
     if type(value) in (list, tuple):
         return bool(value) and all(isinstance(part, Fragment) for part in value)  # type: ignore[attr-defined]
     return isinstance(value, torch.Tensor | Fragment)
@@ -149,9 +148,9 @@ def is_tensors(value: object) -> bool:
 
 
 def refuse_empty_lists(path: str, value: object, only_tensors: bool) -> None:
-    """Refuse, by name, empty lists that can only stand for Fragments: among tensors alone, with a list of Fragments.
+    """Refuse empty lists that can only mean Fragments: among tensors alone, with a list of Fragments.
 
-    `only_tensors` means that the mapping has no place for anything else, so that it needs no such list.
+    `only_tensors`: the mapping has no place for anything else, so that it needs no such list.
     """
     if not isinstance(value, Mapping):
         return
@@ -166,8 +165,8 @@ def refuse_empty_lists(path: str, value: object, only_tensors: bool) -> None:
 
 
 def _set_extra(owner: nn.Module, live: Any, value: Any) -> None:
-    """Give a module its own value in the form in which it has it: tensors on its device, and bytes that another program
-    wrote as a stream.
+    """Set a module's own value in its present form: tensors on its device, and bytes that another program wrote as a
+    stream.
     """
     if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
         value = value.to(live.device)
@@ -181,7 +180,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _refuse_cycles(module: nn.Module, path: str, above: tuple[int, ...]) -> None:
-    """Refuse, by name, a module that contains itself: torch would walk through it without end."""
+    """Refuse a module that contains itself: torch would recurse endlessly."""
     if id(module) in above:
         raise InvalidRequest(f"{path} contains itself", hint="keep the reference out of the module's children: in a list")
     for name, child in module.named_children():
@@ -189,7 +188,7 @@ def _refuse_cycles(module: nn.Module, path: str, above: tuple[int, ...]) -> None
 
 
 def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, tensors that the module created for its `state_dict`: it would never see restored values in them."""
+    """Refuse tensors that the module created for its `state_dict`: restored values would not reach it."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
     foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
     if not foreign:
@@ -252,7 +251,7 @@ def _memory_place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 class NamedTensors(NamedTuple):
-    """Named tensors that form a group, or share a prefix in one: those of a module or of a plain mapping."""
+    """The named tensors of a module or plain mapping, which form a group, or share a prefix in one."""
 
     group: str
     path: str
@@ -265,7 +264,6 @@ class NamedTensors(NamedTuple):
         return frozenset({self.group})
 
     def tensors(self) -> Iterator[Storable]:
-        """The live tensors."""
         return iter(self.state.tensors.values())
 
     def collect(self, content: Content) -> None:
@@ -305,13 +303,13 @@ class NamedTensors(NamedTuple):
         return plan
 
     def left_out(self) -> list[str]:
-        """The names that a save leaves out because the module says so."""
+        """Names that a save leaves out on the module's wish."""
         if not self.state.unsaved:
             return []
         return [f"{self.group}/{self._stored_name(name)}" for name in self.state.tensors if name in self.state.unsaved]
 
     def still_left_out(self) -> bool:
-        """Whether those are still what they were: none is trained by now."""
+        """Whether those are still untrained."""
         return not any(is_trained(self.state.tensors[name]) for name in self.state.unsaved)
 
     def _plan_extra(self, plan: PartPlan, stored: OfferedLeaves, name: str, install: Callable[[Any], None]) -> None:

@@ -25,14 +25,12 @@ Shards = Callable[[str, Any], Any]
 class Named:
     """An entry of the state: one module, or several, as one group whose name is the entry's key.
 
-    `rename` turns a tensor's own name into the stored one: a function, or a mapping that leaves the names that it lacks as
-    they are. `only` says which tensors belong to the group, by their own names: a function that is true for those, or
-    patterns, of which one must match the whole name: text as in `fnmatch`, or compiled regular expressions. The others
-    are neither saved nor restored. `shards` is called with the own name of each tensor and the tensor that the module has
-    for it; it returns what stands for that: Fragments of a partition that the framework keeps, or the tensor itself, and
-    never a copy, because a restore writes into it. Names are those that the modules would have without it. Parameters stay
-    the objects that they are: an optimizer in the state that steps them is stored under the stored names, and one that
-    steps a parameter which is left out is refused.
+    `rename` maps a tensor's own name to the stored one: a function, or a mapping; names missing in it stay. `only` selects
+    tensors by their own names: a function, or patterns, of which one must match the whole name: text as in `fnmatch`, or
+    compiled regular expressions. The others are neither saved nor restored. `shards(name, tensor)` returns Fragments of a
+    partition that the framework keeps, or the tensor itself, and never a copy, because a restore writes into it. Names are
+    those that the modules would have without it. Parameters stay the same objects: an optimizer in the state that steps them
+    is stored under the stored names, and one that steps an excluded parameter is refused.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class Named:
         only: Only | None = None,
         shards: Shards | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for anything but modules, and for a `rename`, `only` or `shards` of another kind."""
+        """Raises `InvalidRequest` for anything but modules, and for a `rename`, `only` or `shards` of another type."""
         if shards is not None and not callable(shards):
             raise InvalidRequest(f"shards= of Named must be a function, not a {type(shards).__name__}")
         self._shards = shards
@@ -55,8 +53,8 @@ class Named:
     def state(self, path: str) -> ModuleState:
         """The live tensors of all modules, and values of their own, by stored name; `path` is the entry's key.
 
-        Raises `InvalidRequest`, with the names, where two have one stored name without being one tensor, for a stored name
-        that is none, for keys of `rename` that name nothing, and where `only` keeps nothing.
+        Raises `InvalidRequest` for two different tensors with one stored name, for an invalid stored name, for keys of
+        `rename` that name nothing, and if `only` selects nothing.
         """
         found = [module_state(module, path) for module in self.modules]
         self._check_keys(path, found)
@@ -84,7 +82,7 @@ class Named:
                     yield name, value
 
     def sharded(self, path: str) -> Iterator[tuple[str, Storable, Shards]]:
-        """The own name of every tensor that `shards` is asked for, the tensor, and that function."""
+        """The arguments of every call of `shards`, and that function."""
         if self._shards is not None:
             for module in self.modules:
                 for name, value in module_state(module, path).tensors.items():
@@ -92,17 +90,17 @@ class Named:
                         yield name, value, self._shards
 
     def own_names(self, path: str) -> list[str]:
-        """The names of everything that the modules hold, stored or not."""
+        """The names of all tensors of the modules, stored or not."""
         found = [module_state(module, path) for module in self.modules]
         return [name for one in found for name in (*one.tensors, *one.extras)]
 
     def stored_names(self, path: str, own: Iterable[str]) -> list[str | None]:
-        """The stored names of these names now, None for those that `only` leaves out."""
+        """The stored names of these names now, None for excluded ones."""
         return [self._stored(path, name) if self._keeps(name) else None for name in own]
 
     @property
     def asks(self) -> bool:
-        """Whether functions decide about names; their answers may change."""
+        """Whether functions decide about names; their results may change."""
         return callable(self._rename) or self._by_function
 
     def _shard(self, path: str, name: str, value: Storable) -> Storable:
@@ -152,8 +150,6 @@ class Named:
 
 
 class _Merged:
-    """What several modules hold, by stored name."""
-
     def __init__(self, path: str) -> None:
         self.tensors: dict[str, Storable] = {}
         self.values: dict[str, tuple[nn.Module, Any]] = {}
@@ -185,9 +181,8 @@ class _Merged:
 
 
 def refuse_left_out(key: str, optimizers: Iterable[Optimizer], known: Container[int], state: Mapping[str, Any]) -> None:
-    """Refuse, by name, an optimizer that steps a parameter which `only` leaves out: what is trained would be lost.
-
-    `known` has the identities of the tensors that are stored.
+    """Refuse an optimizer that steps an excluded parameter: its training would be lost. `known` has the identities of the
+    stored tensors.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     unknown = {id(tensor) for group in groups for tensor in group["params"] if id(tensor) not in known}
@@ -205,7 +200,7 @@ def refuse_left_out(key: str, optimizers: Iterable[Optimizer], known: Container[
 
 
 def modules_of(entry: object) -> tuple[nn.Module, ...]:
-    """The modules that an entry of the state consists of; none if it is something else."""
+    """The modules of an entry; none if it is something else."""
     if isinstance(entry, Named):
         return entry.modules
     return (entry,) if isinstance(entry, nn.Module) else ()

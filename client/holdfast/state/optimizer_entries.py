@@ -24,10 +24,10 @@ OptimizerEntry = OptimizerState | ShardedOptimizer
 def optimizers_of(
     state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool, rates: FirstRates
 ) -> list[OptimizerEntry]:
-    """Every optimizer of a state whose other entries are `collections`; `declared` says that a layout is declared. `rates`
-    remembers what they began with.
+    """Every optimizer of a state whose other entries are `collections`; `declared`: a layout is declared. `rates` remembers
+    initial learning rates.
 
-    Refuses a parameter that has two owners or no name.
+    Refuses a parameter with two owners or no name.
     """
     found: list[OptimizerEntry] = []
     owners: dict[str, str] = {}
@@ -74,7 +74,6 @@ def _weights(collections: Sequence[NamedTensors]) -> Iterator[tuple[str, Mapping
 
 
 def _by_name(collections: Sequence[NamedTensors]) -> dict[str, Storable]:
-    """The tensors that an optimizer may step, by the names under which they are stored."""
     found: dict[str, Storable] = {}
     for prefix, tensors in _weights(collections):
         aliases = tied(tensors)

@@ -1,4 +1,4 @@
-"""Puts a checkpoint's optimizer state into live optimizers: into the tensors that they have, or into new ones."""
+"""Puts a checkpoint's optimizer state into live optimizers: into existing tensors, or new ones."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, kee
 
 
 def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
-    """An imported checkpoint with its optimizer under the live one's key, and a note: another program has another key.
+    """An imported checkpoint with its optimizer under the live one's key, which another program names differently, and a
+    note.
 
-    Which parameters it is of is told by their names. So this is only done where there is one of each, and no choice.
+    Only if there is one optimizer in both, because nothing else matches them.
     """
     there = stored.values.get(GROUP, {})
     if not stored.imported or len(keys) != 1 or len(there) != 1 or keys[0] in there:
@@ -104,7 +105,7 @@ class _Resumption:
                 self._claim(parameters[owner], key, (GROUP, name), kinds.get(key, ""))
 
     def _wrappers(self, parameters: Mapping[str, Parameter], stored: Mapping[str, Mapping[str, Any]]) -> None:
-        """Wrapper tensors are filled in place if they are what was stored, or put together; else `StateMismatch`."""
+        """Wrapper tensors are filled in place if they match the stored ones, or rebuilt; else `StateMismatch`."""
         for name, kept in stored.items():
             for key, found in kept.items():
                 path = f"{self.state.key}: {name}/{key}"
@@ -143,8 +144,8 @@ class _Resumption:
                     self._lack(parameters[name], key, kinds.get(key, ""))
 
     def _lack(self, parameter: Parameter, key: str, kind: str) -> None:
-        """The optimizer that was saved had a copy of this parameter. One that has no state yet needs one to go on; one that
-        has state without a copy keeps none.
+        """The saved optimizer had a copy of this parameter. One without state needs one to continue; one with state but
+        without a copy keeps none.
         """
         dtype = stored_dtype(self.stored, parameter.name)
         if self.state.state_of(parameter) or dtype.itemsize <= parameter.tensor.dtype.itemsize:
@@ -176,8 +177,8 @@ class _Resumption:
         self.plan.want(*target, *placed(parameter, *made))
 
     def _dtype_to_make(self, parameter: Parameter, stored: str, shape: Shape, target: Key) -> torch.dtype:
-        """The stored dtype. With `cast`, what torch's optimizers keep in their parameter's dtype has the live one's: their
-        step refuses another.
+        """The stored dtype. With `cast`, state that torch's optimizers keep in their parameter's dtype has the live one's:
+        their step refuses another.
         """
         dtype, live = torch_dtype(stored, target[1]), parameter.tensor.dtype
         inner = parameter.name.partition(".")
@@ -219,7 +220,7 @@ class _Resumption:
 
 
 def stored_dtype(stored: OfferedLeaves, name: str) -> torch.dtype:
-    """The dtype of a parameter's full-precision copy in the checkpoint, or that of most if it was not stored."""
+    """The dtype of a parameter's full-precision copy in the checkpoint, or the most common one if it was not stored."""
     spec = stored.spec(MASTER_GROUP, name)
     return torch.float32 if spec is None else torch_dtype(spec[0], name)
 
@@ -244,7 +245,7 @@ def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def merged(live: Any, value: Any) -> Any:
-    """The stored hyper-parameter as the type of the live one. A tensor keeps its identity, because schedulers and graphs
+    """The stored hyper-parameter in the type of the live one. A tensor keeps its identity, because schedulers and graphs
     hold it.
     """
     if isinstance(live, torch.Tensor) and isinstance(value, float | int | torch.Tensor):
@@ -256,7 +257,7 @@ def merged(live: Any, value: Any) -> Any:
 
 
 class Made(NamedTuple):
-    """A state tensor; `shard` says that, though plain, it is this rank's shard of the state of a sharded parameter."""
+    """A state tensor; `shard`: though plain, it is this rank's shard of the state of a sharded parameter."""
 
     tensor: torch.Tensor
     shard: bool

@@ -1,7 +1,7 @@
 """An optimizer by parameter name, for frameworks that keep its state in partitions of their own.
 
-It is stored as `optimizers` describes, so that a torch optimizer over whole parameters, over DTensors, and any other
-partition read it, and the other way round.
+It is stored as `optimizers` describes, so that a torch optimizer over whole parameters or DTensors, and any other partition,
+can read it, and vice versa.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from holdfast_formats.errors import InvalidRequest
 Group = Mapping[str, Any]
 Kept = Mapping[str, Any]  # what an optimizer keeps of a parameter, by key
 
-_PLAIN = (bool, int, float, str, type(None))  # values whose `repr` tells them apart
+_PLAIN = (bool, int, float, str, type(None))  # immutable values, compared by their `repr`
 
 
 class OptimizerShards:
-    """An entry of the state: an optimizer that says, by parameter name, what this rank keeps of each parameter.
+    """An entry of the state: an optimizer by parameter name, with this rank's part of each.
 
     `groups()` returns its parameter groups, in order: dicts with the names under "params", and the hyper-parameters. Names
     are those under which the state's modules store the parameters. `state()` returns, by name and then by key, tensors,
     Fragments, lists of Fragments, or JSON values such as numbers. A parameter of which this rank keeps no part has empty
     Fragments there; one that it lacks has no state yet. `step` is a tensor without dimensions, as in torch's optimizers.
     Full-precision copies have a key such as "master": they are stored in the group `master`. The tensors are those that the
-    framework keeps, or views of them: a restore writes into them. Who returns the identical Fragments as long as they hold
+    framework keeps, or views of them: a restore writes into them. Returning the identical Fragments while they are valid
     makes saves faster.
 
-    A restore fills the tensors in place. Then it calls `install(groups, values)`: `groups` has the restored
-    hyper-parameters of every group of `groups()`, in order, empty for a group that was not saved; `values`, by name and
-    key, the JSON values, and new tensors or Fragments for what was saved and `state()` lacks. These lie where the
-    parameter's full-precision copy does, else where the parameter itself does; or they are what `new(name, key, dtype)`
-    returns for a key whose tensor has the parameter's shape, such as a part of a new flat buffer.
+    A restore fills the tensors in place. Then it calls `install(groups, values)`: `groups` has the restored hyper-parameters
+    of every group of `groups()`, in order, empty for a group that was not saved; `values`, by name and key, the JSON values,
+    and new tensors or Fragments for saved state that `state()` lacks. These have the place of the parameter's full-precision
+    copy, else of the parameter itself; or they are what `new(name, key, dtype)` returns for a key whose tensor has the
+    parameter's shape, such as a part of a new flat buffer.
 
-    `hooks` are the torch optimizers whose steps change this state: they wait until the last save has copied it. Without
-    any, `save()` copies everything before it returns. All of it is read again at every save.
+    `hooks` are the torch optimizers whose steps change this state: they wait until the last save has copied it. Without any,
+    `save()` copies everything before it returns. All of it is read again at every save.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OptimizerShards:
         hooks: Iterable[torch.optim.Optimizer] = (),
         new: Callable[[str, str, torch.dtype], Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for functions that are none, and for hooks that are no torch optimizers."""
+        """Raises `InvalidRequest` for arguments that are no functions, and for hooks that are no torch optimizers."""
         for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
             if not callable(function):
                 raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")
@@ -89,7 +89,7 @@ class OptimizerShards:
 
 
 class ShardedOptimizer(NamedTuple):
-    """What an `OptimizerShards` under one key said when it was read, checked. `weights` are the parameters by name."""
+    """The checked state of an `OptimizerShards` under one key. `weights` are the parameters by name."""
 
     key: str
     shards: OptimizerShards
@@ -106,11 +106,10 @@ class ShardedOptimizer(NamedTuple):
         return self.kept
 
     def groups_of_parameters(self) -> Sequence[Group]:
-        """The groups as they are now: hyper-parameters may change from save to save."""
+        """The current groups: hyper-parameters may change from save to save."""
         return _groups(self.key, self.shards)
 
     def hyper(self) -> dict[str, dict[str, Any]]:
-        """The hyper-parameters of every group, by the name of its first parameter."""
         groups = {}
         for position, group in enumerate(self.groups_of_parameters()):
             names = list(group["params"])
@@ -119,11 +118,11 @@ class ShardedOptimizer(NamedTuple):
         return groups
 
     def began(self) -> dict[str, float]:
-        """None: the framework's own schedule sets the learning rates."""
+        """The framework's own scheduler sets the learning rates."""
         return {}
 
     def unchanged(self) -> bool:
-        """Whether it would say the same now: the identical tensors and Fragments, equal values, for the same names."""
+        """Whether it would return the same now: the identical tensors and Fragments, equal values, for the same names."""
         groups = self.groups_of_parameters()
         if [group["params"] for group in groups] != [group["params"] for group in self.said]:
             return False
@@ -134,12 +133,10 @@ class ShardedOptimizer(NamedTuple):
         )
 
     def entries(self) -> Iterator[tuple[str, str, Storable]]:
-        """Name, key and value of every tensor."""
         for name in self.kept:
             yield from self.entries_of(name)
 
     def entries_of(self, name: str) -> Iterator[tuple[str, str, Storable]]:
-        """Name, key and value of every tensor of a parameter."""
         for key, value in self.kept[name].items():
             if is_storable(value):
                 yield name, key, value
@@ -157,7 +154,6 @@ class ShardedOptimizer(NamedTuple):
         return (MASTER_GROUP, name) if self.is_master(name, key, value) else (GROUP, f"{name}/{key}")
 
     def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
-        """Name, weight and full-precision copy of every parameter that has one."""
         entries = list(self.entries())
         odd: set[str] = set()  # keys under which copies are, without being called so
         for name, key, value in entries:
@@ -172,7 +168,7 @@ class ShardedOptimizer(NamedTuple):
         self.collect_tensors(content).collect(content)
 
     def collect_tensors(self, content: Content) -> OptimizerDocument:
-        """Add every tensor. Return the part of the document about them, which is valid until there are others."""
+        """Add every tensor. Return the document's part about them, which is valid until there are others."""
         document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
         for name, kept in self.kept.items():
             plain = {key: value for key, value in kept.items() if not is_storable(value)}
@@ -189,7 +185,7 @@ class ShardedOptimizer(NamedTuple):
         return OptimizerDocument(self, document)
 
     def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
-        """Want all tensors that are selected and not done yet."""
+        """Want all selected tensors that are not done yet."""
         for name, key, value in self.entries():
             target = self.target(name, key, value)
             if target not in done and selection.takes(*target):
@@ -197,10 +193,10 @@ class ShardedOptimizer(NamedTuple):
 
 
 def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> ShardedOptimizer:
-    """What an optimizer says now.
+    """Read an optimizer's present state.
 
-    Raises `InvalidRequest`, by name, for a parameter that belongs to no module of the state or has two groups, for state of
-    something that is in no group, and for tensors that are made for the answer only.
+    Raises `InvalidRequest` for a parameter that belongs to no module of the state or has two groups, for state outside of
+    all groups, and for tensors made only for this call.
     """
     said = _groups(key, shards)
     kept: dict[str, dict[str, Any]] = {}
@@ -230,7 +226,7 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
 
 
 def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Kept]) -> None:
-    """Ask for new tensors once more: a restore into those that only the first answer has would be lost without a word."""
+    """Refuse new tensors at each call: a restore into those of the first call would be lost."""
     new = {(name, part) for name in kept for part, value in kept[name].items() if is_storable(value)} - shards.kept_for_good
     again = shards.state() if new else {}
     for name, part in sorted(new):
@@ -285,7 +281,7 @@ def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
 
 
 def _kind(weight: Storable, value: Storable) -> str:
-    """What a restore into a sharded parameter must know, if the shape alone would suggest another kind."""
+    """The kind of a tensor, for restores into a sharded parameter, if the shape alone would suggest another one."""
     if not is_dtensor(weight) or isinstance(value, Fragment | FragmentList):
         return ""
     alike = global_shape(value) == global_shape(weight)

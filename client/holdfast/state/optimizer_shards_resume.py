@@ -1,4 +1,4 @@
-"""Puts a checkpoint's optimizer state into an `OptimizerShards`: into the tensors that it has, or into new ones for it."""
+"""Puts a checkpoint's optimizer state into an `OptimizerShards`: into existing tensors, or new ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Resumption:
         return self.plan
 
     def _masters(self, masters: Mapping[str, list[str]]) -> None:
-        """Claim the full-precision copies, whatever the key that the optimizer which saved them had for them."""
+        """Claim the full-precision copies, whatever key the saving optimizer had for them."""
         for key, names in masters.items():
             for name in names:
                 if name not in self.state.kept:
@@ -80,8 +80,8 @@ class _Resumption:
                     self._lack(name, key)
 
     def _lack(self, name: str, key: str) -> None:
-        """The optimizer that was saved had a copy of this parameter. One that has no state yet needs one to go on; one that
-        has state without a copy keeps none.
+        """The saved optimizer had a copy of this parameter. One without state needs one to continue; one with state but
+        without a copy keeps none.
         """
         weight, dtype = self.state.weights[name], stored_dtype(self.stored, name)
         if self.state.kept[name] or dtype.itemsize <= weight.dtype.itemsize:
@@ -113,8 +113,8 @@ class _Resumption:
         self.values.setdefault(name, {})[key] = made.given if isinstance(made, FragmentList) else made
 
     def _fresh(self, name: str, key: str, dtype: torch.dtype, shape: Shape) -> Storable:
-        """A new tensor: the optimizer's own; or where the parameter's full-precision copy lies, else the parameter itself;
-        a whole one if its shape is another.
+        """A new tensor: from the optimizer; or with the place of the parameter's full-precision copy, else of the parameter;
+        a whole one for another shape.
         """
         known = [v for n, k, v in self.state.entries_of(name) if self.state.is_master(n, k, v)]
         like = (known or [self.state.weights[name]])[0]
@@ -133,7 +133,7 @@ class _Resumption:
         return torch.empty_like(like.detach(), dtype=dtype)
 
     def _values(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the stored JSON values, and which live ones the checkpoint lacks."""
+        """Record the stored JSON values, and live ones that the checkpoint lacks."""
         for name, kept in self.state.kept.items():
             offered = stored.get(name, {})
             for key, value in kept.items():

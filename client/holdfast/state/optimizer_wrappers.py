@@ -1,6 +1,6 @@
-"""Finds torch's optimizers inside the wrappers of frameworks, and state that such a wrapper holds itself.
+"""Finds torch's optimizers inside the wrappers of frameworks, and state of the wrappers themselves.
 
-accelerate, torchtitan, Megatron, apex and Lightning hand out an object with `param_groups` whose steps are those of one or
+accelerate, torchtitan, Megatron, apex and Lightning return an object with `param_groups` whose steps are those of one or
 more torch optimizers inside. The innermost ones hold the trained state: they are saved, restored, watched and waited for.
 All code that needs the optimizers of a state uses this module.
 """
@@ -27,7 +27,7 @@ _NO_OPTIMIZERS = (nn.Module, torch.Tensor, Fragment, str, bytes, int, float, typ
 
 
 class FoundOptimizers(NamedTuple):
-    """The optimizers that step, in a fixed order, and the wrappers that only pass the step on."""
+    """The optimizers that step, in a fixed order, and the wrappers that only delegate the step."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     wrappers: tuple[Any, ...]
@@ -48,7 +48,6 @@ def is_optimizer(value: object, depth: int = 0) -> bool:
 
 def find(value: object) -> FoundOptimizers:
     """The innermost optimizers of an entry for which `is_optimizer` holds; empty if there is no torch optimizer inside.
-
     Those of an `OptimizerShards` are its hooks.
     """
     if isinstance(value, OptimizerShards):
@@ -67,7 +66,6 @@ def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
 
 def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> FoundOptimizers:
     """The innermost optimizers of an entry. Refuse an entry without any, and a wrapper with state that would be lost.
-
     `known` are tensors that are stored anyway.
     """
     found = find(value)
@@ -92,7 +90,7 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
 
 
 def _attribute_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first tensors of each attribute that is an optimizer's own, by the attribute's name."""
+    """The first tensors of each attribute of an optimizer itself, by the attribute's name."""
     for name, item in vars(optimizer).items():
         if name not in _OF_EVERY_OPTIMIZER:
             found = (tensor for tensor in _tensors(item) if tensor.numel() > 1)
@@ -100,8 +98,8 @@ def _attribute_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def _refuse_copies(key: str, optimizer: torch.optim.Optimizer, memory: set[int]) -> None:
-    """Refuse full-precision copies in an attribute, as apex's FusedAdam has them: no `state_dict()` tells of them, and after
-    a restore the next step would go on from those of before.
+    """Refuse full-precision copies in an attribute, as in apex's FusedAdam: `state_dict()` lacks them, and after a restore
+    the next step would use the old ones.
     """
     for name, tensor in _attribute_tensors(optimizer):
         if address(tensor) in memory:
@@ -155,7 +153,6 @@ def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrapper
 
 
 def _held(value: object) -> Iterator[object]:
-    """The optimizers, and collections of them, among an object's attributes."""
     attributes = dict(getattr(value, "__dict__", {}))
     attributes.update((name, _attribute(value, name)) for name in _PROPERTIES if name not in attributes)
     for name, item in attributes.items():
@@ -175,7 +172,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _refuse_own(key: str, wrapper: Any, known: tuple[set[int], set[int]], state: Mapping[str, Any]) -> None:
-    """Refuse state that a wrapper holds itself, because it would not be in the checkpoint."""
+    """Refuse a wrapper's own state, because it would not be in the checkpoint."""
     inner, memory = known
     where, what = f"{key}: the {type(wrapper).__name__} around the optimizer", ""
     own = _attribute(wrapper, "state")

@@ -44,7 +44,7 @@ MASTER_GROUP = masters.MASTER_GROUP
 
 MASTER_KEYS = optimizer_state.MASTER_KEYS
 
-_SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # immutable, compared by `repr`
 
 NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
 
@@ -55,7 +55,7 @@ _WHOLE = "keep it in an optimizer of whole parameters, or save without it: save(
 
 
 class Parameter(NamedTuple):
-    """A parameter of an optimizer: its name, the tensor itself, and the state's view of it (which may be Fragments)."""
+    """A parameter of an optimizer: its name, the tensor, and the state's view of it (which may be Fragments)."""
 
     name: str
     tensor: torch.Tensor
@@ -65,14 +65,13 @@ class Parameter(NamedTuple):
 
     @property
     def local(self) -> torch.Tensor:
-        """The memory of this rank whose form its state has."""
+        """This rank's memory, which has the shape of its state."""
         return self.tensor.detach() if isinstance(self.value, FragmentList) else local_tensor(self.value)
 
 
 class OptimizerState(NamedTuple):
-    """The torch optimizers under one key in the state, usually one, with the names of everything they may hold.
-
-    Several optimizers share one document: the state of a parameter does not depend on which of them steps it.
+    """The torch optimizers under one key in the state, usually one, with the names of all their possible parameters. Several
+    share one document: the state of a parameter does not depend on which of them steps it.
     """
 
     key: str
@@ -116,7 +115,7 @@ class OptimizerState(NamedTuple):
     def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
         """Name, weight and full-precision copy of every parameter that has one in an optimizer's state.
 
-        A key under which one parameter's copy is found has those of all: others may be of zeros, or have changed since.
+        A key with one parameter's copy has those of all: others may be of zeros, or have changed since.
         """
         kept = [(one, list(_inside(self.state_of(one)))) for one in self.parameters()]
         keys: set[str] = set()
@@ -135,7 +134,6 @@ class OptimizerState(NamedTuple):
                     yield parameter.name, weight, value if is_dtensor(value) else local
 
     def tensors(self) -> Iterator[Storable]:
-        """The live tensors of its state."""
         for optimizer in self.optimizers:
             for kept in optimizer.state.values():
                 values = (value for value in kept.values() if isinstance(value, torch.Tensor))
@@ -154,7 +152,7 @@ class OptimizerState(NamedTuple):
         self.collect_tensors(content).collect(content)
 
     def collect_tensors(self, content: Content) -> OptimizerDocument:
-        """Add every state tensor. Return the part of the document about them, which is valid until there are others."""
+        """Add every state tensor. Return the document's part about them, which is valid until there are others."""
         parameters = list(self.parameters())
         self._refuse_ownerless(parameters)
         shards = self.shard_keys()
@@ -188,7 +186,7 @@ class OptimizerState(NamedTuple):
                         plan.want(group, name, *placed(parameter, value, key in shards))
 
     def shard_keys(self) -> frozenset[str]:
-        """Keys under which plain tensors are this rank's shards, as in optimizers that work on local tensors.
+        """Keys whose plain tensors are this rank's shards, as in optimizers that work on local tensors.
 
         A key counts if its tensors have the local shape of every sharded parameter; a single one may have it by chance.
         """
@@ -203,7 +201,7 @@ class OptimizerState(NamedTuple):
         return frozenset(key for key, every in alike.items() if every)
 
     def state_of(self, parameter: Parameter) -> dict[str, Any]:
-        """What is kept of a parameter by key. For a wrapper tensor these are the tensors inside, as `key.attribute`."""
+        """A parameter's state by key. For a wrapper tensor these are the tensors inside, as `key.attribute`."""
         state: dict[str, Any] = parameter.optimizer.state.get(parameter.tensor, {})
         for key in state:
             if not isinstance(key, str) or not key or "/" in key:
@@ -234,7 +232,7 @@ class OptimizerState(NamedTuple):
         return found
 
     def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
-        """Refuse state that belongs to anything but the parameters: it would have no name in the checkpoint."""
+        """Refuse state of anything but the parameters: it would have no name in the checkpoint."""
         owned = {(id(parameter.optimizer), id(parameter.tensor)) for parameter in parameters}
         for optimizer in self.optimizers:
             for key, kept in optimizer.state.items():
@@ -249,7 +247,6 @@ class OptimizerState(NamedTuple):
                     )
 
     def hyper(self) -> dict[str, dict[str, Any]]:
-        """The hyper-parameters of every group, by the name of its first parameter."""
         groups = {}
         for position, group in enumerate(self.groups_of_parameters()):
             names = [self.names[id(tensor)][0] for tensor in group["params"]]
@@ -258,15 +255,13 @@ class OptimizerState(NamedTuple):
         return groups
 
     def began(self) -> dict[str, float]:
-        """The learning rates of groups in which the user's own loop has set another one, by the first parameter."""
+        """Initial learning rates of groups whose rate the user's own loop has changed, by the first parameter."""
         first = {self.names[id(group["params"][0])][0]: group for group in self.groups_of_parameters() if group["params"]}
         found = {name: self.rates.moved(group) for name, group in first.items()}
         return {name: lr for name, lr in found.items() if lr is not None}
 
 
 class Documented(Protocol):
-    """An optimizer, or several, with the hyper-parameters that it has now."""
-
     @property
     def key(self) -> str: ...
     def groups_of_parameters(self) -> Iterable[Mapping[str, Any]]: ...
@@ -275,7 +270,7 @@ class Documented(Protocol):
 
 
 class OptimizerDocument:
-    """Everything of an optimizer's state that is not a tensor, as JSON: hyper-parameters may change from save to save."""
+    """An optimizer's state except tensors, as JSON: hyper-parameters may change from save to save."""
 
     def __init__(self, state: Documented, known: Mapping[str, Any]) -> None:
         self._state, self._known = state, known
@@ -299,7 +294,7 @@ class OptimizerDocument:
 
 
 def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an optimizer keeps of a parameter, also in mappings and lists, by their path."""
+    """The tensors in a parameter's state, including mappings and lists, by path."""
     for key, value in values.items():
         if isinstance(value, torch.Tensor):
             yield f"{path}{key}", value
@@ -309,7 +304,7 @@ def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterat
 
 
 def is_elsewhere(parameter: Parameter) -> bool:
-    """Whether other ranks hold all of a parameter. Under FSDP1 they alone step it."""
+    """Whether other ranks hold all of a parameter. Under FSDP1 only they step it."""
     value = parameter.value
     return isinstance(value, Fragment) and local_tensor(value).numel() == 0 and 0 not in global_shape(value)
 
@@ -319,7 +314,6 @@ def _is_scalar(value: object) -> bool:
 
 
 def holds(content: Content, key: Key, value: Storable) -> bool:
-    """Whether a leaf of this name already has this tensor's memory."""
     leaf = content.leaves.get(key)
     if leaf is None or not all(map(has_memory, memory := local_tensors(value))):
         return False
@@ -329,7 +323,7 @@ def holds(content: Content, key: Key, value: Storable) -> bool:
 
 
 def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
-    """The state tensor with its place: its own, or that of its parameter."""
+    """The state tensor with its own or its parameter's place."""
     shard = shard and bool(value.dim()) and is_sharded(parameter.value) and not is_dtensor(value)
     return (parameter.value, local_tensor(value)) if shard else (value, None)
 
@@ -343,7 +337,7 @@ def target(parameter: Parameter, key: str, value: torch.Tensor) -> Key:
 
 
 def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:
-    """What a restore must know to create such a tensor, if the shape alone would suggest another kind."""
+    """How a restore creates such a tensor, if the shape alone would suggest another kind."""
     if not is_dtensor(parameter.value):
         return ""
     alike = tuple(value.shape) == global_shape(parameter.value)

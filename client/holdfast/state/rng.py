@@ -95,7 +95,7 @@ def mixed(streams: RandomStreams, rank: int) -> RandomStreams:
 
 
 class Random:
-    """The random streams at two moments: that of a save, and that from which a restored training goes on."""
+    """The random streams at two moments: that of a save, and that from which a restored training continues."""
 
     def __init__(self) -> None:
         self._saved: RandomStreams | None = None
@@ -148,9 +148,7 @@ class RandomState(NamedTuple):
         content.add_value(GROUP, KEY, json_values.dumps(streams.residual, KEY))
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want this rank's streams, or those that it continues. If the checkpoint has none, this is noted
-        and not refused.
-        """
+        """Want this rank's streams, or those that it continues. A checkpoint without any is noted, not refused."""
         plan = PartPlan(claimed={(GROUP, KEY)})
         text = stored.value(GROUP, KEY)
         names = stored.specs.get(GROUP, {})
@@ -188,7 +186,6 @@ def _equal(a: RandomStreams, b: RandomStreams) -> bool:
 
 
 def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
-    """The saved rank whose streams this rank continues."""
     if known is not None and known.rank in saved:
         return known
     return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)

@@ -1,4 +1,4 @@
-"""Parameters that a framework marks as parts of larger ones: saved as they are, without a word, the rest would be lost."""
+"""Finds parameters that a framework marks as parts of larger ones: saved as they are, the rest would be silently lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTITIONED = (
 
 
 def check(path: str, tensors: Mapping[str, Storable], world: int, declared: bool) -> None:
-    """Refuse, by name, tensors that are parts of which nobody says where they belong; `declared` says that a layout does."""
+    """Refuse partial tensors without a known place; `declared`: a layout has their places."""
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not is_sharded(value)}
     if any(is_lazy(value) for value in plain.values()):
         return  # refused by name where the leaf is made

@@ -1,4 +1,4 @@
-"""Random streams that the user holds, as entries of the state: generators of torch, and trackers that hold several.
+"""The user's random streams as entries of the state: torch generators, and trackers of several.
 
 A tracker has `get_states` and `set_states`, as Megatron's CudaRNGStatesTracker, or `get_states_tracker` and
 `set_states_tracker`, as Paddle's. Each rank's streams are its own.
@@ -14,7 +14,7 @@ from holdfast.tensors.json_values import DEPTH_MAX
 from holdfast_formats.errors import StateMismatch
 
 TRACKER_METHODS = (("get_states", "set_states"), ("get_states_tracker", "set_states_tracker"))
-_GENERATOR = "torch.Generator"  # the key under which a generator's state stands for it
+_GENERATOR = "torch.Generator"  # the key of a generator's state
 _DEVICE = "device"
 
 
@@ -28,18 +28,17 @@ class HeldGenerator:
         return _taken(self._generator)
 
     def refuse_unfit(self, stored: Any) -> None:
-        """Raise `StateMismatch` for a document that is not of such a generator; its tensors are not filled yet."""
+        """Raise `StateMismatch` for a document of something else; its tensors are not filled yet."""
         if not _is_taken(stored):
             raise StateMismatch(f"{self._key}: the checkpoint has no state of a torch.Generator under this key")
         _refuse_other_device(self._key, self._generator, stored)
 
     def load_state_dict(self, stored: Any) -> None:
-        """Go on from a stored state."""
         _put(self._key, self._generator, stored)
 
 
 class HeldTracker:
-    """An object with several random streams, which it hands out and takes all at once, as an object with a state."""
+    """A tracker, which gets and sets several random streams at once, as an object with a state."""
 
     def __init__(self, key: str, tracker: Any, get: str, put: str) -> None:
         self._key, self._tracker, self._get, self._put = key, tracker, get, put
@@ -48,11 +47,11 @@ class HeldTracker:
         return _taken(getattr(self._tracker, self._get)())
 
     def refuse_unfit(self, stored: Any) -> None:
-        """Raise `StateMismatch` for generators that are on another device than the live ones."""
+        """Raise `StateMismatch` for generators on another device than the live ones."""
         _refuse_other_devices(self._key, stored, getattr(self._tracker, self._get)())
 
     def load_state_dict(self, stored: Any) -> None:
-        """Give the tracker what it had; generators that it has now stay the same objects."""
+        """Restore the tracker's streams; its present generators stay the same objects."""
         states = _given(self._key, stored, getattr(self._tracker, self._get)())
         try:
             getattr(self._tracker, self._put)(states)
@@ -67,8 +66,8 @@ HeldStreams = HeldGenerator | HeldTracker
 
 
 def stateful(key: str, value: object) -> Any | None:
-    """The object of an entry that is asked for its state, and given it: the entry itself, or one that stands for its random
-    streams; None if it has neither.
+    """The object with `state_dict` of an entry: the entry itself, or an adapter for its random streams; None if it has
+    neither.
     """
     if isinstance(value, type):
         return None
@@ -85,9 +84,8 @@ def _has(value: object, *methods: str) -> bool:
 
 
 def _taken(value: Any, depth: int = 0) -> Any:
-    """The value with the states of generators in their places, and copies of tensors: they change while training goes on.
-
-    What is nested too deeply is refused by its path when it is written.
+    """The value with generators' states in their places, and copies of tensors, which change while training continues. Too
+    deep nesting is refused when it is written.
     """
     if depth > DEPTH_MAX:
         return value
@@ -103,7 +101,9 @@ def _taken(value: Any, depth: int = 0) -> Any:
 
 
 def _given(key: str, stored: Any, live: Any) -> Any:
-    """The stored value in the form of the live one: generators go on in place, and tensors lie on the live ones' device."""
+    """The stored value in the form of the live one: generators continue in place, and tensors are on the live ones'
+    device.
+    """
     if _is_taken(stored):
         generator = live if isinstance(live, torch.Generator) else torch.Generator(stored[_DEVICE])
         _put(key, generator, stored)

@@ -1,7 +1,7 @@
-"""Refuses what a live object made for a moment, such as its `state_dict()`: the object would never see what is restored.
+"""Refuses temporary values of live objects, such as a `state_dict()`: a restore would not reach the object.
 
-Two things tell: the form of a mapping, and tensors that share the memory of a live module or optimizer which is not itself
-in the state.
+They are recognised by the form of a mapping, and by tensors that share the memory of a live module or optimizer which is not
+itself in the state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interva
 
 
 class _Form(NamedTuple):
-    """What a mapping is, by its keys, and what to give to the state instead."""
+    """A mapping's form, by its keys, and what to put into the state instead."""
 
     what: str
     line: str
@@ -51,8 +51,6 @@ _FORMS = (
 
 
 class _Place(NamedTuple):
-    """The elements of memory that a tensor has."""
-
     memory: int
     offset: int
     shape: tuple[int, ...]
@@ -72,13 +70,13 @@ class _Held(NamedTuple):
 
 
 class Temporaries:
-    """Looks through the plain entries of a state. Memory that was found to be no live object's is not looked for again."""
+    """Checks the plain entries of a state. Memory that belongs to no live object is not searched again."""
 
     def __init__(self) -> None:
         self._own: set[int] = set()
 
     def refuse(self, state: Mapping[str, Any]) -> None:
-        """`InvalidRequest`, with the line to write, for a mapping or tensor that a live object made for a moment."""
+        """`InvalidRequest`, with the line to write, for a temporary mapping or tensor of a live object."""
         plain = [held for key, value in state.items() if _is_plain(key, value) for held in _tensors(key, value, (), ())]
         shared = {_place(held.tensor): held for held in _shared(plain)}
         asked = {place.memory for place in shared} - self._own
@@ -93,7 +91,7 @@ class Temporaries:
 
 
 def _is_plain(key: str, value: object) -> bool:
-    """Whether an entry is stored as the values that it is, and not as an object that is asked for them."""
+    """Whether an entry is stored as a plain value, not through a method."""
     asked = bool(modules_of(value)) or isinstance(value, Given | Taken) or optimizer_wrappers.is_optimizer(value)
     return not asked and streams.stateful(key, value) is None
 
@@ -135,7 +133,7 @@ def _refuse_made(held: _Held, kind: str) -> NoReturn:
 
 
 def _shared(plain: Iterable[_Held]) -> Iterator[_Held]:
-    """Those of which something else uses the memory. Parameters are the very objects that are trained."""
+    """Those whose memory something else uses. Parameters are the trained objects themselves."""
     users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     alone = torch.zeros(1)
     lone = local_tensor(alone)  # nothing but the two has its memory
@@ -156,7 +154,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _as_they_are(state: Mapping[str, Any], plain: Iterable[_Held]) -> set[int]:
-    """Objects that the state stores as they are: its modules and their tensors, optimizers, and its values' tensors."""
+    """Objects that the state stores directly: its modules and their tensors, optimizers, and its values' tensors."""
     modules = [inner for value in state.values() for module in modules_of(value) for inner in module.modules()]
     tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
     optimizers = optimizer_wrappers.innermost(state)
@@ -164,7 +162,6 @@ def _as_they_are(state: Mapping[str, Any], plain: Iterable[_Held]) -> set[int]:
 
 
 def _owned(owner: Any) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a module, or what an optimizer keeps of its parameters."""
     attributes = vars(owner)
     if isinstance(owner, nn.Module):
         for kept in (attributes.get("_parameters"), attributes.get("_buffers")):
@@ -175,7 +172,7 @@ def _owned(owner: Any) -> Iterator[torch.Tensor]:
 
 
 def _refuse_made_by(owner: Any, shared: Mapping[_Place, _Held], stored: set[int]) -> None:
-    """Refuse what has the memory of a module's tensor and is not that tensor, and what an optimizer keeps."""
+    """Refuse views of a module's tensors, and an optimizer's state."""
     found = (shared.get(_place(tensor)) for tensor in _owned(owner) if id(tensor) not in stored)
     held = next((held for held in found if held is not None), None)
     if held is None:

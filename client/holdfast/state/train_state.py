@@ -77,7 +77,7 @@ MASTER, OPTIM, EXTRA = optimizers.MASTER_GROUP, optimizers.GROUP, extras.GROUP
 class Snapshot(NamedTuple):
     """What this rank would save: leaves are views of live memory, everything else was copied for the snapshot.
 
-    The first `steady` leaves will probably be the same at the next save. `notes` say what was left out.
+    The first `steady` leaves will probably be the same at the next save. `notes` list what was left out.
     """
 
     groups: tuple[str, ...]
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
         return (*self.named, *self.optimizers, *self.others)
 
     def beside_weights(self) -> BesideWeights:
-        """The weights, and what is kept of them besides: full-precision copies and averages."""
+        """The weights, and related state: full-precision copies and averages."""
         weights: dict[str, Storable] = {}
         for part in self.named:
             if part.group not in (MASTER, EMA, EXTRA):
@@ -133,14 +133,12 @@ class Parts(NamedTuple):
 
 
 class SnapshotOf(NamedTuple):
-    """A snapshot, and the parts of the state that it was taken of."""
-
     parts: Parts
     taken: Snapshot
 
 
 class _Walk(NamedTuple):
-    """The result of a walk through the whole state. It holds as long as `watch` and `entries` are unchanged."""
+    """A walk through the whole state, valid while `watch` and `entries` are unchanged."""
 
     parts: Parts
     content: Content  # of named tensors and optimizers
@@ -180,7 +178,9 @@ class TrainState:
         return self._parts().groups
 
     def held(self, group: str) -> GroupLeaves:
-        """The tensors of one group, which the optimizers may hold, in memory of now; the same leaves as at the last save."""
+        """The tensors of one group, which the optimizers may hold, in their present memory; the same leaves as at the last
+        save.
+        """
         walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
         leaves = tuple(leaf for leaf in walk.content.leaves.values() if leaf.group == group)
         return GroupLeaves(leaves, walk.content.aliases.get(group, {}))
@@ -188,7 +188,7 @@ class TrainState:
     def snapshot(self, groups: Collection[str] | None = None, exclude: Sequence[str] = ()) -> Snapshot:
         """The live state of these groups (all, if None); `Refused` with the path of anything that cannot be stored.
 
-        What the patterns `exclude` leave out is in the notes. `InvalidRequest`, by name, for what is trained.
+        Names excluded by `exclude` are in the notes. `InvalidRequest` for trained ones.
         """
         parts, whole = self._snapshot_of_all() if groups is None else self._part_of(groups)
         ignored = [name for part in parts.named if part.group in whole.groups for name in part.left_out()]
@@ -262,7 +262,7 @@ class TrainState:
         return SnapshotOf(parts, made)
 
     def _walked(self) -> _Walk:
-        """Walk through everything, and note what shows later whether this must be repeated."""
+        """Walk through everything, and record what detects later changes."""
         self._temporaries.refuse(self.state)
         parts = self._parts()
         content, watch = Content(known=self._known), ChangeWatch()
@@ -294,9 +294,7 @@ class TrainState:
         return _Walk(parts, content, documents, watch, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
-        """Whether the state's entries are those of the walk. Plain values are read from the state at every save, and may be
-        others.
-        """
+        """Whether the state's entries are those of the walk, except plain values, which are read at every save."""
         return (
             list(self.state) == list(walk.entries)
             and all(now is walk.entries[key] or entries.is_value(key, now) for key, now in self.state.items())
@@ -318,9 +316,9 @@ class TrainState:
         """Compare the live state with the checkpoint and determine where which bytes go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` with the names of all tensors of a wrong shape or
-        dtype. If strict, it also names everything that only one side has. It raises too if weights would be restored without
-        their live masters, unless `from_model` says to set these. Groups that the live state lacks are left out, with a
-        note. With `cast`, floats of another dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay.
+        dtype; if strict, also of everything that only one side has; and for weights without their live masters, unless
+        `from_model` sets these. Groups that the live state lacks are left out, with a note. With `cast`, floats of another
+        dtype are rounded. `keep` are patterns over `key/hyper-parameter` that stay.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
@@ -355,8 +353,8 @@ class TrainState:
         return found
 
     def _parts(self, stored: OfferedLeaves | None = None) -> Parts:
-        """The present entries of the state: modules and tensors, then optimizers, then loaded objects, then
-        random streams.
+        """The present entries of the state: modules and tensors, then optimizers, then loaded objects, then random
+        streams.
         """
         for key, value in self.state.items():
             entries.check_key(key)
@@ -364,7 +362,7 @@ class TrainState:
         modules = entries.module_groups(self.state)
         collections = [entries.named_tensors(key, value, modules, self.rank) for key, value in self.state.items()]
         tensors = [part for part in collections if part is not None]
-        if self.declared is not None:  # it says what all ranks hold together, so all of it is stored
+        if self.declared is not None:  # it describes all ranks together, so everything is stored
             tensors = [part._replace(state=part.state._replace(unsaved=frozenset())) for part in tensors]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)

@@ -1,1 +1,1 @@
-"""What training changes outside of state_dict(): numbers in attributes, buffers that are not persistent, gradients."""
+"""Training state outside of state_dict(): numbers in attributes, non-persistent buffers, gradients."""

@@ -1,4 +1,4 @@
-"""Finds attributes of modules, tensors and optimizers that no state_dict() lists, and that training changes."""
+"""Finds attributes of modules, tensors and optimizers that are in no state_dict(), and that training changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.state.untracked.ownership import (
 from holdfast.state.untracked.traces import UNKNOWN, Tracer, is_data, is_plain
 from holdfast.tensors.fragments import is_dtensor
 
-STORED = frozenset({bool, int, float, str, type(None)})  # kinds whose value is told
+STORED = frozenset({bool, int, float, str, type(None)})  # kinds whose values are reported
 TEXT_MAX = 200
 _PRIVATE = frozenset({bool, int, float})  # plain values that count under a private name of any class
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -29,23 +29,22 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _Rule(NamedTuple):
-    """Which attributes of an object are looked at, and which of those count as changed if they come later."""
+    """Which attributes of an object are watched, and which count as changed if they appear later."""
 
     counts: Callable[[str, object], bool]
     comes: Callable[[str, object], bool]
 
 
 class _Place(NamedTuple):
-    """What a look is at: an object, or a tensor of a module by its name."""
+    """A watched object, or a tensor of a module by its name."""
 
     owner: int
     tensor: str = ""
 
 
 class _Look(NamedTuple):
-    """An object at the first look: its plain attributes with their values, and traces of the others.
-
-    `size` is how many attributes it had, of any kind.
+    """An object when it was first seen: its plain attributes with their values, traces of the others, and `size`, the number
+    of all.
     """
 
     path: str
@@ -58,10 +57,10 @@ class _Look(NamedTuple):
 
 
 class Attributes:
-    """Attributes of objects, as they were when they were first seen.
+    """Attributes of objects when they were first seen.
 
-    All are compared at the first save, and later some at each save, in turn, so that a save of very many modules costs
-    nothing for it. How many attributes there are is compared at each save.
+    All are compared at the first save, and later some at each save, in turn, so that saves of very many modules are not
+    slowed. The number of attributes is compared at each save.
     """
 
     AT_ONCE, OF_TRACE = 512, 8  # looks at each save, and as how many a trace counts
@@ -78,8 +77,8 @@ class Attributes:
         self._next, self._compared = 0, False
 
     def see_modules(self, path: str, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Take a first look at modules and tensors that are new. What has a get_extra_state() decides itself what is stored,
-        and a lazy module is none before its first forward pass.
+        """Record new modules and tensors. A get_extra_state() decides itself what is stored, and a lazy module is skipped
+        until its first forward pass.
         """
         for name, module in modules:
             if isinstance(module, LazyModuleMixin):
@@ -95,7 +94,7 @@ class Attributes:
                     self._see_tensor(_Place(id(module), key), f"{below}.{key}", tensor)
 
     def see(self, path: str, owner: object, but: Collection[str]) -> None:
-        """Take a first look at another object, except its attributes `but`."""
+        """Record another object, except its attributes `but`."""
         if id(owner) not in self._known and hasattr(owner, "__dict__"):
             self._known[id(owner)] = owner
             theirs = {*but, *names_of_frameworks(type(owner).__mro__)}
@@ -104,12 +103,12 @@ class Attributes:
             )
 
     def look_again(self) -> None:
-        """Take what there is now as the first look at everything."""
+        """Record everything again as the first look."""
         for place, look in enumerate(self._looks):
             self._put(place, self._of(look.path, look.held, look.rule, look.held.items()))
 
     def changed(self, whole: bool = False) -> dict[str, object]:
-        """The attributes that were seen to change, by path, with their values now; `whole` compares all at once."""
+        """The changed attributes, by path, with their present values; `whole` compares all at once."""
         self._see_newcomers()
         left = self.AT_ONCE
         for _ in self._turn:
@@ -129,7 +128,7 @@ class Attributes:
             self._look(place, path, held, _OF_TENSORS)
 
     def _see_newcomers(self) -> None:
-        """Attributes that have come since count as changed, or are looked at from now on."""
+        """Later attributes count as changed, or are watched from now on."""
         sizes = list(map(len, self._held))
         if sizes == self._sizes:
             return
@@ -163,7 +162,6 @@ class Attributes:
         self._looks[place], self._held[place], self._sizes[place] = look, look.held, look.size
 
     def _news(self, look: _Look) -> Iterator[str]:
-        """The names of what has changed since."""
         now = tuple(map(look.held.get, look.names))
         if not all(map(is_, now, look.values)):
             for name, old, new in zip(look.names, look.values, now, strict=True):
@@ -182,7 +180,7 @@ class Attributes:
 
 
 def shown(values: Mapping[str, object]) -> dict[str, Any]:
-    """Those whose values can be told: numbers and short texts."""
+    """Those with values that can be reported: numbers and short texts."""
     return {
         path: value
         for path, value in values.items()
@@ -191,12 +189,11 @@ def shown(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def plain_values(path: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an object's plain attributes, by path."""
     return {f"{path}.{name}": value for name, value in held.items() if type(value) in STORED}
 
 
 def _rule_of(module: torch.nn.Module) -> _Rule | None:
-    """Of the user's modules and the frameworks', of torch's layers, and none of what else torch has."""
+    """The rule for the user's and the frameworks' modules, and for torch's layers; None for others of torch."""
     if is_layer(module):
         return _OF_LAYERS
     if is_of_torch(module):
@@ -211,8 +208,8 @@ def _rule_of(module: torch.nn.Module) -> _Rule | None:
 
 
 def _counts(name: str, value: object, theirs: Collection[str]) -> bool:
-    """Whether an attribute of a module, an optimizer or a wrapper is looked at. Under private names, frameworks keep texts,
-    lists and objects of their own.
+    """Whether an attribute of a module, optimizer or wrapper is watched. Frameworks keep texts, lists and objects under
+    private names.
     """
     if name in _OF_EVERY_MODULE:
         return False
@@ -226,7 +223,7 @@ def _counts_in_layer(name: str, value: object) -> bool:
 
 
 def _counts_on_tensor(name: str, value: object) -> bool:
-    """What is kept of gradients is no state, and DeepSpeed names its own marks `ds_`."""
+    """Attributes about gradients are no state, and DeepSpeed prefixes its own marks with `ds_`."""
     if "grad" in name.lower() or name.startswith("ds_"):
         return False
     return not name.startswith("_") or type(value) in _PRIVATE or is_data(value)
@@ -237,7 +234,7 @@ def _never(name: str, value: object) -> bool:
 
 
 def _may_come(name: str, value: object) -> bool:
-    """Whether an attribute that a tensor gets later is no mark of a framework: these are flags, or private."""
+    """Whether a tensor's later attribute is no mark of a framework: these are flags, or private."""
     return not name.startswith("_") and type(value) is not bool
 
 
@@ -246,7 +243,7 @@ _OF_TENSORS = _Rule(_counts_on_tensor, _may_come)
 
 
 def _is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no attributes that its class keeps itself, as those of quantized weights do."""
+    """Whether a tensor has no attributes of its class, as quantized weights do."""
     kind = type(tensor)
     return kind in _TENSORS or is_dtensor(tensor) or not (is_of_framework(kind) or hasattr(kind, "__tensor_flatten__"))
 

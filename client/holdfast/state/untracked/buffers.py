@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 
 
 class _Seen(NamedTuple):
-    """A buffer at the first look: which tensor it was, how often it had been written, and its form."""
+    """A buffer at the first look: the tensor, its version, and its form."""
 
     path: str
     module: nn.Module
@@ -29,7 +29,7 @@ class _Seen(NamedTuple):
 
 
 class Buffers:
-    """The buffers of modules that are not persistent, as they were when they were first seen."""
+    """The non-persistent buffers of modules when they were first seen."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, str], _Seen] = {}
@@ -43,7 +43,7 @@ class Buffers:
                     self._note(".".join(filter(None, (path, prefix, name))), module, name, buffer)
 
     def look_again(self) -> None:
-        """Take what there is now as the first look at all."""
+        """Record everything again as the first look."""
         for (_, name), seen in list(self._first.items()):
             if (buffer := seen.module._buffers.get(name)) is not None:
                 self._note(seen.path, seen.module, name, buffer)
@@ -65,7 +65,7 @@ class Buffers:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written; 0 for one of inference mode, which counts nothing."""
+    """torch's write counter of a tensor; 0 for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:  # of inference mode

@@ -13,11 +13,11 @@ from holdfast.state.modules import is_tensors
 from holdfast.state.optimizer_wrappers import innermost
 from holdfast.state.untracked.buffers import version
 
-SAMPLED = 8  # parameters of an optimizer whose gradients are looked at: the smallest
+SAMPLED = 8  # number of parameters of an optimizer whose gradients are watched: the smallest
 
 
 class _Sample(NamedTuple):
-    """A gradient after the last step: which tensor it was, and how often it had been written."""
+    """A gradient after the last step: the tensor and its version."""
 
     parameter: torch.Tensor
     gradient: TensorWeakRef | None
@@ -25,7 +25,7 @@ class _Sample(NamedTuple):
 
 
 class Gradients:
-    """Whether gradients have come since the last step of the optimizers, by those of their smallest parameters."""
+    """Whether gradients were computed since the last step of the optimizers, by those of their smallest parameters."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -33,18 +33,18 @@ class Gradients:
         self.restored()
 
     def restored(self) -> None:
-        """What there is now is no part of the training that goes on."""
+        """Present gradients do not belong to the restored training."""
         for optimizer in innermost(self._state):
             self.stepped(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradients of an optimizer, which it has used."""
+        """Record an optimizer's gradients, which it has used."""
         before = self._after.get(id(optimizer))
         chosen = _smallest(optimizer) if before is None else [one.parameter for one in before]
         self._after[id(optimizer)] = [_sample(parameter) for parameter in chosen]
 
     def accumulated(self) -> bool:
-        """Whether every optimizer that has gradients got them after its last step: another one's step may leave some."""
+        """Whether every optimizer with gradients got them after its last step: another one's step may leave some."""
         seen = []
         for optimizer in innermost(self._state):
             now = [one for one in self._after.get(id(optimizer), ()) if one.parameter.grad is not None]
@@ -53,7 +53,6 @@ class Gradients:
         return bool(seen) and all(seen) and not self._are_in_the_state()
 
     def _are_in_the_state(self) -> bool:
-        """Whether the state has gradients under a key of their own."""
         sampled = {id(one.parameter.grad) for kept in self._after.values() for one in kept}
         mappings = [value for value in self._state.values() if is_tensors(value)]
         return any(id(tensor) in sampled for mapping in mappings for tensor in mapping.values())
@@ -72,7 +71,9 @@ def _sample(parameter: torch.Tensor) -> _Sample:
 
 
 def _has_come(one: _Sample) -> bool:
-    """Whether a gradient was computed since. One that was only set to zero is none; on a device that is not asked."""
+    """Whether a gradient was computed since. One that was only zeroed does not count; a device is not synchronised
+    for that.
+    """
     now = one.parameter.grad
     if now is None:
         return False

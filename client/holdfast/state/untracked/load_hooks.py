@@ -1,7 +1,7 @@
-"""Runs what users have written for `load_state_dict()` of modules and optimizers, which a restore in place does not call.
+"""Runs user code for `load_state_dict()` of modules and optimizers, which a restore in place does not call.
 
 Hooks that torch would call afterwards are called. An overridden `load_state_dict()` or `_load_from_state_dict()` of a module
-gets the state that the module has by then. What cannot be called is noted, by name.
+gets the module's restored state. Code that cannot be called is noted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOAD, _LOAD_OWN = "load_state_dict", "_load_from_state_dict"
 
 
 class _Written(NamedTuple):
-    """Something of the user's that `load_state_dict()` runs: what it is, and how it is run."""
+    """User code that `load_state_dict()` runs: its name, and how it is run."""
 
     what: str
     run: Callable[[], object]
 
 
 class LoadHooks(NamedTuple):
-    """What is called once the tensors of modules and optimizers are restored, as a part of the state that saves nothing."""
+    """Called once the tensors of modules and optimizers are restored, as a part of the state that saves nothing."""
 
     state: Mapping[str, Any]
     unsaved: Unsaved
@@ -82,7 +82,7 @@ class LoadHooks(NamedTuple):
 
 
 def _of_module(path: str, root: nn.Module) -> Iterator[_Written]:
-    """In the order in which torch would run it. The root's own load_state_dict() runs all the rest."""
+    """In torch's order. The root's own load_state_dict() runs all the rest."""
     inner = unwrap(root)
     if _is_overridden(inner, _LOAD):
         yield _Written(f"load_state_dict() of {path}", lambda: inner.load_state_dict(inner.state_dict()))
@@ -105,7 +105,7 @@ def _below(path: str, module: nn.Module) -> Iterator[_Written]:
 
 
 def _load_own(module: nn.Module) -> None:
-    """Let a module take its own tensors from its state, as torch's load_state_dict() does it for each module."""
+    """Load a module's own tensors from its state, as torch's load_state_dict() does for each module."""
     state = module.state_dict()
     metadata = dict(getattr(state, "_metadata", {}).get("", {}))
     errors: list[str] = []
@@ -121,7 +121,7 @@ def _hooks_of(key: str, optimizer: torch.optim.Optimizer) -> Iterator[_Written]:
 
 
 def _overridden(key: str, optimizer: torch.optim.Optimizer) -> Iterator[_Written]:
-    """What load_state_dict() of an optimizer would run and a restore cannot: it would cast the state to the parameters'
+    """Code in an optimizer's load_state_dict() that a restore cannot run: it would cast the state to the parameters'
     dtype.
     """
     if _is_overridden(optimizer, _LOAD):
@@ -139,7 +139,6 @@ def _is_overridden(owner: object, method: str) -> bool:
 
 
 def _is_restored(group: str, stored: OfferedLeaves, selection: Selection) -> bool:
-    """Whether a restore takes something of a group."""
     names = (*stored.specs.get(group, {}), *stored.values.get(group, {}))
     return any(selection.takes(group, name) for name in names)
 

@@ -1,7 +1,6 @@
 """Saves plain numbers that optimizers and their wrappers count in attributes, such as the cycle count of a Lookahead.
 
-A number counts as changed once it was seen with another value than at the first look. So an option that stays as it is is
-not saved, and a restore leaves it alone.
+A number counts as changed once its value differed from the first look. So constant options are neither saved nor restored.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _OF_TORCH = frozenset({"_step_count", "_opt_called"})  # schedulers of torch lea
 
 
 class _Named(NamedTuple):
-    """An attribute of an object under the name that it has in the checkpoint."""
+    """An attribute of an object and its name in the checkpoint."""
 
     owner: object
     attribute: str
 
 
 class WrapperNumbers:
-    """What the optimizers under one key, and what is around them, count in attributes. It lasts as long as the state."""
+    """Counters in attributes of the optimizers under one key, and of their wrappers. It lives as long as the state."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -40,7 +39,7 @@ class WrapperNumbers:
         self._changed: set[tuple[int, str]] = set()
 
     def look(self, value: object) -> dict[str, _Named]:
-        """Look once more; the numbers that have changed since the first time, by their names in the checkpoint."""
+        """Look again; the numbers that have changed since the first look, by their names in the checkpoint."""
         found: dict[str, _Named] = {}
         for name, one in self._named(value):
             now, place = getattr(one.owner, one.attribute), (id(one.owner), one.attribute)
@@ -51,7 +50,7 @@ class WrapperNumbers:
         return found
 
     def put(self, value: object, numbers: Mapping[str, Any]) -> None:
-        """Give the objects their numbers back. From then on they count as changed."""
+        """Restore the objects' numbers, which from then on count as changed."""
         named = dict(self._named(value))
         for name, number in numbers.items():
             owner, attribute = named[name]
@@ -74,14 +73,14 @@ class WrapperNumbers:
 
 
 class NamedOwner(NamedTuple):
-    """An optimizer, or a wrapper of some, and the name of its class, numbered where several are of one class."""
+    """An optimizer, or a wrapper, and its class name, numbered if several are of one class."""
 
     name: str
     owner: object
 
 
 def owners(value: object) -> Iterator[NamedOwner]:
-    """The optimizers of an entry, and what is around them."""
+    """The optimizers of an entry, and their wrappers."""
     if isinstance(value, OptimizerShards):
         return
     found, seen = optimizer_wrappers.find(value), dict[str, int]()
@@ -97,7 +96,7 @@ def is_number(value: object) -> bool:
 
 
 def _kept(value: object) -> object:
-    """What of a value is remembered: of a tensor, which one it is and how often it was written, as it may be on a device."""
+    """A value for comparison: of a tensor, its identity and version, because it may be on a device."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 
@@ -106,7 +105,7 @@ def _token(value: object) -> tuple[type, str]:
 
 
 class SavedNumbers(NamedTuple):
-    """The numbers of an optimizer as a part of the state: each rank's own, in the group `extra`."""
+    """The numbers of an optimizer as a part of the state, for each rank, in the group `extra`."""
 
     numbers: WrapperNumbers
     state: Mapping[str, Any]
@@ -131,7 +130,7 @@ class SavedNumbers(NamedTuple):
             content.add(GROUP, name, tensor)
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want the saved numbers. What nothing here has by its name is noted."""
+        """Want the saved numbers. Those without a live attribute are noted."""
         plan, text, live = PartPlan(), stored.value(GROUP, self.name), self.state[self.numbers.key]
         if text is None or not selection.takes(GROUP, self.name):
             return plan

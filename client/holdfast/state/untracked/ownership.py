@@ -1,4 +1,4 @@
-"""Whose a class is, and whose a private attribute is: of torch, of another framework, or of the user."""
+"""Whether a class or a private attribute belongs to torch, another framework, or the user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FRAMEWORKS = frozenset(
     | {"lightning", "lightning_fabric", "megatron", "optimum", "paddle", "peft", "pytorch_lightning", "timm", "torch"}
     | {"torchao", "torchaudio", "torchmetrics", "torchtitan", "torchvision", "transformer_engine", "transformers", "triton"}
 )
-CLASSES_MAX = 1024  # whose names are remembered
-ITEMS_MAX = 8  # of a container, by which it is told whose it is
+CLASSES_MAX = 1024  # number of classes whose names are cached
+ITEMS_MAX = 8  # number of items of a container that are examined
 _TRAINED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _LAYERS = "torch.nn.modules."
 _DERIVING = ("torch.distributed.", "torch.nn.utils.parametrize")
 
 
 def is_of_framework(cls: type) -> bool:
-    """Whether a class is torch's or another framework's, also one that they make of a user's: see `own_class`."""
+    """Whether a class is torch's or another framework's, or derived by one from a user's: see `own_class`."""
     return str(cls.__module__).partition(".")[0] in FRAMEWORKS
 
 
@@ -38,14 +38,14 @@ def is_framework_object(value: object) -> bool:
 
 
 def is_framework_code(function: object) -> bool:
-    """Whether a function, or what a hook of torch's wraps, is torch's or another framework's."""
+    """Whether a function, or what a torch hook wraps, is torch's or another framework's."""
     while isinstance(function, partial | _WrappedHook):
         function = function.func if isinstance(function, partial) else function.hook
     return str(getattr(function, "__module__", "")).partition(".")[0] in FRAMEWORKS
 
 
 def own_class(module: nn.Module) -> type:
-    """A module's class without what torch derives of it: under FSDP2, and with parametrized tensors."""
+    """A module's class before torch derived from it, under FSDP2 and with parametrized tensors."""
     return next((cls for cls in type(module).__mro__ if not cls.__module__.startswith(_DERIVING)), type(module))
 
 
@@ -54,7 +54,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is one of torch's layers, also as torch has derived another from it."""
+    """Whether a module is one of torch's layers, including classes that torch derived from one."""
     return is_of_torch(module) and any(
         cls is not nn.Module and cls.__module__.startswith(_LAYERS) for cls in own_class(module).__mro__
     )
@@ -62,7 +62,7 @@ def is_layer(module: nn.Module) -> bool:
 
 @lru_cache(CLASSES_MAX)
 def names_of_frameworks(classes: tuple[type, ...]) -> frozenset[str]:
-    """The names that the frameworks' classes among these, a class with its bases, use in their own code."""
+    """The attribute names that the code of frameworks' classes among these, a class with its bases, uses."""
     return frozenset(
         name
         for base in classes
@@ -74,7 +74,7 @@ def names_of_frameworks(classes: tuple[type, ...]) -> frozenset[str]:
 
 
 def _codes(held: object) -> Iterator[CodeType]:
-    """The code of a function, method or property, with that of functions inside of it."""
+    """The code of a function, method or property, including nested functions."""
     for one in (held, *(getattr(held, part, None) for part in ("fget", "fset", "__func__", "__wrapped__"))):
         code = getattr(one, "__code__", None)
         waiting = [code] if isinstance(code, CodeType) else []

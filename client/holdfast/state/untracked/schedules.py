@@ -1,4 +1,4 @@
-"""Tells of a learning-rate scheduler that changes an optimizer of the state and is not in the state itself."""
+"""Notes a learning-rate scheduler that changes an optimizer of the state but is not in the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _MARK = "_wrapped_by_lr_sched"  # torch's, on the step() of an optimizer that ha
 
 
 def notes_of(state: Mapping[str, Any]) -> Iterator[LeftOutNote]:
-    """What a save of this state leaves out of each optimizer's schedule."""
     optimizers = {key: value for key, value in state.items() if optimizer_wrappers.is_optimizer(value)}
     if any(_may_be_schedule(value) for key, value in state.items() if key not in optimizers):
         return
@@ -30,6 +29,6 @@ def notes_of(state: Mapping[str, Any]) -> Iterator[LeftOutNote]:
 
 
 def _may_be_schedule(value: object) -> bool:
-    """Whether an entry is a scheduler, or an object of a framework or of the user's, which may have one inside."""
+    """Whether an entry is a scheduler, or an object of a framework or of the user's, which may contain one."""
     stateful = all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))
     return stateful and not isinstance(value, _OTHERS)

@@ -1,5 +1,5 @@
-"""Finds what a program switches in training and no state_dict() has: requires_grad of parameters, and the mode (train() or
-eval()) of single submodules.
+"""Finds settings changed in training that no state_dict() has: requires_grad of parameters, and the mode (train() or eval())
+of single submodules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FLAG, _MODE = attrgetter("requires_grad"), itemgetter("training")
 
 
 class _Root(NamedTuple):
-    """A module of the state, and all that are inside of it, as their attributes."""
+    """A module of the state, and all inside of it, as their attributes."""
 
     held: Mapping[str, Any]
     paths: list[str]
@@ -22,10 +22,10 @@ class _Root(NamedTuple):
 
 
 class Settings:
-    """requires_grad of parameters as it was when they were first seen, and modes as they were in the first step.
+    """requires_grad of parameters when they were first seen, and modes in the first step.
 
-    The mode of a submodule is looked at while the module of the state trains: a validation changes all of them for a time.
-    Before the first step a program sets the modes for the training, so those of before tell nothing.
+    The mode of a submodule is only checked while the module of the state trains: a validation changes all of them for a
+    time. Programs set the modes before the first step, so earlier ones are meaningless.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Settings:
         self._parameters: list[nn.Parameter] = []  # as they were in the last walk
 
     def look_again(self) -> None:
-        """A walk begins, in which `see` tells of all modules."""
+        """A walk begins, in which `see` is called for all modules."""
         self._roots, self._places, self._parameters, self._flags, self._modes = {}, [], [], [], {}
 
     def see(self, path: str, root: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -67,7 +67,7 @@ class Settings:
                 self._first_modes[id(root.held)] = True
 
     def changed(self) -> Mapping[str, Mapping[str, object]]:
-        """The parameters and submodules that were seen with another setting, with their settings now."""
+        """Parameters and submodules with a changed setting, and their present settings."""
         self.stepped()
         if (flags := list(map(_FLAG, self._parameters))) != self._flags:
             self._note_flags(flags)
@@ -77,7 +77,6 @@ class Settings:
         return {kind: found for kind, found in self._changed.items() if found}
 
     def flags(self) -> dict[str, bool]:
-        """requires_grad of all parameters as it is now, by path."""
         return {path: one.requires_grad for (path, _, _), one in zip(self._places, self._parameters, strict=True)}
 
     def _note_flags(self, flags: list[bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a state stores anyway: memory of tensors, and objects that are asked for their state."""
+"""What a state stores anyway: memory of tensors, and objects with a state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from holdfast.state.named import modules_of
 
 
 class AlreadyStored:
-    """What a state stores, found out in a walk. Plain values of the state, which no walk tells of, are looked at each time.
+    """What a state stores, found in a walk. Plain values of the state, which a walk does not cover, are checked each time.
 
-    It knows nothing of what looks, so that no cycle keeps the state.
+    It has no references to its users, so that no cycle keeps the state.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -26,15 +26,14 @@ class AlreadyStored:
         self.flat = False  # FSDP1 puts views of its flat parameters into attributes
 
     def look_again(self) -> None:
-        """At everything, as part of a walk."""
         self._found = self._in_values = None
 
     def look_at_values(self) -> None:
-        """At the values that may be others without a walk."""
+        """Check the values that may change without a walk."""
         self._in_values = None
 
     def has(self, value: object) -> bool:
-        """Whether a tensor has memory that is in the checkpoint, or an object is an entry of the state or inside of one."""
+        """Whether a tensor's memory is in the checkpoint, or an object is an entry of the state or inside of one."""
         if self._found is None:
             self._found = _Found.of(self._state)
         if not isinstance(value, torch.Tensor):
@@ -47,8 +46,6 @@ class AlreadyStored:
 
 
 class _Found(NamedTuple):
-    """The memory of a state's tensors, the objects that are asked for their state, and the keys of plain values."""
-
     memory: frozenset[int]
     objects: frozenset[int]
     values: tuple[str, ...]

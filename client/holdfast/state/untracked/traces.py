@@ -1,5 +1,5 @@
-"""What is remembered of a value, to see later whether training has changed it: numbers and texts as they are, of a tensor
-which one it is and how often it was written, of a container what is in it.
+"""Traces of values, to detect later changes: numbers and texts themselves, a tensor's identity and version, a container's
+items.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ UNKNOWN = "a value that is not looked at"
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is immutable and one of the kinds that are compared as they are."""
+    """Whether a value is immutable and compared by value."""
     return type(value) in PLAIN or isinstance(value, np.generic)
 
 
 class _Tensor:
-    """One tensor, as often as it was written then. It is not kept alive."""
+    """A tensor at its version. It is not kept alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = TensorWeakRef(tensor), version(tensor)
@@ -48,12 +48,12 @@ class _Tensor:
 
 
 class Tracer(NamedTuple):
-    """Makes traces. What is saved anyway leaves none, nor do results of a forward pass."""
+    """Makes traces. Saved values and results of a forward pass have none."""
 
     is_saved: Callable[[object], bool]
 
     def trace(self, value: object, depth: int = 0) -> object:
-        """What is remembered of this value: equal until it changes. `UNKNOWN` for kinds that are not looked at."""
+        """A trace of this value, equal until it changes. `UNKNOWN` for kinds that are not traced."""
         if is_plain(value):
             return type(value), value if type(value) in _EXACT else repr(value)
         if type(value) in _CONTAINERS:
@@ -87,17 +87,15 @@ class Tracer(NamedTuple):
 
 
 def is_data(value: object) -> bool:
-    """Whether a value is an array of numbers or a stream of random ones."""
     return isinstance(value, torch.Tensor | np.ndarray) or _drawn(value) is not None
 
 
 def is_object(value: object) -> bool:
-    """Whether a value is neither a plain one, nor an array or a stream, nor a container."""
     return not (is_plain(value) or is_data(value) or isinstance(value, Mapping | list | tuple | deque | Set))
 
 
 def _attributes(value: object) -> list[tuple[str, object]] | None:
-    """Those of an object; None for a function, and for a configuration, which is no part of what is trained."""
+    """The attributes of an object; None for a function, and for a configuration, which is not trained."""
     held, slots = getattr(value, "__dict__", None), getattr(type(value), "__slots__", ())
     if callable(getattr(type(value), "to_dict", None)) or isinstance(value, _CODE):
         return None
@@ -108,7 +106,7 @@ def _attributes(value: object) -> list[tuple[str, object]] | None:
 
 
 def _drawn(value: object) -> object:
-    """How far a stream of random numbers is; None for anything else."""
+    """The position of a stream of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_offset() if value.device.type == "cuda" else zlib.crc32(value.get_state().numpy().tobytes())
     if isinstance(value, random.Random):

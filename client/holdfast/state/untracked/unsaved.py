@@ -1,5 +1,5 @@
 """Names what a save leaves out though training has changed it, at the save and again at its restore: plain attributes of
-modules, tensors and optimizers, settings, buffers that are not persistent, gradients between the steps of an optimizer.
+modules, tensors and optimizers, settings, non-persistent buffers, gradients between the steps of an optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STORED_MAX = 1000
 
 
 class Unsaved:
-    """What was seen of one state. It lasts as long as the state; all that it does at a save is to compare a few values."""
+    """Observations of one state. It lives as long as the state; at a save it only compares a few values."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state, self._stored = state, AlreadyStored(state)
@@ -42,7 +42,7 @@ class Unsaved:
         self.last: Mapping[str, Any] = {}  # what the last save left out
 
     def see(self) -> None:
-        """Take a first look at what is new, as part of a walk through the state."""
+        """Record new objects, as part of a walk through the state."""
         self._stored.look_again()
         self._settings.look_again()
         for key, value in self._state.items():
@@ -75,26 +75,24 @@ class Unsaved:
         return self.last
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what an optimizer has used."""
+        """Record what an optimizer has used."""
         self.gradients.stepped(optimizer)
         self._settings.stepped()
 
     def before_refresh(self) -> None:
-        """Hooks of the user's are about to compute again what follows from what was restored: note changes of before."""
+        """User hooks are about to recompute derived values after a restore: record earlier changes."""
         self._attributes.changed(whole=True)
         self._buffers.changed()
 
     def refreshed(self) -> None:
-        """What the hooks have set is no change of the training."""
+        """Values set by the hooks are no change of the training."""
         self._attributes.look_again()
         self._buffers.look_again()
 
     def settings(self) -> dict[str, bool]:
-        """requires_grad of all parameters as it is now, by path."""
         return self._settings.flags()
 
     def values(self) -> dict[str, Any]:
-        """All plain attributes of modules, their tensors and optimizers as they are now, by path."""
         found: dict[str, Any] = {}
         for key, value in self._state.items():
             for module in modules_of(value):
@@ -108,7 +106,7 @@ class Unsaved:
         return found
 
     def _optimizers(self, key: str, value: object) -> list[NamedOwner]:
-        """An entry's optimizers of the user's classes, and what is around them. torch's own count nothing."""
+        """An entry's optimizers of the user's classes, and their wrappers. torch's own have no counters."""
         named = owners(value) if optimizer_wrappers.is_optimizer(value) else ()
         return [
             one._replace(name=f"{key}.{one.name}")
@@ -118,7 +116,7 @@ class Unsaved:
 
 
 def notes_of(found: Mapping[str, Any]) -> list[LeftOutNote]:
-    """What to tell of a save that leaves this out."""
+    """The notes for a save that leaves this out."""
     notes = []
     if paths := [*found.get("numbers", ()), *found.get("attributes", ())]:
         notes.append(
@@ -149,7 +147,7 @@ def notes_of(found: Mapping[str, Any]) -> list[LeftOutNote]:
 
 
 class UnsavedState(NamedTuple):
-    """What is left out, as a part of the state: each rank remembers its own."""
+    """What is left out, as a part of the state, for each rank."""
 
     unsaved: Unsaved
 
@@ -163,7 +161,7 @@ class UnsavedState(NamedTuple):
             content.add_value(GROUP, KEY, json_values.dumps(found, KEY))
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Note what the save had left out, and what of it is another here."""
+        """Note what the save had left out, and what differs here."""
         plan, text = PartPlan(claimed={(GROUP, KEY)}, actions=[self.unsaved.gradients.restored]), stored.value(GROUP, KEY)
         if text is None or not selection.takes(GROUP, KEY):
             return plan
@@ -188,7 +186,7 @@ class UnsavedState(NamedTuple):
 
 
 def _differing(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """What is another value here, or not here, with the values."""
+    """Saved values that differ, or are missing here, with both values."""
     return [
         f"{path} (was {value!r}, is {live[path]!r})" if path in live else f"{path} (was {value!r})"
         for path, value in saved.items()
