@@ -1,4 +1,4 @@
-"""What a checkpoint was made of, as its state.json says: what was merged, what that was made of, and so on."""
+"""The ancestry of a checkpoint in its state.json: what it was merged from, through all generations."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Origin = Mapping[str, Any]
 
 
 class Descent(NamedTuple):
-    """A checkpoint that was made of others: where it is, and what its state.json says."""
+    """A checkpoint that was made of others: its place, and its state.json's origin."""
 
     source: Source
     origin: Origin
 
 
 def origin_of(reader: CheckpointReader) -> Origin | None:
-    """What state.json says of where a checkpoint comes from; None for one that a training saved."""
+    """The origin in a state.json; None for a checkpoint that a training saved."""
     if reader.manifest.file(naming.STATE) is None:
         return None
     return state_json.source_of(reader.read_file(naming.STATE))
 
 
 def lines(descent: Descent) -> Iterator[str]:
-    """The ancestry, a line each: how it was made, then indented what of, as far as that is still there."""
+    """The ancestry, a line each: how it was made, then indented its sources, if they still exist."""
     yield from _lines(descent.source, descent.origin, 0)
 
 
@@ -58,7 +58,7 @@ def _said(model: Mapping[str, Any]) -> str:
 
 
 def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Iterator[str]:
-    """What a model was made of, if it is a checkpoint of the same root, and still the one that was merged."""
+    """The ancestry of a model, if it is a checkpoint of the same root, and still the one that was merged."""
     indent = _INDENT * generation
     if "commit" not in model or generation > 2 * GENERATIONS_MAX:
         return
@@ -79,7 +79,7 @@ def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Itera
 
 @contextmanager
 def _beside(source: Source, which: CheckpointId) -> Iterator[Source | None]:
-    """A checkpoint of the same service, or of the root that a checkpoint's directory is in; None for other directories."""
+    """A checkpoint of the same service, or of the root of a checkpoint's directory; None for other directories."""
     if isinstance(source, HttpSource):
         yield HttpSource(source.api, which.run, which.step)  # not closed: that would close the connection of both
     elif isinstance(source, DirectorySource) and source.path.parent.name == naming.CHECKPOINTS:

@@ -1,4 +1,4 @@
-"""Wanted parts of tensors that a compact checkpoint stores in fewer bytes: which stored parts to read, and the values."""
+"""Wanted parts of coded tensors of a compact checkpoint: which stored parts to read, and the decoded values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BATCH_ELEMENTS = 2**22  # decoded at once: the arithmetic takes some 50 bytes fo
 
 
 class CodedWant(NamedTuple):
-    """A wanted box of a coded tensor, under the name that it is stored by."""
+    """A wanted box of a coded tensor, with its stored name."""
 
     want: Want
     name: str
 
 
 class _Slab(NamedTuple):
-    """A part of a wanted box, and the stored parts that it is decoded from."""
+    """A part of a wanted box, and the stored parts for decoding it."""
 
     of: CodedWant
     box: Box
@@ -36,7 +36,7 @@ class _Slab(NamedTuple):
 
 
 def parted(made: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[CodedWant]]:
-    """Wants of tensors that are stored as they were saved, and of those that are decoded.
+    """Wants of tensors that are stored as they were saved, and of coded ones.
 
     Raises `StateMismatch` for a box or a receiver that does not fit a coded tensor.
     """
@@ -60,13 +60,11 @@ def parted(made: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[Code
 
 
 def stored(made: Manifest, small: Iterable[CodedWant]) -> set[str]:
-    """The files that have parts of these."""
     needed = (need for one in small for need in coded.needs(made, one.want.group, one.name, one.want.box).values())
     return {resolve(made, need.group, need.name)[1].file for need in needed}
 
 
 def batches(made: Manifest, small: Iterable[CodedWant]) -> Iterator[list[_Slab]]:
-    """What to read and to decode at once, in order."""
     batch: list[_Slab] = []
     held = 0
     for one in small:
@@ -85,7 +83,7 @@ def wants_of(batch: Iterable[_Slab]) -> list[Want]:
 
 
 def decode(made: Manifest, batch: Iterable[_Slab]) -> None:
-    """Hand over the values of a batch whose parts have been read."""
+    """Write the values of a batch whose parts have been read."""
     for slab in batch:
         want = slab.of.want
         values = coded.decoded(made, want.group, slab.of.name, slab.box, slab.parts)

@@ -1,4 +1,4 @@
-"""The slots from which a step was committed, while a daemon still keeps them: taken from it, and locked."""
+"""The slots from which a step was committed, if a daemon still keeps them: requested from it, and locked."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TAKE_WAIT_S = 60.0
 
 
 class HeldSlot:
-    """A locked slot of a committed save: it is not leased to anybody until `close`.
+    """A locked slot of a committed save, which is not leased until `close`.
 
     `elsewhere`: its data is there only as far as it was fetched from another node.
     """
 
     def __init__(self, fd: int, part: wire.HeldPart, step: int, elsewhere: bool = False) -> None:
-        """`DaemonGone` when the slot has been leased since, or cannot be locked. The descriptor stays the caller's."""
+        """`DaemonGone` if the slot has been leased since, or cannot be locked. The descriptor stays the caller's."""
         self.elsewhere = elsewhere
         self.data: Bytes
         self.table: SlotTable
@@ -75,14 +75,12 @@ class HeldSlot:
 
 
 def take_held(link: Transport, step: int) -> list[HeldSlot]:
-    """Ask the daemon for this step's slots and lock them; empty if it no longer keeps them. The caller closes
-    them.
-    """
+    """Request this step's slots from the daemon and lock them; empty if it no longer keeps them. The caller closes them."""
     return take(link, wire.Held(id=link.next_id(), step=step), step)
 
 
 def take(link: Transport, request: wire.Held | wire.HeldElsewhere, step: int, wait_s: float = TAKE_WAIT_S) -> list[HeldSlot]:
-    """The slots that the daemon names in answer to a request, locked. The caller closes them."""
+    """The slots in the daemon's reply to a request, locked. The caller closes them."""
     with ExitStack() as undo:
         with link.receiving:
             reply = link.request(request, wire.HeldSlots, wait_s)

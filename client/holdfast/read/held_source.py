@@ -1,7 +1,7 @@
 """The files of a checkpoint, read from the slots that it was committed from.
 
-What ranks of other nodes have saved is in slots that this node's daemon fetches (`peer_slots`). What is in no slot comes
-from the files. Nothing is proven here: readers check all bytes against the manifest's digests, as with files.
+Other nodes' slots are fetched by this node's daemon (`peer_slots`). The rest comes from the files. Nothing is verified here:
+readers check all bytes against the manifest's digests, as with files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class HeldPiece(NamedTuple):
 
 
 class HeldSlotsSource:
-    """The files of a checkpoint: tensors from the slots they were saved from, everything else from the files.
+    """The files of a checkpoint: tensors from their slots, everything else from the files.
 
-    The slots belong to the caller and stay locked while this is used. Those of `peers` are there only as far as they were
-    fetched; what could not be fetched comes from the files.
+    The slots belong to the caller and stay locked while this is used. `peers` have only fetched data; the rest comes from
+    the files.
     """
 
     chunk_bytes = CHUNK_BYTES
@@ -54,7 +54,7 @@ class HeldSlotsSource:
     def __init__(
         self, base: Source, manifest: Manifest, slots: Sequence[HeldSlot], rank: int, peers: PeerSlots | None = None
     ) -> None:
-        """`StateMismatch` when these are not the slots of the manifest's save. What `rank` itself had saved comes first."""
+        """`StateMismatch` if these are not the slots of the manifest's save. The slot of `rank` itself comes first."""
         self._base, self._peers = base, peers or PeerSlots.none()
         self._slots = sorted(slots, key=lambda slot: slot.table.rank != rank)
         for slot in slots:
@@ -148,10 +148,10 @@ class HeldSlotsSource:
         return None
 
     def close(self) -> None:
-        """Does nothing: slots and files belong to their owners."""
+        """Slots and files belong to their owners."""
 
     def ranges(self, run: ExtentRun) -> list[SlotRange] | None:
-        """What has to be fetched from peers for these extents; None unless all of them are in memory."""
+        """The ranges to fetch from peers for these extents; None unless all of them are in memory."""
         spec = TensorSpec(run.group, run.name, run.entry.dtype, run.entry.shape)
         stop = run.offset + run.length
         found: list[SlotRange] = []
@@ -164,7 +164,7 @@ class HeldSlotsSource:
         return found if size >= run.length else None
 
     def _gather(self, group: str, name: str, entry: TensorEntry, offset: int, target: Bytes) -> bool:
-        """False where it has to be read from the file."""
+        """False if it has to be read from the file."""
         pieces = self._pieces(group, name, entry)
         spec = TensorSpec(group, name, entry.dtype, entry.shape)
         if not self._is_there(spec, pieces, offset, offset + target.nbytes):
@@ -176,7 +176,7 @@ class HeldSlotsSource:
         return False
 
     def _is_there(self, spec: TensorSpec, pieces: Sequence[HeldPiece], begin: int, end: int) -> bool:
-        """Whether what peers have of these bytes of a tensor was fetched; waits for it."""
+        """Whether peers' data of these bytes of a tensor was fetched; waits for it."""
         for piece in pieces:
             if not piece.slot.elsewhere:
                 continue
@@ -220,7 +220,7 @@ class HeldSlotsSource:
 
 
 def is_of(table: SlotTable, manifest: Manifest) -> bool:
-    """Whether a slot's table says that it was saved in the save of this manifest."""
+    """Whether a slot's table belongs to the save of this manifest."""
     said = (table.run, table.step, table.attempt, table.turn, table.world)
     return said == (manifest.run, manifest.step, manifest.attempt, manifest.turn, manifest.world)
 

@@ -1,7 +1,7 @@
-"""Find checkpoints for the command line: in a root directory, without a service, or through a service.
+"""Finds checkpoints for the command line: in a root directory, without a service, or through a service.
 
-What reads bytes, and what asks a service, is imported when it is needed: a listing starts in half the time without numpy,
-and in two thirds of it without httpx.
+Readers and API clients are imported when needed: a listing starts in half the time without numpy, and in two thirds of it
+without httpx.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from holdfast.read.sources import Source
     from holdfast.rest.api import Api
 
-PROBE_TIMEOUT_S = 5.0  # on a machine where nobody listens that is told at once; one that is busy takes its time
+PROBE_TIMEOUT_S = 5.0  # without a listener the connection fails at once; a busy service takes its time
 LATEST: Literal["latest"] = "latest"
 LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
 BEST = "best"
@@ -35,9 +35,7 @@ _BEST = re.compile(rf"{BEST}(?::(?P<metric>.+?)(?::(?P<mode>min|max))?)?")
 
 
 class ByMetric(NamedTuple):
-    """The best checkpoint by a metric; without a name, by the metric that the run's retention policy keeps the
-    best of.
-    """
+    """The best checkpoint by a metric; without a name, by the metric of the run's retention policy."""
 
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
@@ -69,7 +67,7 @@ class Library(Protocol):
     @property
     def label(self) -> str: ...
     @property
-    def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
+    def names(self) -> tuple[str, ...]: ...  # names for selection instead of a step
     def runs(self) -> list[bodies.Run]: ...
     def run_names(self, prefix: str) -> Iterator[str]: ...  # of runs that begin so
     def steps(self, run: str) -> Iterator[int]: ...  # the newest first

@@ -1,4 +1,4 @@
-"""Fill wanted tensors from memory where they are: slots of this node, then slots of other nodes; the rest from the files."""
+"""Fills wanted tensors from memory: slots of this node, then slots of other nodes; the rest from the files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Origin = Literal["slot", "peers", "files"]
 
 
 class Filled(NamedTuple):
-    """Whether nothing came from files, notes on memory that could not be used, how many bytes of extents were read, and the
-    same by where they came from.
+    """Whether nothing came from files, notes on memory that could not be used, bytes of extents read, and the same by
+    source.
     """
 
     from_slots: bool
@@ -37,7 +37,7 @@ Ask = Callable[[Manifest], PeerSlots]
 
 
 def no_peers(made: Manifest) -> PeerSlots:
-    """For a rank whose daemon has no other nodes."""
+    """For a daemon without other nodes."""
     return PeerSlots.none()
 
 
@@ -52,8 +52,8 @@ def fill(
     """Fill all wanted tensors: from the in-memory checkpoint as far as `take` and `ask` find it, otherwise from the reader's
     own source.
 
-    Problems with memory are not errors: the reader's own source is then read instead. Each extent is verified
-    before it is used; with `into.prove_first` all of them before the first one.
+    Problems with memory are not errors: the reader's own source is then read instead. Each extent is verified before it is
+    used; with `into.prove_first` all of them before the first one.
     """
     notes: tuple[str, ...] = ()
     try:
@@ -77,7 +77,7 @@ def fill(
 
 
 class _Memory:
-    """Slots of this node, which are locked, so that verified bytes stay valid; and what they lack, of other nodes."""
+    """Locked slots of this node, so that verified bytes stay valid; and other nodes' slots for the rest."""
 
     def __init__(self, reader: CheckpointReader, slots: Sequence[HeldSlot], rank: int, ask: Ask, stack: ExitStack) -> None:
         made = reader.manifest
@@ -96,7 +96,7 @@ class _Memory:
             self._peers = found
 
     def fill(self, wants: Sequence[Want], into: Overwriting) -> Filled | None:
-        """None where nothing of it is in memory."""
+        """None if nothing of it is in memory."""
         reader = self._reader
         if not self._slots and not self._peers.slots:
             return None
@@ -120,7 +120,7 @@ class _Memory:
         return Filled(not files, notes, sum(by.values()), by)
 
     def _split(self, source: HeldSlotsSource, wants: Sequence[Want]) -> tuple[list[Want], list[Want]]:
-        """Those whose extents are all in memory, and the others; what peers hold is fetched from now on."""
+        """Those whose extents are all in memory, and the others; starts fetching from peers."""
         inside: list[Want] = []
         outside: list[Want] = []
         ranges: list[SlotRange] = []
@@ -134,7 +134,7 @@ class _Memory:
 
 
 def _fits(slot: HeldSlot, made: Manifest) -> bool:
-    """Whether a slot of another node is of this very save: what its node says of it is not believed."""
+    """Whether a slot of another node is of this save: its node's own statement is not trusted."""
     specs = ((fragment.spec, made.tensors.get(fragment.spec.group, {})) for fragment in slot.table.fragments)
     return is_of(slot.table, made) and all(
         spec.name not in tensors or (tensors[spec.name].dtype, tensors[spec.name].shape) == (spec.dtype, spec.shape)

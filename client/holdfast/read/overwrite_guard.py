@@ -1,7 +1,6 @@
-"""Track live tensors that a failed restore has partly overwritten: they are neither trained on nor saved.
+"""Tracks live tensors that a failed restore has partly overwritten: they are neither trained on nor saved.
 
-Bytes that fail their digest are removed from a live tensor again, but the verified ones are useful only once all
-are there.
+Bytes that fail their digest are removed from a live tensor again, but verified ones are useful only as a whole.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ OVERWRITTEN = (
 
 
 class Overwriting(NamedTuple):
-    """How live tensors are overwritten. `begins` is called before their first byte changes. With `prove_first`
-    everything is verified before that; otherwise each extent is verified by itself and read only once.
+    """How live tensors are overwritten. `begins` is called before their first byte changes. With `prove_first` everything is
+    verified before that; otherwise each extent is verified by itself and read only once.
     """
 
     begins: Callable[[], None]

@@ -1,6 +1,6 @@
-"""Slots that other nodes hold, as this node's daemon fetches them: in the order in which they are read, ahead of who reads.
+"""Slots of other nodes, fetched by this node's daemon ahead of the reader, in reading order.
 
-Ranks know no other node, nor what nodes say to each other: they ask their own daemon, by its socket, and read its memory.
+Ranks have no connection to other nodes: they send requests to their own daemon's socket, and read its memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ Fetch = Callable[[Sequence[SlotRange]], Collection[int]]  # returns the ranks of
 
 
 class PeerSlots:
-    """The slots of ranks of other nodes. What is `wanted` is fetched once it was said; who reads waits for it.
-
-    `close` it when nothing is read any more.
+    """The slots of other nodes' ranks. Ranges passed to `want` are fetched; the reader waits for them. `close` it after the
+    last read.
     """
 
     def __init__(self, slots: Sequence[HeldSlot], fetch: Fetch) -> None:
@@ -46,11 +45,11 @@ class PeerSlots:
 
     @classmethod
     def none(cls) -> PeerSlots:
-        """Nobody else holds anything."""
+        """No other node has slots."""
         return cls((), lambda ranges: ())
 
     def want(self, ranges: Iterable[SlotRange]) -> None:
-        """These will be read, in this order. Called once."""
+        """Fetch these ranges in this order. Called once."""
         self._batches = list(_batches(ranges))
         for number, batch in enumerate(self._batches):
             for one in batch:
@@ -102,7 +101,7 @@ class PeerSlots:
                 self._all_lost()
                 return
             except BaseException:
-                self._all_lost()  # nobody waits for what does not come
+                self._all_lost()  # wake up readers: nothing more comes
                 raise
             with self._changed:
                 self._lost.append(lost)
@@ -115,7 +114,7 @@ class PeerSlots:
 
 
 def take_peers(link: Transport, made: Manifest) -> PeerSlots:
-    """The slots that other nodes hold of a checkpoint, as this node's daemon has found them."""
+    """Other nodes' slots of a checkpoint, as found by this node's daemon."""
     step, attempt, turn, world = made.step, made.attempt, made.turn, made.world
     with ExitStack() as on_failure:
         slots: list[HeldSlot] = []
@@ -140,7 +139,7 @@ def take_peers(link: Transport, made: Manifest) -> PeerSlots:
 
 
 def _batches(ranges: Iterable[SlotRange]) -> Iterator[Sequence[SlotRange]]:
-    """The same ranges, so many together that a request is worth it and the first one is answered soon."""
+    """The same ranges in batches, large enough for a request, and small enough for a quick first reply."""
     batch: list[SlotRange] = []
     size = 0
     for one in ranges:

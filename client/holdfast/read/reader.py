@@ -1,4 +1,4 @@
-"""Read a committed checkpoint: COMMIT, manifest, then whole extents. Only verified bytes are returned (I5, I7).
+"""Reads a committed checkpoint: COMMIT, manifest, then whole extents. Only verified bytes are returned (I5, I7).
 
 Works on any `Source`, without a service and without torch.
 """
@@ -56,14 +56,14 @@ class Damage(NamedTuple):
 
 
 class _Bytes:
-    """A file's bytes: where the source has them in memory, else read into a buffer of the thread's own."""
+    """A file's bytes: in the source's memory, or read into a buffer of the thread."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._local = threading.local()
 
     def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
-        """A view that is good until the thread's next call, and how many of its bytes the file has."""
+        """A view that is valid until the thread's next call, and how many of its bytes the file has."""
         view = self._source.view(file, start, start + size)
         if view is not None:
             return view, size
@@ -80,7 +80,7 @@ class _Bytes:
 
 
 class _Found:
-    """Wants, the extents that they touch, and whether those were proven."""
+    """Wants, their extents, and whether those were verified."""
 
     def __init__(self, wants: list[Want], runs: list[ExtentRun]) -> None:
         self.wants = wants
@@ -105,9 +105,8 @@ class CheckpointReader:
     def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
         """Read COMMIT and manifest, and check that every file exists with its stated length (I5).
 
-        Raises `NotCommitted` or `CorruptManifest` with the file. With `complete=False` the other files are not
-        checked, which leaves them to `verify`. The source belongs to the reader from here on: it is closed if
-        opening fails.
+        Raises `NotCommitted` or `CorruptManifest` with the file. `complete=False` leaves the other files to `verify`. Takes
+        over the source, and closes it if opening fails.
         """
         try:
             return cls._open(source, complete)
@@ -167,7 +166,7 @@ class CheckpointReader:
 
     @cached_property
     def contents(self) -> Manifest:
-        """The manifest with every tensor as it was saved; those that are stored in fewer bytes have no file there."""
+        """The manifest with every tensor as it was saved; coded ones have no file there."""
         return coded.contents(self.manifest)
 
     def entry(self, group: str, name: str) -> TensorEntry:
@@ -184,9 +183,8 @@ class CheckpointReader:
         return array
 
     def prove(self, wants: Iterable[Want]) -> None:
-        """Read and check every extent that the wants touch, and the headers of their files, without storing anything.
-
-        Raises `CorruptExtent` with file, tensor and byte range.
+        """Read and check the extents of these wants, and the headers of their files, without storing anything. Raises
+        `CorruptExtent`.
         """
         wants = list(wants)
         self.check_headers(wants)
@@ -199,7 +197,7 @@ class CheckpointReader:
         found.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
-        """Read and check the headers of the files that the wants touch. Raises `CorruptExtent`."""
+        """Read and check the headers of these wants' files. Raises `CorruptExtent`."""
         plain, small = coded_load.parted(self.manifest, wants)
         used = {run.entry.file for run in self._touched(plain).runs} | coded_load.stored(self.manifest, small)
         headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
@@ -207,12 +205,11 @@ class CheckpointReader:
             verified_load.check(self.source, headers)
 
     def load(self, wants: Iterable[Want]) -> int:
-        """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is
-        sound.
+        """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is sound.
 
-        Returns the number of bytes in these whole extents, each counted once. Raises `CorruptExtent`, also for
-        bytes that were verified before and differ now: a page may have left memory and come back from the disk. By
-        then wants may be overwritten, with verified bytes, or with zeros where verification failed.
+        Returns the number of bytes in these whole extents, each counted once. Raises `CorruptExtent`, also for bytes that
+        were verified before and differ now: a page may have left memory and come back from the disk. Wants may be
+        overwritten then, with verified bytes, or with zeros where verification failed.
         """
         plain, small = coded_load.parted(self.manifest, wants)
         with self._as_it_stands():
@@ -224,7 +221,7 @@ class CheckpointReader:
 
     @contextmanager
     def _as_it_stands(self) -> Iterator[None]:
-        """`InUse` for damage that is none: another checkpoint has taken the place of the one that is being read."""
+        """`InUse` instead of damage if another checkpoint has replaced the one that is being read."""
         try:
             yield
         except (Damaged, NoSuchResource) as error:
@@ -236,14 +233,14 @@ class CheckpointReader:
         return isinstance(self.source, DirectorySource) and not self.source.still_has(self.commit_bytes)
 
     def _hand_over(self, wants: list[Want]) -> int:
-        """`load`, of tensors that are stored as they were saved."""
+        """`load` of tensors that are stored as they were saved."""
         found = self._touched(wants)
         nbytes = sum(run.length for run in found.runs)
         verified_load.hand_over(self.source, found.runs, self.cores, found.proven or self._overlap(found.runs, nbytes))
         return nbytes
 
     def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:
-        """Whether the peers read the same bytes, as far as one can tell: if each read as much, it would be more than all."""
+        """Whether peers probably read the same bytes: if each read as much, it would be more than all."""
         if self.peers == 1:
             return False
         groups = {run.group for run in runs}
@@ -253,8 +250,8 @@ class CheckpointReader:
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
 
-        Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are
-        ignored. `InUse` if another checkpoint takes the place of this one meanwhile.
+        Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are ignored. `InUse`
+        if another checkpoint replaces this one meanwhile.
         """
         damages: list[Damage] = []
         present: list[Piece] = []
@@ -294,8 +291,8 @@ class CheckpointReader:
     ) -> None:
         """Read pieces on several threads, check each one, and then pass it to `take`; the view ends with the call.
 
-        Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number
-        of bytes read.
+        Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number of bytes
+        read.
         """
         batches = list(verification.batches(pieces))
         with ThreadPoolExecutor(max(1, min(verified_load.READERS_WAITING, len(batches))), "holdfast-read") as threads:
@@ -330,7 +327,7 @@ class CheckpointReader:
         return size
 
     def _touched(self, wants: list[Want]) -> _Found:
-        """The extents that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
+        """The extents of these wants. `load` reuses the result of `prove` for the same wants."""
         known = self._found
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
             known = self._found = _Found(wants, runs(self.manifest, wants, self.source.label))

@@ -1,4 +1,4 @@
-"""Resolve wanted tensor parts to extents: which to read, and which target receives them."""
+"""Resolves wanted tensor parts to extents: which to read, and which target receives them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COPIED_ALONE_BYTES = 2**14  # below, handing over the interpreter costs more tha
 class Want(NamedTuple):
     """A box of a tensor, in elements, and the array that receives it.
 
-    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the
-    unsigned dtype `transfer.element_dtype(itemsize)`.
+    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the unsigned dtype
+    `transfer.element_dtype(itemsize)`.
     """
 
     group: str
@@ -34,8 +34,7 @@ class Want(NamedTuple):
 class Receiver(NamedTuple):
     """A resolved want; shape and box are in `byte_view` coordinates.
 
-    If the tensor's bytes from `first` on are contiguous in the receiver as in the file, `octets` are the
-    receiver's bytes.
+    `octets` are the receiver's bytes, if the tensor's bytes from `first` on are contiguous in both receiver and file.
     """
 
     into: NDArray[Any]
@@ -67,8 +66,7 @@ def copy(into: memoryview, data: memoryview) -> None:
 class ExtentRun(NamedTuple):
     """Extents [first, stop) of a tensor, and the receivers of all of them.
 
-    `octets` is the part of the only receiver's memory into which the run's bytes can be read directly, if there is
-    one.
+    `octets`, if set, is memory of the only receiver into which the run's bytes can be read directly.
     """
 
     group: str
@@ -81,7 +79,6 @@ class ExtentRun(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The run's first byte, counted from the tensor's."""
         return self.entry.extents[self.first].offset
 
     @property
@@ -104,7 +101,7 @@ def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[ExtentRu
 
 
 def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[ExtentRun]:
-    """Cut a tensor's extents where those who receive from them change."""
+    """Cut a tensor's extents where their set of receivers changes."""
     if len(receivers) == 1:
         octets = receivers[0].octets
         if octets is not None and len(entry.extents) == 1 and len(octets) == entry.extents[0].length:
@@ -132,7 +129,7 @@ def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receive
 def _split(
     group: str, name: str, entry: TensorEntry, first: int, stop: int, receivers: tuple[Receiver, ...]
 ) -> Iterator[ExtentRun]:
-    """A run, or up to three where one receiver takes all of its extents but only a part of the first or the last one."""
+    """A run, or up to three if one receiver takes all of its extents but only a part of the first or the last one."""
     octets = receivers[0].octets if len(receivers) == 1 else None
     if octets is None:
         yield ExtentRun(group, name, entry, first, stop, receivers, None)

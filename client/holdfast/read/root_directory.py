@@ -13,8 +13,8 @@ from holdfast_formats.errors import DaemonGone, Damaged, Denied, NoSuchCheckpoin
 
 
 def open_checkpoint(root: Path | None, url: str | None, run: str, step: int, served: str = "") -> CheckpointReader:
-    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon. `served` is the
-    directory that the daemon, of this machine, names as its root.
+    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon. `served` is the root
+    directory of the daemon, if it is on this machine.
     """
     directory = root / naming.checkpoint_path(run, step) if root is not None else None
     if directory is not None and (directory.is_dir() or url is None):
@@ -50,13 +50,11 @@ def _mount(served: str) -> str:
 
 
 def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:
-    """The steps of `committed_steps`, or of `among`, that training has not abandoned by continuing from an older
-    one.
-    """
+    """The steps of `committed_steps`, or of `among`, that training has not abandoned by continuing from an older one."""
     steps, known = committed_steps(root, run) if among is None else among, []
     for step in steps:
         with suppress(Damaged), closing(DirectorySource(root / naming.checkpoint_path(run, step))) as source:
-            known.append(read_placement(source))  # what is wrong with it, loading it says
+            known.append(read_placement(source))  # loading it reports the damage
     left = lineage.abandoned(known)
     return [step for step in steps if step not in left]
 
@@ -71,8 +69,8 @@ def committed_steps(root: Path, run: str) -> list[int]:
 
 
 def published_steps(root: Path, run: str) -> list[int]:
-    """Committed steps, and steps whose COMMIT is missing, newest first. Every published directory had a COMMIT
-    (I1), so it was removed later, and reading the step reports that.
+    """Committed steps, and steps whose COMMIT is missing, newest first. Every published directory had a COMMIT (I1), so it
+    was removed later, and reading the step reports that.
     """
     directory = root / naming.check_run(run) / naming.CHECKPOINTS
     entries = directory.iterdir() if directory.is_dir() else ()

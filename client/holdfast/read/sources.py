@@ -29,9 +29,8 @@ HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 
 
 class Source(Protocol):
-    """The files of one checkpoint, by plain name. Safe for threads; `label` is shown to people.
-
-    The best read size is `chunk_bytes`.
+    """The files of one checkpoint, by plain name. Thread-safe; `label` is for messages. The best read size is
+    `chunk_bytes`.
     """
 
     @property
@@ -41,7 +40,7 @@ class Source(Protocol):
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
-    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
+    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # immutable memory; None: read it
     def file(self, name: str) -> int | None: ...  # the descriptor that is read from; None: files are not what is read
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
@@ -90,7 +89,7 @@ class DirectorySource:
         if descriptor is None:
             descriptor = self._descriptor(name)
         done = 0
-        if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
+        if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk gets one request for all of it
             with suppress(OSError):
                 os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
         while done < len(buffer):
@@ -127,7 +126,7 @@ class DirectorySource:
         return self._read_past_cache if self._tells and direct.possible() else None
 
     def _read_past_cache(self, name: str, start: int, size: int, memory: memoryview) -> memoryview | None:
-        """A `direct.Reader`. Of what was written and is not on the disk yet the kernel takes care."""
+        """A `direct.Reader`. The kernel writes out dirty pages first."""
         if not self._tells or size < DIRECT_BYTES_MIN:
             return None
         try:
@@ -140,12 +139,12 @@ class DirectorySource:
             return None
 
     def still_has(self, commit: bytes) -> bool:
-        """Whether the checkpoint with this COMMIT stands there now, and not another one, or none, in its place."""
+        """Whether the checkpoint with this COMMIT still exists there, not another one, or none."""
         try:
             return (self.path / naming.COMMIT).read_bytes() == commit
         except FileNotFoundError:
             return False
-        except OSError:  # it cannot be told
+        except OSError:  # unknown
             return True
 
     def close(self) -> None:

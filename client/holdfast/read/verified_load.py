@@ -1,10 +1,9 @@
 """Load passes: one that verifies each extent as it is copied, or two, if everything must be verified first.
 
-Tensors stored contiguously are read directly into place, in chunks that stay in the CPU cache until they are
-digested; if a digest does not match, the place is zeroed. Other tensors, and direct I/O, which needs its own
-buffers, are verified in a buffer and then copied. The second of two passes verifies again: a page that left memory
-in between may come back different. Bytes in memory or in the page cache take one call for many extents
-(`proving`).
+Tensors stored contiguously are read directly into place, in chunks that stay in the CPU cache until they are digested; if a
+digest does not match, the place is zeroed. Other tensors, and direct I/O, which needs its own buffers, are verified in a
+buffer and then copied. The second of two passes verifies again: a page that left memory in between may come back different.
+Bytes in memory or in the page cache take one call for many extents (`proving`).
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Extent
 from holdfast_formats.disk.verification import Piece
 
-# Who waits for a disk or a network keeps several requests under way, past the page cache long ones: of 4 MiB each, eight
-# take an eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more
-# takes a tenth longer, since threads that take turns push each other's chunks out of the cache. (Medians of nine rounds and
-# of fifteen.)
+# A reader of a disk or network keeps several requests in flight, long ones past the page cache: eight of 4 MiB take an
+# eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more takes a
+# tenth longer, because threads that share a core evict each other's chunks from the cache. (Medians of nine and of fifteen
+# rounds.)
 READERS_WAITING = 8
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
 STRAIGHT_BYTES = 2**22  # of extents that one call reads to their places: it digests each while a core's cache has it
 COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
-PROBES = 64  # places looked at to tell which it is
+PROBES = 64  # places sampled to decide
 
 
 class Manner(NamedTuple):
@@ -47,7 +46,7 @@ class Manner(NamedTuple):
 
     @property
     def straight_bytes(self) -> int:
-        """How much is read at a time that goes straight to its place."""
+        """Bytes of a read that goes directly into place."""
         return max(STRAIGHT_BYTES, self.chunk_bytes) if self.straight else self.chunk_bytes
 
 
@@ -79,8 +78,8 @@ def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
 def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> None:
     """Read runs into their receivers. Raises `CorruptExtent` if a digest does not match.
 
-    Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may
-    then be zero. `again` says that `prove` has just read them, or that other processes read them as well.
+    Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may then be
+    zero. `again`: `prove` has just read them, or other processes read them as well.
     """
     manner = _manner(source, runs, cores, again)
     _on_threads(runs, manner, lambda: _Giver(source, manner).take)
@@ -89,8 +88,8 @@ def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool
 def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
     """Group adjacent extents of a file, so that small ones cost one read.
 
-    A large run that can be read in place has its own jobs; they have up to `straight_bytes_max` if `bytes_max` has
-    room for one of its extents.
+    A large run that can be read in place has its own jobs of up to `straight_bytes_max`, if `bytes_max` has room for one of
+    its extents.
     """
     found: deque[Job] = deque()
     job: list[ReadPart] = []
@@ -160,7 +159,7 @@ def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], 
 
 
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
-    """The fastest way to read these runs. What is read `again`, here or by others, goes through the page cache."""
+    """The fastest way to read these runs. Runs read `again`, here or by others, go through the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
         return Manner(cores, source.chunk_bytes, straight=native_verify.available())
@@ -171,7 +170,6 @@ def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) 
 
 
 def _places(runs: Sequence[ExtentRun]) -> Iterator[tuple[str, int]]:
-    """Some extents' first bytes, all over the runs."""
     step = max(sum(run.stop - run.first for run in runs) // PROBES, 1)
     at = 0
     for run in runs:
@@ -181,19 +179,17 @@ def _places(runs: Sequence[ExtentRun]) -> Iterator[tuple[str, int]]:
 
 
 class _Reading:
-    """One thread's buffer, and the source."""
-
     def __init__(self, source: Source, manner: Manner) -> None:
         self._source, self._manner = source, manner
         self._memory = memoryview(b"")
 
     def all(self, file: str, start: int, size: int) -> memoryview:
-        """Bytes of a file, seen where they are or read; fewer only where it ends before; good until the next call."""
+        """Bytes of a file, as a view or read; fewer only at its end; valid until the next call."""
         view = self._source.view(file, start, start + size)
         return self.read(file, start, size) if view is None else view
 
     def read(self, file: str, start: int, size: int) -> memoryview:
-        """The same of bytes that the source does not show."""
+        """The same for bytes without a view in the source."""
         room = max(size, self._manner.chunk_bytes)
         if self._manner.past_cache is not None:
             if len(self._memory) < room + 2 * direct.ALIGNMENT:
@@ -263,7 +259,7 @@ class _Giver:
                     receiver.take(part.extents[0].offset, mine)
 
     def _straight(self, part: ReadPart, octets: memoryview) -> None:
-        """Read where the bytes belong, and check them there; if anything is wrong, nothing of it stays (I7)."""
+        """Read into place, and check there; if anything is wrong, nothing of it stays (I7)."""
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
         try:
@@ -281,9 +277,9 @@ class _Giver:
 
 
 def _check(part: ReadPart, data: memoryview, octets: memoryview | None = None) -> None:
-    """Check a part's extents; where the run has `octets` to be copied to, they go to their places once they are proven.
+    """Check a part's extents; if the run has `octets`, copy verified ones there.
 
-    Raises `CorruptExtent`, also where `data` is shorter than the part.
+    Raises `CorruptExtent`, also if `data` is shorter than the part.
     """
     base = part.extents[0].offset
     shift = base - part.run.offset
@@ -302,7 +298,7 @@ def _check(part: ReadPart, data: memoryview, octets: memoryview | None = None) -
 
 
 def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
-    """A job's extents, and where they belong where they lie as in the file; with `proven_only` they go nowhere."""
+    """A job's extents, and the targets of contiguous ones; with `proven_only` without targets."""
     found = native_verify.Extents()
     for part in job:
         octets = None if proven_only else part.run.octets
