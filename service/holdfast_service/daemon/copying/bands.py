@@ -1,4 +1,4 @@
-"""Bands of tensors that have to be computed, each made by another thread while the last one is cut up and written."""
+"""Bands of computed tensors: another thread computes the next one while the last one is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_formats.staging.holdings import Bytes
 
 
 class Band(NamedTuple):
-    """Bytes of a target's tensor from `start` on; `ahead`: whether it may be made while the band before it is in use."""
+    """Bytes of a target's tensor from `start` on; `ahead`: it may be computed while the band before it is in use."""
 
     tensor: int
     start: int
@@ -24,7 +24,7 @@ class Bands:
     """The bands of one file, in order. For one thread; `make` is only called in one thread of `executor` at a time."""
 
     def __init__(self, bands: Sequence[Band], make: Callable[[Band], Bytes], executor: Executor | None) -> None:
-        """Without an executor each band is made when it is asked for."""
+        """Without an executor each band is computed on request."""
         self._make, self._executor = make, executor
         self._next = dict(zip_longest(bands, bands[1:]))
         self._held: Band | None = None
@@ -32,7 +32,7 @@ class Bands:
         self._coming: tuple[Band, Future[Bytes]] | None = None
 
     def get(self, band: Band) -> Bytes:
-        """A band's bytes, until another one is asked for; what `make` raises."""
+        """A band's bytes, valid until the next call; raises what `make` raises."""
         if band != self._held:
             self._held, self._data = None, np.empty(0, np.uint8)  # free the last one first
             coming, self._coming = self._coming, None
@@ -48,11 +48,11 @@ class Bands:
         return self._data
 
     def close(self) -> None:
-        """Wait until nothing is made any more."""
+        """Wait until nothing is being computed."""
         _wait(self._coming)
 
 
 def _wait(coming: tuple[Band, Future[Bytes]] | None) -> None:
-    """Wait for a band that nobody wants, or its error."""
+    """Wait for an unneeded band, or its error."""
     if coming is not None and not coming[1].cancel():
         coming[1].exception()

@@ -1,5 +1,5 @@
-"""Stages a checkpoint in fewer bytes: looks at what its rule is for, writes codes beside second names of what stays, and
-decodes what was written before anybody else sees it.
+"""Stages a checkpoint in fewer bytes: examines the rule's candidates, writes codes beside hard links of what stays, and
+decodes the written bytes before they become visible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Store, Tier
 
 ERROR_MAX = 0.05  # of a tensor's norm; one that would differ by more stays as it was saved
-OFF_SHARE = 32  # where more than one value in so many is off by more than half of itself, the coding is not for this tensor
+OFF_SHARE = 32  # if more than one value in so many is off by more than half of itself, the coding does not fit this tensor
 SPARE_BYTES = 2**20
 
 NOT_FINITE = "it has NaN or infinities"
@@ -49,24 +49,24 @@ Stored = Mapping[TensorKey, ForeignTensor]
 
 
 class _Source(NamedTuple):
-    """Verified files of a checkpoint, and the tensors that are in them or are computed from these."""
+    """Verified files of a checkpoint, and their stored and computed tensors."""
 
     files: CommittedFiles
     tensors: Stored
 
 
 class _Looked(NamedTuple):
-    """A candidate that was looked at, and which of its masters lie half-way and were rounded up."""
+    """An examined candidate, and its masters that lie half-way and were rounded up."""
 
     encoded: Encoded
     ties: NDArray[np.uint64]
 
 
 def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, rule: str, going: Going) -> Manifest:
-    """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; its manifest.
+    """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; returns its manifest.
 
-    Raises `StateMismatch` where that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or are not what
-    was to be written, `CopyStopped`, and what `second_names` raise.
+    Raises `StateMismatch` if that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or were not written
+    correctly, `CopyStopped`, and what `second_names` raise.
     """
     full, directory = pair.made, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)
@@ -87,7 +87,6 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, ru
 
 
 def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
-    """`NoSpace` if there is no room for so many bytes beside the checkpoint."""
     needed, free = new + SPARE_BYTES, tier.free_bytes()
     if needed > free:
         raise NoSpace(
@@ -99,7 +98,7 @@ def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
 
 
 def _look(full: Manifest, source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
-    """Code and decode all values of a candidate, to see whether they may be."""
+    """Encode and decode all values of a candidate, to check whether the rule allows that."""
     key = TensorKey(one.group, one.name)
     none = np.empty(0, np.uint64)
     if one.coding == "low16":
@@ -135,7 +134,7 @@ def _look_at_moments(source: CommittedFiles, tensor: ForeignTensor, one: CodingC
 
 
 class _Apart:
-    """How far decoded values are from those that were saved: the norm of the difference, by that of the values."""
+    """The relative error of decoded values: the norm of the difference divided by that of the saved values."""
 
     def __init__(self) -> None:
         self._apart = self._norm = 0.0
@@ -184,7 +183,7 @@ def _slabs(source: CommittedFiles, tensor: ForeignTensor, going: Going) -> Itera
 
 
 def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[TensorKey, ForeignTensor]:
-    """The tensors that are written and were not there before."""
+    """New tensors to write."""
     ties = {(one.encoded.candidate.group, one.encoded.candidate.name): one.ties for one in looked}
     made = {}
     for file in planned.files:
@@ -205,7 +204,7 @@ def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[
 
 
 def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: Going) -> Manifest:
-    """Write what is new beside what stays; the manifest of both."""
+    """Write new files beside those that stay; the manifest of both."""
     targets = []
     for file in planned.files:
         streamed = tuple(
@@ -235,7 +234,7 @@ def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[s
 
 
 def _prove(tier: Tier, place: Place, made: Manifest, planned: CompactPlan, source: _Source, going: Going) -> None:
-    """Decode what is staged, and compare it with what was saved: masters bit for bit, others by the error that is stated."""
+    """Decode what is staged, and compare it with the saved values: masters bit for bit, others by the stated error."""
     staged = CommittedFiles(tier, made, place.path)
     decoded = of_committed(staged, made).listing.tensors
     for one in planned.coded.values():

@@ -1,4 +1,6 @@
-"""Compares stored tensors of a source: copies that must be equal, and what a mapping takes to be equal, or zeros."""
+"""Compares stored tensors of a source: copies that must be equal, and tensors that a mapping assumes to be equal, or
+zeros.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ COMPARED_BYTES = 2**23  # at once
 
 
 def check_copy(source: ForeignFiles, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
-    """`StateMismatch`, with the key and both files, unless a copy holds the same bytes as the tensor's own pieces."""
+    """`StateMismatch`, with the key and both files, unless a copy has the same bytes as the tensor's own pieces."""
     spec, twin = tensor.spec, tensor._replace(pieces=(copy,), copies=())
     for part in _parts(spec.dtype, copy.box.shape, going):
         there = copy.box.place(part)
@@ -66,7 +68,6 @@ def check_zeros(
 
 
 def _parts(dtype: str, shape: tuple[int, ...], going: Going) -> Iterator[Box]:
-    """Boxes that tile a shape, of about `COMPARED_BYTES`."""
     volume = whole(shape).volume
     at_once = max(COMPARED_BYTES * 8 // dtypes.bits(dtype), 1)
     for start in range(0, volume, at_once):

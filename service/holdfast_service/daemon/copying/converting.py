@@ -1,4 +1,4 @@
-"""Converts another program's checkpoint for a third one: its listing is exported, with no checkpoint of ours in between."""
+"""Converts another program's checkpoint for a third one: its listing is exported, without an intermediate checkpoint."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Conversion(NamedTuple):
     listing: ForeignListing | None
 
     def check_unchanged(self) -> None:
-        """`StateMismatch` by name where a file of the source has changed since it was first touched, has come or is gone."""
+        """`StateMismatch` if a file of the source has changed since it was first read, or files were added or removed."""
         if self.listing is not None:
             self.watched.check_unchanged([use.file for use in self.listing.files if use.use != "unused"])
             self.watched.check_names()
 
 
 def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, terms: ExportTerms) -> Conversion:
-    """What a conversion would write. Of tensors only those are read that a program takes for equal or for zeros.
+    """Plan a conversion. Reads only tensors that a program assumes to be equal or zeros.
 
-    Raises what reading a kind raises for what is not understood, and what planning an export raises.
+    Raises what reading a kind and planning an export raise.
     """
     watched = WatchedSource(read_once(source))
     if kind == OURS or (kind is None and importing.is_checkpoint(source)):
@@ -54,7 +54,7 @@ def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, te
 
 
 def report(conversion: Conversion) -> dict[str, Any]:
-    """What was made of what: the report of an export, and every file of the source with its use."""
+    """The report of the export, and every file of the source with its use."""
     listing = conversion.listing
     if listing is None:
         source: dict[str, Any] = {"kind": OURS, "files": [], "notes": []}

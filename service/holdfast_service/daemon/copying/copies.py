@@ -1,6 +1,4 @@
-"""Copy a checkpoint's files from one tier to another: every byte is verified on the way and read back at the
-target.
-"""
+"""Copies a checkpoint's files from one tier to another: every byte is verified on the way and at the target."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
 
 
 def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
-    """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
+    """All bytes of all files, a window at a time and in order; each window is valid until the next iteration."""
     headers = verification.tensors_by_file(made)
     listed = (piece for pieces in verification.pieces(made).values() for piece in pieces)
     for batch in stored(tier, directory, listed, going):
@@ -99,21 +97,21 @@ def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iter
 
 
 class StoredBatch(NamedTuple):
-    """Pieces of a file that follow each other, and their bytes, as far as the file has them."""
+    """Consecutive pieces of a file, and their bytes, as far as the file has them."""
 
     pieces: tuple[Piece, ...]
     data: Bytes
 
     def of(self, piece: Piece) -> Bytes:
-        """The bytes of one of the pieces; fewer where the file is cut off."""
+        """The bytes of one of the pieces; fewer if the file is truncated."""
         start = self.pieces[0].start
         return self.data[piece.start - start : piece.stop - start]
 
 
 def stored(tier: Readable, directory: str, pieces: Iterable[Piece], going: Going) -> Iterator[StoredBatch]:
-    """The bytes of pieces, by file and position, past any cache and unverified: as many as fit a window are read at once.
+    """The bytes of pieces, by file and position, uncached and unverified: as many as fit a window are read at once.
 
-    Each batch is good until the next one is asked for. `CopyStopped`, and errors of the tier.
+    Each batch is valid until the next iteration. `CopyStopped`, and errors of the tier.
     """
     windows = BufferPool(1)  # its own: a copy that hangs in a disk must not keep another one's
     for batch in verification.batches(pieces):
@@ -138,5 +136,4 @@ def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, man
 
 
 def _path(directory: str, name: str) -> str:
-    """A file in a directory, which is the tier's root where it is empty."""
     return f"{directory}/{name}" if directory else name

@@ -1,6 +1,4 @@
-"""Export a checkpoint out of the root and verify every byte: all of it, or only the model as a Hugging Face
-directory.
-"""
+"""Exports a checkpoint out of the root and verifies every byte: all of it, or only the model as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -22,9 +20,8 @@ GROUP = "model"
 
 
 class Export(NamedTuple):
-    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory.
-
-    `again` is true for a job that an earlier start of the service has begun.
+    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory. `again`:
+    an earlier start of the service has begun the job.
     """
 
     run: str
@@ -35,7 +32,7 @@ class Export(NamedTuple):
 
 
 def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going) -> Manifest:
-    """Put the copy, durable, at `staging`; what it consists of. `Damaged` for what is not what was written."""
+    """Put the copy, durable, at `staging`; returns its manifest. `Damaged` for bytes that fail their digest."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made
@@ -52,8 +49,8 @@ def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going
 
 
 def stands(source: Tier, target: Tier, wanted: Export, going: Going) -> Manifest | None:
-    """What the directory `wanted.target` consists of, if it is this very copy: no file more, and every byte proven. A job
-    that was killed before it could say that it was done finds it so.
+    """The manifest of the directory `wanted.target`, if it is this very copy, with every byte verified: a job that was
+    killed before it reported success finds it so.
     """
     pair = read_pair(source, naming.checkpoint_path(wanted.run, wanted.step))
     made = only_model(pair.made) if wanted.model_only else pair.made
@@ -71,22 +68,22 @@ def stands(source: Tier, target: Tier, wanted: Export, going: Going) -> Manifest
 
 
 def is_taken(target: Tier, wanted: str) -> bool:
-    """Whether something has the name already."""
     parent, leaf = split_leaf(wanted)
     return leaf in target.list("/".join(parent))
 
 
 def taken(wanted: str) -> AlreadyCommitted:
-    """What is said of a name that is taken."""
+    """The error for a name that is taken."""
     return AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
 
 
 @contextmanager
 def alone(target: Tier, wanted: str) -> Iterator[str]:
-    """Be the only one who exports to the name `wanted`, of all processes. Where it stands until it gets that name: beside
-    it, so that a rename is enough.
+    """Lock the export's name `wanted` against all processes. Yields its staging path, beside it, so that a rename completes
+    the export.
 
-    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `InUse` while another one writes there.
+    Raises `InvalidRequest` for a hidden name or a path that leads out of the tier, `InUse` while another process writes
+    there.
     """
     parent, leaf = split_leaf(wanted)
     for name in (*parent, leaf):
@@ -96,7 +93,7 @@ def alone(target: Tier, wanted: str) -> Iterator[str]:
 
 
 def check_name(name: str) -> None:
-    """`InvalidRequest` for a name of an export that would hide it, or would not be one line where it is listed."""
+    """`InvalidRequest` for a hidden name of an export, or one of several lines."""
     if not name.isprintable():
         raise InvalidRequest(
             f"{name!r} has a character that does not print", hint="choose a name without line breaks and control characters"
@@ -106,7 +103,7 @@ def check_name(name: str) -> None:
 
 
 def only_model(made: Manifest) -> Manifest:
-    """What the manifest states of the model and of the files beside it; a manifest of nothing else."""
+    """The manifest restricted to the model and the files beside it."""
     if GROUP not in made.tensors:
         raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(made.groups)}")
     tensors = made.tensors[GROUP]

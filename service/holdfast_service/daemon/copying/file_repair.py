@@ -1,7 +1,7 @@
-"""Rebuild a damaged file from verified pieces, and replace the damaged one (I4).
+"""Rebuilds a damaged file from verified pieces, and replaces the damaged one (I4).
 
-Files under checkpoints/ are never modified: the new file is written in staging, made durable, verified there, and
-renamed over the damaged one. Readers see the damaged file or the sound one, nothing in between.
+Files under checkpoints/ are never modified: the new file is written in staging, made durable, verified there, and renamed
+over the damaged one. Readers see the damaged file or the sound one, nothing in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_service.storage import Tier
 
 
 class FileRepair(NamedTuple):
-    """A repaired file: the damaged pieces, and where their bytes came from."""
+    """A repaired file: the damaged pieces, and their sources."""
 
     file: str
     pieces: tuple[Piece, ...]
@@ -98,6 +98,6 @@ def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | b
 
 
 def _prove_again(tier: Tier, path: str, listed: Sequence[Piece]) -> None:
-    """Read the new file back as it is stored, before anything is replaced by it."""
+    """Verify the stored new file before it replaces anything."""
     for piece in listed:
         verification.check(piece, tier.read(path, piece.start, piece.length))

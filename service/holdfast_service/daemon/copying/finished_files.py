@@ -1,4 +1,4 @@
-"""Notes of finished files, durable beside their staging directory: work that was killed goes on from them."""
+"""Records of finished files, durable beside their staging directory, from which killed work continues."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _decode = decoding.decoder(_Note)
 
 
 class FinishedFiles:
-    """The notes of one job in the directory `naming.progress_path(staging)`."""
+    """The records of one job in the directory `naming.progress_path(staging)`."""
 
     def __init__(self, target: Tier, staging: str, job: str) -> None:
         self._target, self._staging, self._job = target, staging, job
         self._there = naming.progress_path(staging)
 
     def found(self, files: Sequence[TargetFile]) -> dict[str, FinishedFile]:
-        """The files that are finished, by name. What another job has left here is removed, with its notes."""
+        """The finished files, by name. Another job's files and records are removed."""
         notes = self._notes()
         if not notes or any(note.job != self._job for note in notes):
             self._target.remove_tree(self._staging)
@@ -74,7 +74,7 @@ class FinishedFiles:
         return tuple(made[file.name] for file in files)
 
     def add(self, number: int, file: FinishedFile) -> None:
-        """Note a file, whose bytes are durable already; the note is durable when this returns."""
+        """Record a durable file; the record is durable when this returns."""
         path = f"{self._there}/{number:06}.json"
         if self._target.size(path) is not None:  # of a file that was lost
             self._target.remove_file(path)
@@ -86,7 +86,7 @@ class FinishedFiles:
         self._target.remove_tree(self._there)
 
     def _notes(self) -> list[_Note]:
-        """All notes; one that a crash has cut is removed."""
+        """All records; an incomplete one, from a crash, is removed."""
         found = []
         for name in self._target.list(self._there):
             try:
@@ -97,14 +97,13 @@ class FinishedFiles:
 
 
 def job_digest(files: Sequence[TargetFile], tensors: Mapping[TensorKey, ForeignTensor], stamps: Mapping[str, str]) -> str:
-    """What tells one job from another: its files, what they are made of, and the stamps of the sources."""
+    """Identifies a job by its files, their sources, and the stamps of the sources."""
     used = sorted({move.source for file in files for one in file.tensors for move in one.mapped.moves})
     parts = ([_file(file) for file in files], [_source(tensors[key]) for key in used], sorted(stamps.items()))
     return digest(repr(parts).encode(errors="backslashreplace"))
 
 
 def source_files(tensor: ForeignTensor) -> Iterator[str]:
-    """The files that a tensor is read from."""
     yield from (piece.file for piece in (*tensor.pieces, *tensor.copies))
     if tensor.decoder is not None:
         for other in tensor.decoder.inputs:

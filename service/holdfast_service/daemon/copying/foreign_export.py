@@ -1,4 +1,4 @@
-"""Exports a checkpoint for another program: its files are planned by `holdfast_formats.exports`, streamed, and read back."""
+"""Exports a checkpoint for another program: `holdfast_formats.exports` plans its files, which are streamed and verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED_MAX = 200  # of what is left out, in a report
 
 
 class ExportTerms(NamedTuple):
-    """What a user asks of an export, in the words of `holdfast export`; `program` is a program's name, or its text."""
+    """A user's options of an export, as in `holdfast export`; `program` is a program's name, or its text."""
 
     kind: str
     weights: str = "model"
@@ -28,7 +28,7 @@ class ExportTerms(NamedTuple):
     program: str | None = None
 
     def check(self) -> None:
-        """`InvalidRequest` for words that mean nothing, before a checkpoint is read."""
+        """`InvalidRequest` for invalid options, before a checkpoint is read."""
         kinds.kind_named(self.kind)
         plan.weights_named(self.weights)
         if self.dtype is not None:
@@ -36,7 +36,7 @@ class ExportTerms(NamedTuple):
 
 
 class PlannedExport(NamedTuple):
-    """A checkpoint, the files that it is read from, and those that are made of it."""
+    """A checkpoint, its source files, and the files to make."""
 
     source: ExportSource
     files: Readable
@@ -51,8 +51,7 @@ class PlannedExport(NamedTuple):
 def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export of the checkpoint in `directory`.
 
-    Raises what planning does: `InvalidRequest`, `NoSuchResource` and `StateMismatch`, by name, for what has no place in the
-    target; and `Damaged`.
+    Raises `InvalidRequest`, `NoSuchResource` and `StateMismatch` for what has no place in the target; and `Damaged`.
     """
     files = CommittedFiles(read_once(tier), made, directory)
     return planned_of(of_committed(files, made), files, terms)
@@ -68,8 +67,7 @@ def planned_of(source: ExportSource, files: Readable, terms: ExportTerms) -> Pla
 
 
 def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> None:
-    """Write all files into a staging directory, durably, and read them back; an earlier start of the same work is gone on
-    from.
+    """Write all files into a staging directory, durably, and verify them; continues an earlier start of the same work.
 
     Raises `NoSpace` before anything is written, `Damaged` for bytes of the checkpoint, or of the copy, that do not match
     their digest; `CopyStopped`; errors of both sides.
@@ -86,10 +84,9 @@ def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> N
 
 
 def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: Going) -> bool:
-    """Whether the directory `name` is this very export, made by a start that was killed before it could say so: no file
-    more, and every byte as it must be.
+    """Whether the directory `name` is this very export, made by a start that was killed before it reported success.
 
-    Its notes say what must be there. Without them, and `again`, the files are computed once more, for their digests.
+    The records list its files. Without them, and `again`, the files are computed once more, for their digests.
     """
     files = planned.plan.files
     if not all(target.size(f"{name}/{file.name}") == file.bytes for file in files):
@@ -112,7 +109,7 @@ def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: 
 
 
 def report(planned: PlannedExport) -> dict[str, Any]:
-    """What was made, how it differs from the checkpoint, and what of the checkpoint is not in it."""
+    """The result, its differences from the checkpoint, and what is left out."""
     left = planned.plan.left_out
     told: dict[str, Any] = {
         "as": planned.kind,

@@ -1,4 +1,4 @@
-"""What an import says of itself: in state.json for ever, and in the result of its job."""
+"""The report of an import, in state.json and in the result of its job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
 
 
 def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:
-    """The kind of a source, and what becomes of each of its files, without digests."""
+    """The kind of a source, and the use of each of its files, without digests."""
     files = [_file_told(source, use, read=False) for use in listing.files]
     said = {} if listing.step is None else {"step": listing.step}
     told = {"kind": listing.kind, "files": files[:FILES_TOLD], "notes": [_unicode(note) for note in listing.notes], **said}
@@ -32,7 +32,7 @@ def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]
 
 
 def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of what: for the result of a job, and of a dry run."""
+    """The conversion, for the result of a job, and of a dry run."""
     groups: dict[str, Any] = {}
     for file in planned.plan.files:
         for tensor in file.tensors:
@@ -79,5 +79,5 @@ def _notes(planned: PlannedImport) -> list[str]:
 
 
 def _unicode(text: str) -> str:
-    """The text, with bytes of file names that are no Unicode written out: JSON of other programs cannot hold them."""
+    """The text with escaped non-Unicode bytes of file names, which other programs' JSON cannot hold."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,7 +1,6 @@
-"""Import a checkpoint into staging: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
+"""Imports a checkpoint into staging: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
 
-The source is not trusted: what is not understood is refused by name, links are not followed, and digests are computed while
-writing.
+The source is not trusted: unknown content is refused, links are not followed, and digests are computed while writing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Readable, Tier, read_once
 
 _WEIGHTS_ALONE = ({hugging_face.GROUP}, {hugging_face.DIFFUSERS})
-_BESIDE = "extra"  # the group of a trainer's other state, which it asks for also where there is none
+_BESIDE = "extra"  # the group of a trainer's other state, which it expects to exist
 
 
 class Goal(NamedTuple):
@@ -50,8 +49,8 @@ class Goal(NamedTuple):
 
 
 class ImportOptions(NamedTuple):
-    """What a user asks of an import: the kind of the source where it is not plain, a program (its name, or its text) that
-    maps the tensors, and what `ReadOptions` has.
+    """A user's options of an import: the kind of the source if it is ambiguous, a program (its name, or its text) that maps
+    the tensors, and those of `ReadOptions`.
     """
 
     kind: str | None = None
@@ -63,12 +62,12 @@ class ImportOptions(NamedTuple):
 
     @property
     def reading(self) -> ReadOptions:
-        """What of it the reader of the source is asked."""
+        """The options for the reader of the source."""
         return ReadOptions(self.as_is, self.assemble_flat, self.int16, self.shards)
 
 
 class PlannedImport(NamedTuple):
-    """An import before its first byte is written. `plan` lacks what state.json says of the source's digests."""
+    """An import before its first byte is written. `plan` lacks the digests of the source in state.json."""
 
     source: WatchedSource
     listing: ForeignListing
@@ -78,24 +77,23 @@ class PlannedImport(NamedTuple):
     plan: WritePlan
     job: str
     node: str = ""
-    about: Mapping[str, Any] = {}  # what state.json says of its source besides
+    about: Mapping[str, Any] = {}  # further members of its source in state.json
 
     @property
     def place(self) -> Place:
-        """Where it is staged: the same whenever the same is imported of the same files, by the same one of several nodes.
+        """Where it is staged: the same for the same import of the same files, by the same node.
 
-        A node that has lost its lease may still write, and must not meet the one that has taken its job.
+        A node that has lost its lease may still write, and must not share a place with the node that has taken its job.
         """
         return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
 
     @property
     def made_how(self) -> str:
-        """What was done, in a word for people."""
+        """A word for what was done."""
         return "merged" if self.listing.kind == "merge" else "imported"
 
     @property
     def bytes(self) -> int:
-        """Of all files but the index and state.json."""
         return self.plan.bytes + sum(asset.blob.length for asset in self.plan.assets)
 
 
@@ -105,7 +103,7 @@ def is_checkpoint(source: Readable) -> bool:
 
 
 def refuse_uncommitted(source: Readable) -> None:
-    """`StateMismatch` for what has the files of a Holdfast checkpoint but for the one that commits it."""
+    """`StateMismatch` for a Holdfast checkpoint without COMMIT."""
     there = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
     if there == [True, True, False]:
         raise StateMismatch(
@@ -117,10 +115,9 @@ def refuse_uncommitted(source: Readable) -> None:
 
 
 def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> PlannedImport:
-    """What an import would write. No tensor is read for it.
+    """Plan an import, without reading tensors.
 
-    Raises what `choose` and the kind's reader raise for what is not understood, `StateMismatch` for a source
-    without tensors.
+    Raises what `choose` and the kind's reader raise, `StateMismatch` for a source without tensors.
     """
     watched = WatchedSource(read_once(source), digested=True)
     kind = choose(watched, options.kind, KINDS)
@@ -134,7 +131,7 @@ def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> Planned
 def planned(
     watched: WatchedSource, listing: ForeignListing, wanted: MappedListing, goal: Goal, options: ImportOptions
 ) -> PlannedImport:
-    """What is written for these tensors, and beside them."""
+    """The files for these tensors, and beside them."""
     targets = {one.key: one for one in wanted.tensors}
     _refuse_unread(targets)
     groups = {key.group for key in targets} | wanted.documents.keys()
@@ -175,7 +172,7 @@ def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
 
 
 def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
-    """The plan of what an earlier start of the same import has not staged yet, to ask whether it fits."""
+    """The plan of what an earlier start of the same import has not staged yet, for the check of free space."""
     there = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
     files = tuple(file for file in planned.plan.files if there.get(file.layout.name) != file.layout.bytes)
     return planned.plan._replace(files=files)
@@ -205,7 +202,7 @@ def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
 
 
 def put_again(target: Tier, path: str, data: bytes) -> None:
-    """A small file, of which a killed start may have left a part."""
+    """Write a small file, of which a killed start may have left a part."""
     if target.size(path) is not None:
         target.remove_file(path)
     target.put(path, data)
@@ -252,8 +249,7 @@ def _entry(layout: FilePlan) -> FileEntry:
 
 def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> ManifestPair:
     """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
-
-    Raises `Damaged` if the source does not match its digests.
+    `Damaged` if the source does not match its digests.
     """
     pair = read_pair(source, "")
     made, state = _renamed(pair.made, source.read(naming.STATE), goal)
@@ -267,13 +263,13 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Manifes
 
 
 def counted(made: Manifest) -> WritePlan:
-    """A plan that takes as much room as a checkpoint, to ask whether it fits."""
+    """A plan of a checkpoint's size, for the check of free space."""
     files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in made.files)
     return WritePlan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
 
 
 def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
-    """The manifest and state.json as they are under another run, step or attempt; the step stands in both."""
+    """The manifest and state.json under another run, step or attempt; both contain the step."""
     if made.step != goal.step:
         document = json.loads(state)
         document["step"] = goal.step
@@ -281,6 +277,6 @@ def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]
     changed = FileEntry(naming.STATE, len(state), 0, digest(state))
     files = tuple(changed if file.name == naming.STATE else file for file in made.files)
     renamed = msgspec.structs.replace(made, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
-    if made.run != goal.run:  # it has come by the rewinds of another run, which lead nowhere here
+    if made.run != goal.run:  # rewinds of another run lead nowhere here
         renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
     return renamed, state

@@ -1,7 +1,7 @@
-"""Repair COMMIT and manifest if one of them, or both, cannot be trusted.
+"""Repairs COMMIT and manifest if one of them, or both, cannot be trusted.
 
-A pair from elsewhere is accepted only if something here confirms it: the manifest with that digest, the same
-COMMIT, or the catalog's record together with tensors that still exist here.
+A pair from elsewhere is accepted only if something here confirms it: the manifest with that digest, the same COMMIT, or the
+catalog's record together with tensors that still exist here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _decode = decoder(Manifest)
 def trusted_pair(
     tier: Tier, which: CheckpointId, others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
 ) -> tuple[ManifestPair, str | None]:
-    """The pair that this checkpoint was committed with, and where it came from: None when it stands here, sound.
+    """The pair with which this checkpoint was committed, and its source: None if the pair here is sound.
 
-    `others` are the tiers that may hold the checkpoint too, by label. Raises `Damaged`, what is wrong with the pair here,
-    when nobody has one that can be believed.
+    `others` are other tiers that may have the checkpoint, by label. Raises `Damaged` for the pair here if no other one can
+    be trusted.
     """
     directory = naming.checkpoint_path(*which)
     try:
@@ -53,8 +53,8 @@ def trusted_pair(
 
 
 def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
-    """The labels of the tiers that hold this very checkpoint, first those whose manifest is the same, byte for byte; others
-    have it as it was before it was thinned or compacted, or since, and so the files that stayed.
+    """The labels of tiers with this very checkpoint, first those with the same manifest, byte for byte; others have it
+    before or after thinning or compaction, and so the files that stayed.
     """
     found = list(_pairs(others, CheckpointId(pair.made.run, pair.made.step)))
     same = [label for label, other in found if other.encoded == pair.encoded]
@@ -81,7 +81,7 @@ def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[st
 
 
 def stored(tier: Tier, path: str) -> bytes:
-    """What COMMIT or a manifest holds now; nothing where it cannot be read, or is too long to be one."""
+    """The present content of COMMIT or a manifest; empty if it cannot be read, or is too long to be one."""
     try:
         return vouched.read_whole(tier, path, manifest.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
@@ -89,7 +89,7 @@ def stored(tier: Tier, path: str) -> bytes:
 
 
 def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> ManifestPair | None:
-    """A sound manifest whose digest is still to be read in a damaged COMMIT: the rest of COMMIT follows from it."""
+    """A sound manifest whose digest is still readable in a damaged COMMIT, whose rest follows from it."""
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None
     try:
@@ -101,9 +101,9 @@ def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> Manife
 
 
 def _proves_some(tier: Tier, directory: str, pair: ManifestPair) -> bool:
-    """Whether a good part of the tensors that stand here are those that this pair's manifest states.
+    """Whether many tensors here match the digests of this pair's manifest.
 
-    Headers say nothing: those of another step's are the same.
+    Headers do not count: those of another step's are the same.
     """
     itself = Directory("itself", tier, directory)
     pieces = [piece for listed in verification.pieces(pair.made).values() for piece in listed if piece.tensor is not None]

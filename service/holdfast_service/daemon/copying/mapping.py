@@ -1,4 +1,4 @@
-"""What becomes of a foreign checkpoint's tensors: each stays what it is, under its name, or a program maps them."""
+"""Maps a foreign checkpoint's tensors: unchanged, or by a program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Documents = Mapping[str, Mapping[str, Any]]
 
 
 class MappedListing(NamedTuple):
-    """The tensors that an import writes, and the values beside them. Tensors of the source that are in one of `equal` must
-    hold the same bytes, and those in `zeros` nothing else, or the program loses something.
+    """The tensors that an import writes, and the values beside them. Source tensors of one of `equal` must hold the same
+    bytes, and those in `zeros` only zeros, or the program would lose something.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -32,9 +32,9 @@ class MappedListing(NamedTuple):
 
 
 def mapped(files: ForeignFiles, listing: ForeignListing, program: str | None) -> MappedListing:
-    """What an import writes; with a `program`, its name or its text, what that makes of the listing's tensors.
+    """What an import writes; with a `program`, its name or its text, the program's results.
 
-    Raises `InvalidRequest` and `StateMismatch` for a program that cannot be right, or that does not fit the tensors.
+    Raises `InvalidRequest` and `StateMismatch` for an invalid program, or one that does not fit the tensors.
     """
     if program is None:
         return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
@@ -63,7 +63,7 @@ def _config(files: ForeignFiles) -> Mapping[str, Any]:
 
 
 def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:
-    """The documents with the parameters of every optimizer under the names that they get."""
+    """The documents with the parameters of every optimizer under their new names."""
     optim = documents.get(optimizer_state.GROUP, {})
     made = {key: _renamed_optimizer(held, names) if _is_optimizer(held) else held for key, held in optim.items()}
     return {**documents, optimizer_state.GROUP: made} if made else documents

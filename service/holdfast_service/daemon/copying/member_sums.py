@@ -1,4 +1,4 @@
-"""CRC-32 of members of zip files, from the bytes that are read of them anyway."""
+"""CRC-32 of members of zip files, computed from bytes that are read anyway."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class MemberPlace(NamedTuple):
 
 
 class MemberSums:
-    """Sums up members that are watched. A member's bytes count as far as they pass in order. For one thread."""
+    """Computes sums of watched members, from bytes read in order. For one thread."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, _Sum]] = {}  # by file, and by the member's first byte
         self._starts: dict[str, list[int]] = {}  # the same first bytes, in order
 
     def watch(self, stored: Iterable[MemberPlace]) -> None:
-        """Sum up these members as well."""
         touched = set()
         for file, member in stored:
             held = self._sums.setdefault(file, {})
@@ -44,7 +43,6 @@ class MemberSums:
         self._order(touched)
 
     def passed(self, file: str, offset: int, data: memoryview) -> None:
-        """Bytes of a file that were read."""
         starts = self._starts.get(file)
         if not starts:
             return
@@ -53,7 +51,7 @@ class MemberSums:
             self._sums[file][start].passed(offset, data)
 
     def check(self, stored: Iterable[MemberPlace], read_into: ReadInto) -> None:
-        """Compare these members, and watch them no more; `read_into` reads what has not passed, and says so here.
+        """Compare these members, and stop watching them; `read_into` reads the missing bytes, and reports them here.
 
         Raises `CorruptExtent` by file and member.
         """

@@ -1,4 +1,4 @@
-"""Copies of a renamed run get its new name in their tier: as second names (hard links), so that no byte is copied."""
+"""Renames copies of a renamed run in their tier by hard links, so that no byte is copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_service.storage import Tier
 
 
 def renamed(tier: Tier, which: CheckpointId, run: str) -> ManifestPair:
-    """COMMIT and manifest of a copy as the run of the new name has them; `Damaged` if those of the copy cannot be read."""
+    """COMMIT and manifest of a copy under the run's new name; `Damaged` if those of the copy cannot be read."""
     made = msgspec.structs.replace(read_pair(tier, naming.checkpoint_path(*which)).made, run=run)
     manifest.validate(made)
     encoded = manifest.encode(made)
@@ -21,7 +21,7 @@ def renamed(tier: Tier, which: CheckpointId, run: str) -> ManifestPair:
 
 
 def is_another(source: Tier, pair: ManifestPair) -> bool:
-    """Whether the root has another checkpoint under the new name by now, such as a thinned one."""
+    """Whether the root now has another checkpoint under the new name, such as a thinned one."""
     try:
         return read_pair(source, naming.checkpoint_path(pair.made.run, pair.made.step)).encoded != pair.encoded
     except CheckpointError:  # it is damaged: the copy is needed all the more
@@ -29,7 +29,7 @@ def is_another(source: Tier, pair: ManifestPair) -> bool:
 
 
 def stage(tier: Tier, which: CheckpointId, place: Place, pair: ManifestPair, going: Going) -> None:
-    """Stage the files of a copy at `place`, proven: as second names, or as copies where the tier has none.
+    """Stage the verified files of a copy at `place`: as hard links, or as copies if the tier has none.
 
     Raises `Damaged` for bytes that fail their digest, `CopyStopped`, and errors of the tier.
     """

@@ -1,4 +1,4 @@
-"""Repair damaged bytes of a checkpoint from a replica or from the in-memory checkpoint.
+"""Repairs damaged bytes of a checkpoint from a replica or from the in-memory checkpoint.
 
 Replacement bytes are verified by the manifest with which the checkpoint was committed.
 """
@@ -43,7 +43,7 @@ class RepairOutcome(NamedTuple):
 
     @property
     def source(self) -> str | None:
-        """Where the bytes came from; None where damage is left."""
+        """Where the bytes came from; None if damage is left."""
         if self.left is not None:
             return None
         labels = dict.fromkeys(label for mended in self.mended for label in mended.labels)
@@ -51,7 +51,7 @@ class RepairOutcome(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Other places for bytes: tiers that may have the checkpoint, by label, and slots; and the catalog's record."""
+    """Other sources of bytes: tiers that may have the checkpoint, by label, and slots; and the catalog's record."""
 
     tiers: Mapping[str, Tier]
     held: Callable[[Manifest], AbstractContextManager[HeldSlotSource | None]]
@@ -59,7 +59,7 @@ class Elsewhere(NamedTuple):
 
 
 class Repairer:
-    """Repairs checkpoints of one root and their replicas, one at a time. Safe for threads.
+    """Repairs checkpoints of one root and their replicas, one at a time. Thread-safe.
 
     `replicas` returns the current other tiers; `lend` returns the slots of a step's in-memory checkpoint, as
     `HeldCheckpoints.lend` does.
@@ -78,16 +78,16 @@ class Repairer:
         self._lock = threading.Lock()
 
     def repair(self, run: str, step: int, error: CheckpointError) -> str | None:
-        """Mend the checkpoint in which `error` was found, and all else that is damaged in it; where the bytes came from.
+        """Repair the checkpoint in which `error` was found, and all other damage in it; returns the bytes' source.
 
-        None when something could not be mended: then what could be is sound, and the rest is as it was. When it says where,
-        the checkpoint has been read back whole since, and is recorded as verified. Raises `NoSuchCheckpoint` alone.
+        None if something could not be repaired: the rest is sound then. Otherwise the whole checkpoint was verified
+        afterwards, and is recorded as verified. Raises only `NoSuchCheckpoint`.
         """
         return self.run(run, step, error).source
 
     def run(self, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
-        """As `repair`, and tells all that was done; without an error it looks for damage first. A checkpoint that is gone as
-        a whole is copied back from a replica, unless it was removed.
+        """As `repair`, with all details; without an error it looks for damage first. A missing checkpoint is copied back
+        from a replica, unless it was removed.
         """
         outcome = self._mend(self._tier, CheckpointId(run, step), error, None)
         if outcome.left is None:
@@ -123,7 +123,7 @@ class Repairer:
 
 
 def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:
-    """Make a checkpoint in `tier` whole, file by file: first what vouches for it, then what `error` names, then the rest.
+    """Repair a checkpoint in `tier`, file by file: first COMMIT and manifest, then the file of `error`, then the rest.
 
     Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.
     """
@@ -147,9 +147,9 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
 
 
 def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairBook) -> RepairOutcome:
-    """Copy a checkpoint that is gone from `tier` back from the first of the `tiers` that has it whole (I3).
+    """Copy a checkpoint that is missing in `tier` back from the first of the `tiers` that has it complete (I3).
 
-    Raises `NoSuchCheckpoint` where none has it, or where it was removed; any other failure is in the outcome.
+    Raises `NoSuchCheckpoint` if none has it, or if it was removed; any other failure is in the outcome.
     """
     directory, removed = naming.checkpoint_path(*which), records.removed(*which)
     left: CheckpointError = NoSuchCheckpoint(
@@ -183,7 +183,7 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
 def _mend_files(
     tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[FileRepair]
 ) -> None:
-    """Mend what is named, then whatever reading all of it finds, until nothing is found; each file is tried once."""
+    """Repair the named file, then all that verification finds, until nothing is found; each file is tried once."""
     tried: set[str] = set()
     found = error
     while True:
@@ -202,13 +202,13 @@ def _mend_files(
 
 
 def _named_in(error: CheckpointError, made: Manifest) -> str | None:
-    """The file of the checkpoint in which the damage is; a disk that cannot read one tells its path."""
+    """The damaged file of the checkpoint; a disk's read error has its path."""
     file = error.members.get("file") or str(error.members.get("path", "")).rpartition("/")[2]
     return file if made.file(file) is not None else None
 
 
 def detail_of(mended: FileRepair) -> dict[str, Any]:
-    """What an event says of a file that was mended: file, source, and tensor and range of the first damage."""
+    """A repaired file in an event: file, source, and tensor and range of the first damage."""
     detail: dict[str, Any] = {"file": mended.file, "source": ", ".join(mended.labels) or "itself"}
     if mended.pieces:
         first = mended.pieces[0]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class RepairSource(Protocol):
-    """`label` says to people where the bytes come from."""
+    """`label` names the source of the bytes in messages."""
 
     @property
     def label(self) -> str: ...
@@ -41,7 +41,7 @@ class RepairSource(Protocol):
 
 
 def proves(piece: Piece, data: bytes | bytearray) -> bool:
-    """Whether these are the bytes that were written there (I7)."""
+    """Whether these are the written bytes, by digest (I7)."""
     return len(data) == piece.length and digest(data) == piece.digest
 
 
@@ -104,9 +104,7 @@ class Derived:
 
 
 class HeldSlotSource:
-    """The slots that the checkpoint was committed from, if they are still kept; their bytes are verified before
-    use.
-    """
+    """The slots that the checkpoint was committed from, if they are still kept; their bytes are verified before use."""
 
     label = "slot"
 
@@ -142,10 +140,10 @@ class HeldSlotSource:
 def held_slots(
     parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions
 ) -> Iterator[HeldSlotSource | None]:
-    """The held slots of this very checkpoint, mapped for the length of the block; None when they are not whole any more.
+    """The held slots of this very checkpoint, mapped within the block; None if they are no longer complete.
 
-    The descriptors are closed. Nobody locks the slots: a rank that takes one back meanwhile spoils what is read, and what is
-    read is proven before it is used.
+    Closes the descriptors. The slots are not locked: a rank may reuse one meanwhile, which the verification before use
+    detects.
     """
     with ExitStack() as stack:
         for fd in fds:

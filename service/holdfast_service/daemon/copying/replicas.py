@@ -1,4 +1,4 @@
-"""Copy checkpoints to other tiers in the background: newest first, verified, at idle priority.
+"""Copies checkpoints to other tiers in the background: newest first, verified, at idle priority.
 
 Each tier has its own worker, so one that hangs or is full delays neither the others nor saves.
 """
@@ -39,7 +39,7 @@ from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
-RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a tier that fails is asked again after so long, twice as long each time
+RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a failing tier is tried again after so long, doubled each time
 SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so long
 LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
@@ -64,8 +64,8 @@ class Replicator:
         mend: Mend | None = None,
         is_mine: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it. `is_mine`
-        says whether it is this node, of several that were given this replica, that copies there.
+        """`news(seconds)` waits for something new to copy; `mend` is called with a damaged copy, and may repair it.
+        `is_mine` returns whether this node, of several with this replica, copies there.
         """
         self.is_mine = is_mine
         self.name = name
@@ -80,12 +80,12 @@ class Replicator:
 
     @property
     def tier(self) -> Tier | None:
-        """The tier; None as long as it cannot be reached."""
+        """The tier; None while it cannot be reached."""
         return self._tier
 
     @property
     def said(self) -> str | None:
-        """Why it cannot be copied to and what to do, in words; None while it can."""
+        """Why it cannot be copied to and what to do; None while it can."""
         if self.problem is None:
             return None
         return f"{self.problem.detail}; {self.problem.hint}" if self.problem.hint else self.problem.detail
@@ -94,29 +94,28 @@ class Replicator:
         self._thread.start()
 
     def retry(self) -> bool:
-        """Try at once what has failed; whether this node is who copies there."""
+        """Retry failures at once; returns whether this node copies there."""
         self._skipped.clear()
         self._again.set()
         return self.is_mine()
 
     def end(self) -> None:
-        """Stop soon; what is being copied is given up, and begun again at the next start."""
+        """Stop soon; a running copy is dropped, and begun again at the next start."""
         self._closed.set()
         self._again.set()
 
     def close(self) -> None:
-        """Stop, and wait for that."""
         self.end()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)
 
     def look(self) -> bool:
-        """Open the tier if need be, remove what has to go, copy what is due; whether anything was done.
+        """Open the tier if need be, remove and copy what is due; returns whether anything was done.
 
-        Raises what the tier raises: then nothing more is tried there for a while.
+        Raises errors of the tier, which is then left alone for a while.
         """
         if not self.is_mine():
-            self._tier = None  # what stands there may be another disk's, or change
+            self._tier = None  # another disk may be mounted there, or the contents may change
             return False
         tier = self._reached()
         if tier is not self._tier:
@@ -142,7 +141,7 @@ class Replicator:
             raise
 
     def check(self, run: str, step: int) -> CheckpointError | None:
-        """Read a copy back, and have it mended if it is damaged; what is wrong with it afterwards, if anything is."""
+        """Verify a copy, and have it repaired if it is damaged; returns remaining damage."""
         tier, which = self._tier, CheckpointId(run, step)
         if tier is None:
             return self.problem
@@ -173,7 +172,7 @@ class Replicator:
         return None
 
     def _rename(self, tier: Tier) -> bool:
-        """Give a copy of a renamed run its new name; the old one is removed afterwards. What cannot be renamed is copied
+        """Give a copy of a renamed run its new name; the old one is removed afterwards. If that is impossible, it is copied
         again, as everything that is due.
         """
         now = time.monotonic()
@@ -208,7 +207,7 @@ class Replicator:
         return removed
 
     def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
-        """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
+        """Copy one checkpoint, without protecting it: a hanging disk must not delay its removal."""
         run, step = which = CheckpointId(checkpoint.run, checkpoint.step)
         directory = naming.checkpoint_path(run, step)
         self._book.copying(self.name, checkpoint)
@@ -224,7 +223,7 @@ class Replicator:
             self._book.present(self.name, which, pair.made.bytes)
             log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.made.bytes)
         except CheckpointError as error:
-            if not self.is_mine():  # and is told of by the node that has it now
+            if not self.is_mine():  # the node that has it now reports it
                 log.warning("%s@%s is not copied to replica %s by this node: %s", run, step, self.name, error.detail)
                 return
             if not self._source.list(directory):
@@ -243,7 +242,6 @@ class Replicator:
         self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, made, self._going()))
 
     def _publish(self, tier: Tier, pair: ManifestPair, stage: Callable[[Place], None]) -> None:
-        """Publish what `stage` puts at a place."""
         place = Place(pair.made.run, pair.made.step, naming.NO_ATTEMPT)
         staging = place.path
         tier.remove_tree(staging)
@@ -259,8 +257,8 @@ class Replicator:
             raise
 
     def _follow(self, tier: Tier, pair: ManifestPair) -> bool:
-        """Do to the copy what was done to its checkpoint: it takes the copy's place, and only what differs is copied. False
-        if the copy stays as it is, since no other checkpoint has what it would lose.
+        """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
+        the copy stays, because no other checkpoint has what it would lose.
         """
         made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
         whole = read_pair(tier, directory).made
@@ -284,7 +282,7 @@ class Replicator:
         return True
 
     def _settle(self, tier: Tier, runs: Iterable[str]) -> None:
-        """Of a copy and the one that it replaced, keep the sound one; the one that stands where both are."""
+        """Of a copy and the one that it replaced, keep the sound one; the newer one if both are."""
         store = PosixStore(tier)
         for run in runs:
             for place in store.replaced(run):
@@ -293,7 +291,7 @@ class Replicator:
                     store.free(gone)
 
     def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
-        """Whether what stands is not sound, and the one that it replaced is; every byte is read."""
+        """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
         for directory, found in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
             try:
                 read_back(tier, directory, read_pair(tier, directory).made, self._going())
@@ -303,14 +301,14 @@ class Replicator:
         return False
 
     def _refuse_another(self, tier: Tier, pair: ManifestPair) -> bool:
-        """`AlreadyCommitted` when what stands there is sound, and not this checkpoint; whether it is this one before it was
-        thinned or compacted.
+        """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
+        thinning or compaction.
         """
         made = pair.made
         try:
             other = read_pair(tier, naming.checkpoint_path(made.run, made.step))
         except Damaged:
-            return False  # whose it is shows when it is mended
+            return False  # the repair shows what it is
         origins = [thinning.origin_sha256(one.made, manifest.stated_sha256(one.commit)) for one in (pair, other)]
         if origins[0] == origins[1] and thinning.lost(other.made) < thinning.lost(made):
             return True
@@ -322,7 +320,7 @@ class Replicator:
         return False
 
     def _check_oldest(self) -> bool:
-        """Read back the copy that nobody has read for longest, if that is long ago."""
+        """Verify the copy whose last verification is the oldest, if that is long ago."""
         stale = self._book.stale(self.name, moments.later(utc_now(), -CHECK_AGAIN_S))
         if stale is None:
             return False
@@ -373,7 +371,7 @@ class Replicator:
 
 
 def _only(made: Manifest, names: Collection[str], inside: bool) -> Manifest:
-    """What the manifest says of these files, or of all others: to verify them, and not to be written."""
+    """A manifest of these files, or of all others, for verification only."""
     tensors = {
         group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
         for group, named in made.tensors.items()
@@ -383,5 +381,4 @@ def _only(made: Manifest, names: Collection[str], inside: bool) -> Manifest:
 
 
 def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:
-    """The tiers that can be reached now, by name."""
     return {name: one.tier for name, one in replicators.items() if one.tier is not None}

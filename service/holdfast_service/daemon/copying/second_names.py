@@ -1,4 +1,4 @@
-"""Stages what stays of a checkpoint that another one replaces: as second names of its files, or as copies."""
+"""Stages the remaining files of a checkpoint that another one replaces, as hard links or copies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from holdfast_service.storage.store import StagedCheckpoint
 
 
 def stage_again(tier: Tier, store: Store, place: Place, proof: Manifest, going: Going) -> None:
-    """Stage the files that `proof` lists of a checkpoint of `tier`, whose bytes are proven first.
+    """Stage the files that `proof` lists of a checkpoint of `tier`, verified first.
 
-    Raises `Damaged` for bytes that fail their digest, `NoSuchCheckpoint` where the checkpoint goes meanwhile, `CopyStopped`.
+    Raises `Damaged` for bytes that fail their digest, `NoSuchCheckpoint` if the checkpoint is removed meanwhile,
+    `CopyStopped`.
     """
     prove(tier, place, proof, going)
     tier.remove_tree(place.path)  # of an earlier start
@@ -33,7 +34,7 @@ def prove(tier: Tier, place: Place, proof: Manifest, going: Going) -> None:
 
 
 def take(tier: Tier, staged: StagedCheckpoint, place: Place, proof: Manifest, going: Going) -> None:
-    """Give the files second names beside what is staged already, or copy them."""
+    """Hard-link the files beside what is staged already, or copy them."""
     if all(staged.take(entry.name, place.step) for entry in proof.files):
         return
     for entry in proof.files:

@@ -1,8 +1,8 @@
-"""The executor of imports, exports and conversions: tensors of a source, mapped, streamed into target files one by one.
+"""The executor of imports, exports and conversions: mapped tensors of a source, streamed into target files one by one.
 
-Memory is bounded whatever the model: a few windows, and a band of a tensor that has to be computed. While a window is
-written, the next one is read. Each finished file is durable and noted beside the staging directory (`finished_files`), so a
-job that was killed repeats one file at most.
+Memory is bounded for any model: a few windows, and a band of a computed tensor. While a window is written, the next one is
+read. Each finished file is durable and recorded beside the staging directory (`finished_files`), so a killed job repeats one
+file at most.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ WINDOWS = 2  # one is read while the other is written
 def stream(
     source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: Going
 ) -> tuple[FinishedFile, ...]:
-    """Write target files into a staging directory, durably; what an earlier start of the same job finished stays.
+    """Write target files into a staging directory, durably; files finished by an earlier start of the same job stay.
 
-    Raises `StateMismatch`, by name, for a source file that changes meanwhile, a tensor that is not filled exactly, or a copy
-    that differs from its tensor; `InvalidRequest` for files with gaps; `CopyStopped`; errors of both sides. The caller
-    removes what is staged, and its notes, when it gives up (`discard`) or has published it (`forget`).
+    Raises `StateMismatch` for a source file that changes meanwhile, a tensor that is not filled exactly, or a copy that
+    differs from its tensor; `InvalidRequest` for files with gaps; `CopyStopped`; errors of both sides. The caller removes
+    staged files and records when it gives up (`discard`) or has published them (`forget`).
     """
     _check(tensors, files)
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
@@ -75,13 +75,13 @@ def stream(
 def noted(
     source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
 ) -> tuple[FinishedFile, ...] | None:
-    """What an earlier start of the same job noted, if it had finished all files; None otherwise. Nothing is changed."""
+    """The records of an earlier start of the same job, if it had finished all files; None otherwise. Changes nothing."""
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
     return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
 
 
 def computed(source: Readable, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
-    """What `stream` would note of these files, without writing them."""
+    """What `stream` would record for these files, without writing them."""
     extents = _extent_bytes(files)
     made, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)
     for file in files:
@@ -95,23 +95,23 @@ def computed(source: Readable, tensors: Tensors, files: Sequence[TargetFile], go
 
 
 def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile]) -> str:
-    """The digest of a job: of its plan and of its sources as they are."""
+    """The digest of a job: of its plan and of its sources' present state."""
     return job_digest(files, tensors, {name: source.stamp(name) for name in _used(tensors, files)})
 
 
 def forget(target: Tier, staging: str) -> None:
-    """Remove the notes of what has been published."""
+    """Remove the records of published files."""
     FinishedFiles(target, staging, "").remove()
 
 
 def discard(target: Tier, staging: str) -> None:
-    """Remove what is staged, and its notes."""
+    """Remove staged files and their records."""
     forget(target, staging)
     target.remove_tree(staging)
 
 
 def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
-    """Read the files back, past any cache, and compare every byte with its digest; `CorruptExtent` by file."""
+    """Verify the files' stored bytes, past any cache; `CorruptExtent` by file."""
     for batch in stored(target, staging, (piece for file in files for piece in _pieces(file)), going):
         for piece in batch.pieces:
             found = batch.of(piece)
@@ -126,8 +126,6 @@ def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Goin
 
 
 class _Streaming:
-    """Writes files of one job."""
-
     def __init__(
         self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: Going
     ) -> None:
@@ -140,7 +138,6 @@ class _Streaming:
         self._last_users = {place: file.name for file in files for place in self._members_of(file)}
 
     def write(self, file: TargetFile, path: str, writing: Executor, ahead: Executor) -> FinishedFile:
-        """Write one file, durably."""
         self._source.watch(self._members_of(file))
         self._compare_copies(file)
         content = TargetBytes(self._source, self._tensors, file, self._extent_bytes, ahead)
@@ -155,7 +152,7 @@ class _Streaming:
             writer.finish()
         finally:
             for job in pending:
-                job.exception()  # nobody writes any more when the file is closed
+                job.exception()  # no thread may write when the file is closed
             content.close()
             writer.discard()
         return _finished(content)
@@ -165,8 +162,8 @@ class _Streaming:
         return list(dict.fromkeys(place for key in sorted(keys) for place in members(self._tensors[key])))
 
     def _windows_of(self, content: TargetBytes, writer: FileWriter, writing: Executor, pending: list[Future[None]]) -> None:
-        """Read window after window, each while the one before is written. Blocks are whole: the rest of a window goes along
-        with the next one.
+        """Read window after window, each while the one before is written. Blocks are whole: a window's rest is written with
+        the next one.
         """
         alignment, rest = writer.alignment, b""
         for window in content.windows():
@@ -193,7 +190,7 @@ class _Streaming:
         content.fill(window, buffer[len(rest) : len(rest) + length])
 
     def _compare_copies(self, file: TargetFile) -> None:
-        """What is stored twice must be the same, or nobody knows which one is right."""
+        """Copies must be equal to the tensor, because no rule could choose between them."""
         for key in {move.source for one in file.tensors for move in one.mapped.moves} - self._compared:
             for copy in self._tensors[key].copies:
                 comparing.check_copy(self._source, self._tensors[key], copy, self._going)
@@ -205,7 +202,7 @@ def _extent_bytes(files: Sequence[TargetFile]) -> int:
 
 
 def _finished(content: TargetBytes) -> FinishedFile:
-    """What is noted of a file, all of whose windows have been filled."""
+    """The record of a file, once all of its windows have been filled."""
     file = content.file
     literals = [extent for literal in (*file.literals, *content.sealed()) for extent in _extents(literal)]
     placed = zip(file.tensors, content.extents, strict=True)
@@ -218,7 +215,7 @@ def _one_thread() -> ThreadPoolExecutor:
 
 
 def _put(writer: FileWriter, start: int, data: Bytes, held: ExitStack) -> None:
-    """Write a window from an aligned place on: its whole blocks, and then what is left at the end of the file."""
+    """Write a window from an aligned place on: its whole blocks, and then the rest at the end of the file."""
     with held:
         whole = data.nbytes - data.nbytes % writer.alignment
         if whole:
@@ -245,7 +242,6 @@ def _check(tensors: Tensors, files: Sequence[TargetFile]) -> None:
 
 
 def _used(tensors: Tensors, files: Sequence[TargetFile]) -> list[str]:
-    """The source files that target files are made of."""
     keys = {move.source for file in files for one in file.tensors for move in one.mapped.moves}
     return sorted({name for key in keys for name in source_files(tensors[key])})
 

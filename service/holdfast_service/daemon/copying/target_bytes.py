@@ -1,7 +1,7 @@
-"""The bytes of one target file: what it consists of, and how they are read, whole extents at a time.
+"""The bytes of one target file: its parts, and how they are read, whole extents at a time.
 
-What stands in the source as in the target is read straight to its place, neighbours with one call. Any other tensor is
-computed in bands of at most `BAND_BYTES`, so that a permuted one is read once a band and not once an extent.
+Bytes in the source's order are read directly into place, neighbours with one call. Any other tensor is computed in bands of
+at most `BAND_BYTES`, so that a permuted one is read once a band and not once an extent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensors = Mapping[TensorKey, ForeignTensor]
 
 
 class SourceRun(NamedTuple):
-    """Bytes [start, start + length) of a target's tensor, which stand in one piece in a source file."""
+    """Bytes [start, start + length) of a target's tensor that are contiguous in a source file."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ class SourceRun(NamedTuple):
 
 
 class TargetCut(NamedTuple):
-    """An extent of a tensor, or bytes that are known; `start` is in the file, `offset` in the tensor."""
+    """An extent of a tensor, or known bytes; `start` is in the file, `offset` in the tensor."""
 
     start: int
     length: int
@@ -58,7 +58,7 @@ class TargetCut(NamedTuple):
 
 
 class TargetBytes:
-    """What a target file consists of. For one thread, which asks for its windows in order."""
+    """The contents of a target file. For one thread, which requests its windows in order."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class TargetBytes:
         extent_bytes: int,
         ahead: Executor | None = None,
     ) -> None:
-        """No extent of a tensor is longer than `extent_bytes`. With `ahead` bands are computed in it, where their decoders
-        say how long they are to be, while the last one is in use; `close` then.
+        """No extent of a tensor is longer than `extent_bytes`. With `ahead`, bands of decoders with a stated length are
+        computed in it while the last one is in use; `close` then.
         """
         self._source, self._tensors, self.file = source, tensors, file
         self.extents: list[list[Extent]] = [[] for _ in file.tensors]
@@ -92,13 +92,13 @@ class TargetBytes:
             yield window
 
     def sealed(self) -> tuple[LiteralBytes, ...]:
-        """The literals that depend on the tensors' bytes; true once all windows have been filled."""
+        """The literals that depend on the tensors' bytes; valid once all windows have been filled."""
         if self.file.sealed is None or self._crcs is None:
             return ()
         return self.file.sealed({one.mapped.key: crc for one, crc in zip(self.file.tensors, self._crcs, strict=True)})
 
     def fill(self, window: Sequence[TargetCut], into: Bytes) -> None:
-        """Read a window, and digest its extents. Raises what filling does, and errors of the source."""
+        """Read a window, and digest its extents. Raises what filling raises, and errors of the source."""
         begin, runs = window[0].start, _Joined(self._source, into)
         for cut in window:
             place = into[cut.start - begin : cut.stop - begin]
@@ -120,11 +120,10 @@ class TargetBytes:
                     self._crcs[cut.tensor] = crc32(data.data, self._crcs[cut.tensor])
 
     def close(self) -> None:
-        """Wait until nothing is read any more."""
         self._bands.close()
 
     def _computed(self, cut: TargetCut) -> Bytes:
-        """An extent out of the band that has it."""
+        """An extent, cut from its band."""
         band = self._band(cut)
         return self._bands.get(band)[cut.offset - band.start : cut.offset - band.start + cut.length]
 
@@ -142,7 +141,7 @@ class TargetBytes:
 
 
 class _Joined:
-    """Reads runs into a window, those that follow each other on both sides at once."""
+    """Reads runs into a window, consecutive ones at once."""
 
     def __init__(self, source: ForeignFiles, into: Bytes) -> None:
         self._source, self._into = source, into
@@ -171,7 +170,7 @@ class _Joined:
 
 
 def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | None:
-    """The runs that a tensor's bytes are, in order; None if some have to be computed, turned or converted.
+    """The runs of a tensor's bytes, in order; None if some have to be computed, transposed or converted.
 
     Raises `StateMismatch` for elements of less than a byte that have to be: numpy has no such type.
     """
@@ -192,13 +191,13 @@ def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | Non
 
 
 def band_bytes(mapped: MappedTensor, tensors: Tensors) -> int:
-    """How many bytes of a tensor to compute at once: a multiple of every extent's length."""
+    """Bytes of a tensor to compute at once: a multiple of every extent's length."""
     asked = (BAND_BYTES if one is None else one for one in _asked(mapped, tensors))
     return max(min(asked, default=BAND_BYTES), EXTENT_BYTES_MAX)
 
 
 def _asked(mapped: MappedTensor, tensors: Tensors) -> set[int | None]:
-    """The lengths of bands that decoders say are long enough; None for one that does not say it."""
+    """The band lengths that decoders state; None for one without."""
     return {getattr(tensors[move.source].decoder, "band_bytes", None) for move in mapped.moves}
 
 
@@ -241,7 +240,7 @@ def _placed(move: BoxMove, box: Box) -> Box:
 
 
 def _in_a_row(piece: ForeignPiece, box: Box) -> bool:
-    """Whether the elements of a box follow each other in the file, in order."""
+    """Whether a box is contiguous in the file, in order."""
     steps = enumerate(zip(box.shape, piece.strides, strict=True))
     return all(n == 1 or step == prod(box.shape[d + 1 :]) for d, (n, step) in steps)
 

@@ -1,5 +1,5 @@
-"""The worker that thins checkpoints to their weights, or stores them in fewer bytes: proves what stays, stages it without a
-copy, and has it published.
+"""The worker that thins checkpoints to their weights, or stores them in fewer bytes: verifies what stays, stages it without
+a copy, and has it published.
 
 It runs at idle priority, and reads no faster than its pace. A crash leaves the whole checkpoint or the thin one.
 """
@@ -43,13 +43,13 @@ from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 600.0  # after which it is tried again where there was no room, or a reader came first: nobody tells of either
+AGAIN_S = 600.0  # retry interval after a lack of space or a conflict with a reader: neither is reported when it ends
 FAILED_AGAIN_S = 3600.0  # where the storage failed: all that stays is read again each time
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 
 
 class Thinner:
-    """Thins what is due of the runs that it is told of. Its thread starts with the first of them."""
+    """Thins what is due of the runs passed to it. Its thread starts with the first of them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Thinner:
         pace: Pace | None = None,
         suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None,
     ) -> None:
-        """`suspect` is told of a checkpoint that is damaged, and so was not thinned. `node` tells nodes of a root apart."""
+        """`suspect` is called with a damaged checkpoint, which was not thinned. `node` distinguishes nodes of a root."""
         self._tier, self._store, self._book = tier, store, book
         self._node, self._pace, self._suspect = node, pace, suspect
         self._changed = threading.Condition()
@@ -70,7 +70,7 @@ class Thinner:
         self._closed = threading.Event()
         self._busy = False
         self._refused: set[str] = set()  # what could not be done, of which manifest
-        self._told: set[tuple[str, int]] = set()  # of which it was said that they wait
+        self._told: set[tuple[str, int]] = set()  # whose wait was logged
         self._thread: threading.Thread | None = None
 
     def due(self, run: str) -> None:
@@ -85,12 +85,12 @@ class Thinner:
             self._changed.notify_all()
 
     def settle(self, wait_s: float = 30.0) -> bool:
-        """Wait until all that is due was looked at; False when it takes longer."""
+        """Wait until all due runs were looked at; False after `wait_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy and not self._due, wait_s)
 
     def close(self) -> None:
-        """Stop, and wait for that; what is staged is removed, or swept at the next start."""
+        """Stop, and wait for that; staged files are removed, or swept at the next start."""
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
@@ -98,7 +98,9 @@ class Thinner:
             self._thread.join(CLOSE_S)
 
     def look(self, run: str) -> list[int]:
-        """Thin and compact all of a run that is due now, oldest first; the steps that were. Failures keep no other back."""
+        """Thin and compact all of a run that is due now, oldest first; returns the steps. A failure does not stop the
+        others.
+        """
         done = []
         for due in self._book.due(run):
             if self._closed.is_set():
@@ -122,7 +124,7 @@ class Thinner:
         return done
 
     def _waits(self, run: str, step: int, error: CheckpointError) -> None:
-        """Say once why a checkpoint stays as it is, and try it again later."""
+        """Log once why a checkpoint stays as it is, and try it again later."""
         log.warning("%s@%s stays as it is for now: %s (%s)", run, step, error.detail, error.hint)
         if (run, step) not in self._told:
             self._told.add((run, step))
@@ -135,11 +137,11 @@ class Thinner:
             self._again[run] = min(at, self._again.get(run, at))
 
     def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
-        """Whether it is due in the same way now: those before it may have taken hours, and the policy may be another."""
+        """Whether it is still due in the same way: earlier ones may have taken hours, and the policy may have changed."""
         return any((one.step, one.small) == (step, small) for one in self._book.due(run))
 
     def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
-        """Thin one checkpoint, or store it in fewer bytes; whether that was done."""
+        """Thin one checkpoint, or store it in fewer bytes; returns whether that was done."""
         pair = read_pair(self._tier, naming.checkpoint_path(run, step))
         act = f"{self._node} {small or 'thin'} {manifest.stated_sha256(pair.commit)}"
         done = pair.made.thinned is not None or (small is not None and pair.made.compacted is not None)
@@ -172,7 +174,7 @@ class Thinner:
         return True
 
     def _staged(self, place: Place, pair: ManifestPair, small: OptimRule | None) -> Manifest:
-        """Stage what takes the checkpoint's place; its manifest."""
+        """Stage the checkpoint's replacement; its manifest."""
         going = Going(self._pace, self._closed.is_set)
         if small is not None:
             return stage_compact(self._tier, self._store, place, pair, small, going)
@@ -182,7 +184,7 @@ class Thinner:
         return thin.made
 
     def _clear(self, place: Place) -> None:
-        """Remove what is staged, and the notes of what was being written."""
+        """Remove staged files and records."""
         with suppress(CheckpointError):  # the next sweep removes them
             streaming.forget(self._tier, place.path)
         self._book.clear(place)

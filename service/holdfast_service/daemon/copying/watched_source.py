@@ -1,4 +1,4 @@
-"""A foreign checkpoint while it is read: notices files that change meanwhile, and digests those that are read in order."""
+"""Detects changes of a foreign checkpoint's files while it is read, and digests files that are read in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AGAIN_BYTES_MAX = 2**26  # a file up to this size is read once more where its di
 
 
 class WatchedSource:
-    """A `Readable` that remembers of every file, when it is first touched, its stamp: size, time of the last write, inode.
+    """A `Readable` that remembers each file's stamp at the first read: size, modification time, inode.
 
-    With `digested`, or for the paths that it is true of, it also computes the XXH3 digest of whole files from the bytes that
-    pass. Several threads may read; what of a file passes out of order is read again for its digest.
+    With `digested`, or for its paths, it also computes the XXH3 digest of whole files from the bytes that pass. Thread-safe;
+    bytes of a file that pass out of order are read again for its digest.
     """
 
     def __init__(self, source: Readable, digested: bool | Callable[[str], bool] = False) -> None:
@@ -47,13 +47,13 @@ class WatchedSource:
         return read
 
     def watch(self, stored: Iterable[MemberPlace]) -> None:
-        """Sum up the CRC-32 of these members from the bytes that pass from now on."""
+        """Compute the CRC-32 of these members from the bytes that pass from now on."""
         self._members.watch(stored)
 
     def check_members(self, stored: Iterable[MemberPlace]) -> None:
-        """`CorruptExtent`, by file and member, where the bytes of a watched member have not the CRC-32 that is stated.
+        """`CorruptExtent` unless a watched member has its stated CRC-32.
 
-        What has not passed in order is read for it. Afterwards these members are watched no more.
+        Bytes that did not pass in order are read. These members are not watched any more afterwards.
         """
         self._members.check(stored, self.read_into)
 
@@ -71,13 +71,13 @@ class WatchedSource:
         return names
 
     def stamp(self, path: str) -> str:
-        """The file's stamp at the first touch."""
+        """The file's stamp at the first read."""
         if path not in self._stamps:
             self._stamps.setdefault(path, self._source.stamp(path))
         return self._stamps[path]
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
-        """`StateMismatch` by name where a file is not what it was when it was first touched."""
+        """`StateMismatch` if a file has changed since it was first read."""
         for path in paths:
             if self._source.stamp(path) != self.stamp(path):
                 raise StateMismatch(
@@ -85,7 +85,7 @@ class WatchedSource:
                 )
 
     def check_names(self) -> None:
-        """`StateMismatch` by name where a directory that was listed has got or lost a file: somebody still writes there."""
+        """`StateMismatch` if a listed directory has gained or lost a file: another process still writes there."""
         for path, names in self._names.items():
             other = sorted(set(names) ^ set(self._source.list(path)))
             if other:
@@ -96,7 +96,7 @@ class WatchedSource:
                 )
 
     def digest_of(self, path: str) -> str | None:
-        """The XXH3 digest of a whole file; None where that would cost another pass over a large file."""
+        """The XXH3 digest of a whole file; None if that would cost another pass over a large file."""
         size = self._source.size(path)
         found = self._stream(path).finished(size)
         if found is None and size is not None and size <= AGAIN_BYTES_MAX:
@@ -113,7 +113,7 @@ class WatchedSource:
 
 
 class _FileDigest:
-    """The digest of one file's bytes [0, `at`). What is read behind a short gap brings the gap along."""
+    """The digest of one file's bytes [0, `at`). A short gap before later bytes is read, too."""
 
     def __init__(self, source: Readable, path: str) -> None:
         self._source, self._path = source, path
@@ -136,7 +136,7 @@ class _FileDigest:
         return str(self._running.hexdigest())
 
     def _bring(self, stop: int) -> bool:
-        """Read the gap before `stop`; False where it is too long."""
+        """Read the gap before `stop`; False if it is too long."""
         if stop - self._at > GAP_BYTES_MAX:
             return False
         gap = np.empty(stop - self._at, np.uint8)
