@@ -1,7 +1,7 @@
-"""The restore check: read a checkpoint back, verify it (I7), test it in other layouts, and repair or mark damage.
+"""The restore check: reads a checkpoint back, verifies it (I7), tests it in other layouts, and repairs or marks damage.
 
-Every commit is followed by a check in the background; only then may older checkpoints be removed (I10). Scrubs,
-jobs and damage reported by readers use the same check.
+Every commit is followed by a check in the background; only then may older checkpoints be removed (I10). Scrubs, jobs and
+damage reported by readers use the same check.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ PAUSE_S = 0.1
 
 
 class CheckEnd(Enum):
-    """The outcome of a check."""
-
     SOUND = "sound"
     DAMAGED = "damaged"
     GONE = "gone"
@@ -50,7 +48,7 @@ Repair = Callable[[str, int, Damaged], str | None]
 
 
 class CheckCounts:
-    """What all checks have read and found since the start. Thread-safe enough for scraped counters."""
+    """Totals of all checks since the start. Thread-safe enough for scraped counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,7 +64,7 @@ class CheckCounts:
 
 
 class Checker:
-    """Checks one checkpoint at a time. Safe for threads.
+    """Checks one checkpoint at a time. Thread-safe.
 
     `repair` replaces damaged bytes by verified ones, and returns where they came from; None if there is no copy.
     """
@@ -82,9 +80,9 @@ class Checker:
         """Read a whole checkpoint back and record the result; return seconds, bytes, layouts and repairs.
 
         Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is removed;
-        `InUse` when a save is about to replace it, or the one it is compared with; storage errors; and whatever `heed`
-        raises to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with
-        a hold. Where a `fence` says so, what was found counts no more.
+        `InUse` if a save is about to replace it, or the one it is compared with; storage errors; and whatever `heed` raises
+        to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with a hold.
+        If `fence` returns True, the results are void.
         """
         began = time.monotonic()
         directory = naming.checkpoint_path(run, step)
@@ -118,8 +116,8 @@ class Checker:
         return check
 
     def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:
-        """All bytes are proven: try other layouts, and record the statistics that are the `result`. This comes before the
-        checkpoint counts as verified, since retention then asks how healthy it is.
+        """All bytes are verified: try other layouts, and record the statistics in `result`, before the checkpoint counts as
+        verified, because retention then asks for its health.
 
         Raises `NoSuchCheckpoint` if it was removed, and the damage that makes another layout impossible, unrecorded.
         """
@@ -133,7 +131,7 @@ class Checker:
         return Trials(tried.layouts, same_as)
 
     def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
-        """What is recorded of a checkpoint."""
+        """The recorded state of a checkpoint."""
         return self._decisions.findings.found(run, step)
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
@@ -161,14 +159,14 @@ class Checker:
     def mend(
         self, run: str, step: int, damages: Sequence[Damaged], record: Callable[[Damaged], None] | None = None
     ) -> tuple[Manifest, list[str]]:
-        """Have damages repaired, and read again where they were. Raises the first one that is left, once it is recorded: by
-        `record`, if another one shall.
+        """Have damages repaired, and verify them again. Raises the first one that is left, once it is recorded, by `record`
+        if given.
         """
         directory = naming.checkpoint_path(run, step)
         sources: list[str] = []
         with self._decisions.reading(run, step):
             for _ in range(REPAIR_ROUNDS_MAX + 1):
-                # Is it so, now that nobody removes it? And is it mended, after a repair?
+                # Is it damaged while it cannot be removed? And is it sound, after a repair?
                 found = examine(self._tier, directory, self.counting(None), _files(damages))
                 if found.manifest is not None and not found.damages:
                     return found.manifest, sources
@@ -209,19 +207,19 @@ class Checker:
             self._decisions.findings.damaged(run, step, first, checked=True)
 
     def _same_as(self, made: Manifest) -> int | None:
-        """The checkpoint before, where this one holds the very same tensors: a save of something that does not train."""
+        """The previous checkpoint, if this one has the same tensors: a save of something that does not train."""
         before = self._decisions.findings.before(made.run, made.step)
         if before is None:
             return None
         try:
             other = read_manifest(self._tier, naming.checkpoint_path(made.run, before))
-        except CheckpointError as error:  # it may be on its way out; its own check says what is wrong with it
+        except CheckpointError as error:  # it may be about to be removed; its own check reports what is wrong with it
             log.info("cannot compare %s@%s with step %s: %s", made.run, made.step, before, error.detail)
             return None
         return before if layout_trials.identical(made, other) else None
 
     def counting(self, heed: Heed | None) -> Heed:
-        """As `heed`, and counts what is read."""
+        """As `heed`, and counts the bytes read."""
 
         def counted(size: int) -> None:
             if heed is not None:
@@ -231,7 +229,7 @@ class Checker:
         return counted
 
     def ending(self, heed: Heed | None, read: Sequence[CheckpointId]) -> Heed:
-        """As `heed`, and raises `InUse` when a save waits to take the place of one of those that are read."""
+        """As `heed`, and raises `InUse` if a save waits to replace one of the checkpoints being read."""
 
         def ending(size: int) -> None:
             if heed is not None:
@@ -249,20 +247,20 @@ class Checker:
 
 
 def _files(damages: Sequence[Damaged]) -> set[str] | None:
-    """The files that these damages name; None, for all, where one names none, or one that vouches for the others."""
+    """The files of these damages; None, for all, if one has no file, or is COMMIT or manifest."""
     names = {str(error.members.get("file")) for error in damages}
     return None if names & {"None", naming.COMMIT, naming.MANIFEST} else names
 
 
 class Trials(NamedTuple):
-    """Beside the bytes: the layouts that were tried, and the checkpoint before if this one holds the very same tensors."""
+    """Results besides the bytes: the tested layouts, and the previous checkpoint if this one has the same tensors."""
 
     layouts: tuple[str, ...]
     same_as: int | None
 
 
 def told_of(made: Manifest, seconds: float, tried: Trials, repaired: Sequence[str]) -> dict[str, Any]:
-    """What a check says of itself."""
+    """The result of a check, for events and jobs."""
     return {
         "seconds": round(seconds, 3),
         "bytes": made.bytes,
@@ -272,8 +270,8 @@ def told_of(made: Manifest, seconds: float, tried: Trials, repaired: Sequence[st
 
 
 class Committed(NamedTuple):
-    """A commit that waits for its check; saves may be faster than checks, so there may be many. `written`: who wrote what of
-    it, where that were several nodes.
+    """A commit that waits for its check; saves may be faster than checks, so there may be many. `written`: the parts of
+    several nodes.
     """
 
     run: str
@@ -284,7 +282,7 @@ class Committed(NamedTuple):
 
 
 class Spread(Protocol):
-    """Has checkpoints checked by all nodes together."""
+    """Distributes checks over all nodes."""
 
     def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None: ...
     def follow(self, run: str, step: int, sha256: str, is_over: Callable[[], bool]) -> bool: ...
@@ -301,9 +299,9 @@ class Checks:
         recorded: Callable[[float], bool] = lambda wait_s: True,
         spread: Spread | None = None,
     ) -> None:
-        """`took` is told of every commit that was found sound, and how many seconds that took. `heed` may wait
-        in a check; `recorded` waits, so many seconds, for the catalog: nothing is checked that it does not know yet. What
-        several nodes have written is `spread` over all of them.
+        """`took` is called for every commit found sound, with the seconds. `heed` may wait in a check; `recorded` waits, so
+        many seconds, for the catalog: nothing is checked that it does not know yet. Checkpoints written by several nodes are
+        `spread` over all of them.
         """
         self._spread = spread
         self._checker, self._took = checker, took
@@ -322,7 +320,7 @@ class Checks:
         return self._left
 
     def add(self, made: Manifest, written: Sequence[WrittenSpan] = ()) -> None:
-        """Check this new checkpoint, of which several nodes have `written` parts, or this one all."""
+        """Check this new checkpoint; `written` are the parts of several nodes."""
         with self._changed:
             self._pending.add((made.run, made.step))
         self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes, written))
@@ -333,7 +331,7 @@ class Checks:
             return (run, step) in self._pending
 
     def suspect(self, run: str, step: int, error: Damaged) -> None:
-        """Check what a reader reports; the same report only once."""
+        """Check a reader's report; the same report only once."""
         with self._changed:
             complaints = [(r, s, str(e)) for r, s, e in self._waiting if isinstance(e, Damaged)]
             known = (run, step, str(error)) in complaints
@@ -342,7 +340,7 @@ class Checks:
         self._put(run, step, error)
 
     def close(self) -> None:
-        """Finish all checks, or leave them to the next start where the catalog does not answer; stop."""
+        """Finish all checks, or leave them to the next start if the catalog does not answer; stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -393,13 +391,13 @@ class Checks:
         return lambda: self._first_check(what)
 
     def _look_into(self, run: str, step: int, error: Damaged) -> None:
-        """Read what is said to be damaged. Where that is sound, and all else counts as read back no more, read it all."""
+        """Read reported damage. If that is sound, but other parts no longer count as verified, read everything."""
         sound = self._checker.suspect(run, step, error) is None
         if sound and not self.awaits(run, step) and self._checker.found(run, step) == "unknown":
             self._checker.check(run, step, self._heed)
 
     def _first_check(self, made: Committed) -> None:
-        """Of what several nodes have written by all nodes together; else, or where they have left it, by this one."""
+        """By all nodes for several nodes' checkpoint; otherwise, or if they leave it, by this one."""
         began = time.monotonic()
         spread = self._spread if made.written else None
         sha256 = None if spread is None else spread.begin(made.run, made.step, made.written)
@@ -416,7 +414,7 @@ class Checks:
 
 
 def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:
-    """How a check ended; why, the log says. Damage is recorded by the check itself. Raises `CatalogUnavailable`."""
+    """The outcome of a check, logging the reason. The check itself records damage. Raises `CatalogUnavailable`."""
     try:
         act()
     except InUse as why:

@@ -1,4 +1,4 @@
-"""Compare the bytes of two checkpoints; every extent is verified first (I7), two extents in memory at a time."""
+"""Compares the bytes of two checkpoints; every extent is verified first (I7), two extents in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ READ = ("changed", "unknown")  # what has to be read to say how far it is apart
 
 
 class ComparedCheckpoint(NamedTuple):
-    """A checkpoint of the tier, as one of two."""
-
     run: str
     step: int
 
@@ -72,7 +70,7 @@ def compare(
 
 
 class _Decoded:
-    """The values of a compact checkpoint's tensors. Its manifest is read when the first of them is asked for."""
+    """The values of a compact checkpoint's tensors. Its manifest is read with the first of them."""
 
     def __init__(self, tier: Tier, side: ComparedCheckpoint) -> None:
         self._tier, self._side = tier, side

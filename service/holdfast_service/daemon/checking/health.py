@@ -1,7 +1,7 @@
-"""Compute statistics and health of a checkpoint while it is verified after its commit.
+"""Computes statistics and health of a checkpoint while it is verified after its commit.
 
-The change since the previous checkpoint also needs that one's bytes: extents with equal digests have not changed,
-and the others are read from both. While another save is being written they are skipped, because saves come first.
+The change since the previous checkpoint also needs that one's bytes: extents with equal digests have not changed, and the
+others are read from both. While another save is being written they are skipped, because saves come first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _windows = BufferPool(WORKERS)  # of what was there before
 
 
 class _Passed(NamedTuple):
-    """A proven piece, its bytes, and the piece of the checkpoint before that has its place in the tensor."""
+    """A verified piece, its bytes, and the same piece of the previous checkpoint."""
 
     piece: Piece
     data: Bytes
@@ -44,7 +44,7 @@ class _Passed(NamedTuple):
 class Examination:
     """The statistics of one checkpoint, from verified pieces in any order and on several threads.
 
-    Errors here are logged and affect nothing else: then there are no statistics.
+    Errors are logged and affect nothing else: then there are no statistics.
     """
 
     def __init__(self, tier: Tier, before: Manifest | None) -> None:
@@ -55,11 +55,10 @@ class Examination:
 
     @property
     def before(self) -> CheckpointId | None:
-        """The checkpoint that this one is compared with."""
         return None if self._before is None else CheckpointId(self._before.run, self._before.step)
 
     def passed(self, made: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
-        """These pieces, of one file, have been proven; their bytes are on loan until this returns. Some may pass twice."""
+        """These pieces, of one file, are verified; their bytes are valid until this returns. Some may come twice."""
         if self._failed:
             return
         try:
@@ -70,7 +69,7 @@ class Examination:
             log.exception("there are no statistics of %s@%s", made.run, made.step)
 
     def result(self, made: Manifest) -> Statistics | None:
-        """The statistics of every tensor, now that all pieces have passed; None when some have not, or something failed."""
+        """The statistics of every tensor, after all pieces; None if some are missing, or something failed."""
         if self._failed:
             return None
         found = []
@@ -82,7 +81,7 @@ class Examination:
         return compared(made, self._before, found)
 
     def portion(self, made: Manifest, pieces: Iterable[Piece]) -> bytes:
-        """What was found of these pieces, for the node that puts all together; empty when some have not passed."""
+        """Statistics of these pieces, for the node that combines them; empty if some are missing."""
         wanted = [(str(piece.group), str(piece.tensor), piece.offset) for piece in pieces if piece.tensor is not None]
         if self._failed or any(offset not in self._parts.get((group, name), {}) for group, name, offset in wanted):
             return b""
@@ -108,7 +107,7 @@ class Examination:
             self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
 
     def _piece_before(self, made: Manifest, piece: Piece) -> Piece | None:
-        """Where its bytes stood in the checkpoint before; None where that was cut into other extents."""
+        """The same bytes' piece in the previous checkpoint; None if that was cut into other extents."""
         group, name = str(piece.group), str(piece.tensor)
         twin = _twin(made, self._before, group, name)
         if twin is None or not twin.extents:
@@ -120,7 +119,7 @@ class Examination:
         return verification.tensor_piece(group, name, twin, twin.extents[at])
 
     def _read_before(self, batch: Sequence[Piece], window: Bytes) -> Iterator[tuple[Piece, Bytes | None]]:
-        """The pieces of the checkpoint before, proven; None for the bytes of one that cannot be had."""
+        """The pieces of the previous checkpoint, verified; None for the bytes of unavailable ones."""
         assert self._before is not None
         begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
         room = window[: batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX]
@@ -134,27 +133,27 @@ class Examination:
             data = room[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
             try:
                 verification.check(piece, data)
-            except CheckpointError:  # the scrub says so
+            except CheckpointError:  # the scrub reports that
                 yield piece, None
             else:
                 yield piece, data
 
 
 def compared(made: Manifest, before: Manifest | None, found: Sequence[PartStatistics]) -> Statistics:
-    """The statistics of all tensors, in the manifest's order, and from which step their changes are measured."""
+    """The statistics of all tensors, in the manifest's order, and the step from which their changes are measured."""
     step = None if before is None else before.step
     steps = (step if _twin(made, before, group, name) else None for group, name, _ in tensors_of(made))
     return collect(zip(found, steps, strict=True))
 
 
 def put_together(made: Manifest, before: Manifest | None, portions: Sequence[bytes]) -> Statistics | None:
-    """The statistics of a checkpoint of which several nodes have examined portions; None when some found nothing."""
+    """The statistics of a checkpoint from several nodes' portions; None if some are missing."""
     found = portion_statistics.put_together(made, portions) if all(portions) else None
     return None if found is None else compared(made, before, found)
 
 
 def _twin(made: Manifest, before: Manifest | None, group: str, name: str) -> TensorEntry | None:
-    """The tensor of this name in the checkpoint before, if it is of the same kind and form."""
+    """The tensor of this name in the previous checkpoint, if it has the same dtype and shape."""
     if before is None:
         return None
     old, new = before.tensors.get(group, {}).get(name), made.tensors[group][name]
@@ -168,9 +167,9 @@ def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> Part
 
 @contextmanager
 def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterator[Examination | None]:
-    """The examination of a checkpoint that is about to be read back; None for one that has been examined already.
+    """The examination of a checkpoint that is about to be verified; None for one that has been examined already.
 
-    Nothing removes the one before, which it is compared with, until the end of the block.
+    Within the block, the previous checkpoint is protected from removal.
     """
     with ExitStack() as held:
         made: Examination | None = Examination(tier, None)

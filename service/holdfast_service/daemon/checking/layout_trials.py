@@ -1,8 +1,8 @@
-"""Test restores: check that other layouts get the stored bytes back, in a few places per checkpoint.
+"""Test restores: checks that other layouts get the stored bytes back, in a few places per checkpoint.
 
-Run and step determine the tested layouts, so a check is repeatable, and other steps test other layouts. A rank's
-parts are computed as every reader does, assembled from whole verified extents as in a restore, and compared with
-bytes read directly from the file. Memory is one extent and two windows.
+Run and step determine the tested layouts, so a check is repeatable, and other steps test other layouts. A rank's parts are
+computed as every reader does, assembled from whole verified extents as in a restore, and compared with bytes read directly
+from the file. Memory is one extent and two windows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LAYOUTS = (
 TRIED = 2  # layouts a checkpoint
 WINDOWS = 4  # places a layout
 WINDOW_BYTES = 2**18
-TENSORS_MAX = 20_000  # of a group, for whose layouts every rank is worked out; with more, one rank alone
-COVERED = 500  # tensors whose parts are put together over all ranks
+TENSORS_MAX = 20_000  # of a group, up to which every rank of a layout is computed; with more, one rank alone
+COVERED = 500  # tensors whose parts are combined over all ranks
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**20
 
@@ -49,7 +49,7 @@ Heed = Callable[[int], None]
 
 
 class LayoutTrial(NamedTuple):
-    """The tested layouts, as text with the rank, and how many bytes were read for them."""
+    """The tested layouts, as text with the rank, and the bytes read for them."""
 
     layouts: tuple[str, ...]
     bytes: int
@@ -87,7 +87,7 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
 
 
 def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:
-    """The read plan of the rank brings what it holds, and all ranks together hold every element."""
+    """Check that the rank's read plan covers what it holds, and that all ranks together hold every element."""
     wanted = [WantedBox(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
     plan = read_planner.plan(made, wanted)
     brought = {(piece.tensor, piece.offset) for read in plan.reads for piece in read.pieces}
@@ -115,7 +115,7 @@ def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int,
 
 
 class _Trial:
-    """Reads of one checkpoint's group, and how many bytes they were."""
+    """Reads of one checkpoint's group, and their bytes."""
 
     def __init__(self, tier: Tier, directory: str, entries: Mapping[str, TensorEntry], heed: Heed) -> None:
         self.entries = entries
@@ -123,7 +123,7 @@ class _Trial:
         self._tier, self._directory, self._heed = tier, directory, heed
 
     def compare(self, group: str, file: ShardFile, chance: random.Random, where: str) -> None:
-        """One window at a random place of the rank's file, put together both ways."""
+        """Compare one window at a random place of the rank's file, assembled both ways."""
         body = len(file.header)
         if body == file.bytes:
             return
@@ -139,7 +139,7 @@ class _Trial:
                 raise CorruptManifest(f"{where}: tensor {name!r} would be restored with wrong bytes", tensor=name)
 
     def _assemble(self, group: str, strip: Strip, part: Part, memory: Bytes) -> None:
-        """A part as a restore gets it: from whole extents, proven."""
+        """A part as in a restore: from whole extents, verified."""
         entry, view, held = self._place(strip, part, memory)
         for first, stop in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:stop]:
@@ -149,7 +149,7 @@ class _Trial:
                 transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
 
     def _copy(self, strip: Strip, part: Part, memory: Bytes) -> None:
-        """The same part, run by run from where it stands in the file."""
+        """The same part, run by run from the file."""
         entry, view, held = self._place(strip, part, memory)
         start, stop = region.byte_span(part.box, view.shape, strip.itemsize)
         data = np.frombuffer(self._get(entry.file, entry.start + start, stop - start), np.uint8)
@@ -183,7 +183,7 @@ def _digests(made: Manifest) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]
 
 
 def _config(tier: Tier, directory: str, made: Manifest) -> Mapping[str, Any] | None:
-    """The checkpoint's config.json, which says whose rules hold; None where there is none that says so."""
+    """The checkpoint's config.json, which selects the rules; None without a valid one."""
     entry = made.file(CONFIG)
     if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:
         return None

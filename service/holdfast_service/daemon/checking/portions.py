@@ -1,4 +1,4 @@
-"""Divides a checkpoint among the nodes that read it back: evenly, and so that a node reads what another one has written."""
+"""Divides a checkpoint among the nodes that verify it: evenly, and so that a node reads what another one has written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORTION_BYTES_MIN = 2**18  # as the shortest block that a node writes
 
 
 class WrittenSpan(NamedTuple):
-    """The bytes [begin, end) of a file, and the node that has written them."""
+    """The bytes [begin, end) of a file, and the node that wrote them."""
 
     file: str
     begin: int
@@ -27,7 +27,7 @@ class WrittenSpan(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """A span of all files, one behind the other, and who has written it, by its place in a list; -1 if that is not known."""
+    """A span of all files concatenated, and the index of its writer; -1 if unknown."""
 
     begin: int
     end: int
@@ -35,12 +35,12 @@ class _Stretch(NamedTuple):
 
 
 def divide(made: Manifest, readers: Sequence[str], written: Sequence[WrittenSpan] = ()) -> list[PortionPlan]:
-    """The portions of a checkpoint, at most one for each reader, equally long but for a byte, which together are all of it.
+    """The portions of a checkpoint, at most one for each reader, of equal length up to a byte.
 
-    What one node has written lies together and is read by another one, as far as that goes. One portion alone has no reader:
+    What one node has written is contiguous and is read by another one, as far as possible. A single portion has no reader:
     then there is nothing to divide.
     """
-    total = sum(file.bytes for file in made.files) + 1  # a file without bytes may stand behind the last byte
+    total = sum(file.bytes for file in made.files) + 1  # a file without bytes may be after the last byte
     count = max(min(total // PORTION_BYTES_MIN, len(readers)), 1)
     nodes = sorted({one.node for one in written})
     portions = _cut(_stretches(made, written, nodes), total, count)
@@ -64,12 +64,12 @@ def within(made: Manifest, spans: Sequence[Span]) -> dict[str, list[Piece]]:
 
 
 def _starts(made: Manifest) -> list[int]:
-    """Where each file begins, when they stand one behind the other."""
+    """The begin of each file in their concatenation."""
     return list(accumulate((file.bytes for file in made.files), initial=0))[:-1]
 
 
 def _stretches(made: Manifest, written: Sequence[WrittenSpan], nodes: Sequence[str]) -> list[_Stretch]:
-    """All bytes: those that one node has written together, the others, such as small files, at the end."""
+    """All bytes: those of one writer together, the others, such as small files, at the end."""
     starts = dict(zip((file.name for file in made.files), _starts(made), strict=True))
     sizes = {file.name: file.bytes for file in made.files}
     known = []
@@ -92,7 +92,6 @@ def _stretches(made: Manifest, written: Sequence[WrittenSpan], nodes: Sequence[s
 
 
 def _cut(stretches: Sequence[_Stretch], total: int, count: int) -> list[list[_Stretch]]:
-    """The same stretches in `count` equally long parts."""
     bounds = [total * number // count for number in range(1, count + 1)]
     parts: list[list[_Stretch]] = [[] for _ in range(count)]
     number = at = 0
@@ -107,7 +106,7 @@ def _cut(stretches: Sequence[_Stretch], total: int, count: int) -> list[list[_St
 
 
 def _order(portions: Sequence[Sequence[_Stretch]], nodes: Sequence[str], readers: Sequence[str]) -> list[str | None]:
-    """Who reads which portion: of all rotations of the readers the one in which they read least of what they wrote."""
+    """The reader of each portion: the rotation of the readers in which they read least of their own writes."""
     own: NDArray[np.int64] = np.zeros((len(portions), len(readers)), np.int64)
     column = {name: index for index, name in enumerate(readers)}
     for number, portion in enumerate(portions):

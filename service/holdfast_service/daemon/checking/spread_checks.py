@@ -1,8 +1,8 @@
-"""Checks of which each node does a portion: it proves what it has claimed, says what it has found, and takes over what
-others have left. Who sees that all portions are proven ends the check, in the name of all.
+"""Checks shared by nodes: each verifies the portions that it claims, reports the results, and takes over portions that
+others have left. The node that finds all portions verified ends the check for all.
 
-While the catalog is away, or a save is staged, checks wait. A node that does not see the checkpoint yet, because its mount
-remembers for a while which names there are, leaves its portion to others.
+While the catalog is unavailable, or a save is staged, checks wait. A node that does not see the checkpoint yet, because its
+mount caches directory entries for a while, leaves its portion to others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from holdfast_service.storage import Tier, vouched
 log = logging.getLogger(__name__)
 
 LOOK_S, IDLE_LOOK_S = 2.0, 30.0  # beside what is heard: while something is checked together, and else
-RENEW_S = 10.0  # how often it is said that a portion is still being read
+RENEW_S = 10.0  # interval of renewing a claim
 NAMES_S = 90.0  # a mount remembers for no longer which names there are
 AGAIN_S, FAILED_AGAIN_S = 5.0, 60.0  # what this node has given back is left to others for so long; what it could not read
 AWAY_S = 1.0  # between two tries, while the catalog is away
@@ -51,7 +51,7 @@ CLOSES = "this daemon ends"
 
 
 class _Left(Exception):
-    """This node does not do it, or no further; why, for the log. Another one may."""
+    """This node leaves it to others, with the reason for the log."""
 
 
 class SpreadChecks:
@@ -65,25 +65,25 @@ class SpreadChecks:
         self._thread.start()
 
     def look(self) -> None:
-        """A check of several nodes has begun, or its end is near."""
+        """A shared check has begun, or its end is near."""
         self._wake.set()
 
     def close(self) -> None:
-        """Stop, in the middle of a portion if need be; others take it over, or the next daemon."""
+        """Stop, even within a portion; others take it over, or the next daemon."""
         self._closing.set()
         self._wake.set()
         self._thread.join()
 
     def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None:
-        """Have a checkpoint that was just committed checked by all nodes; the SHA-256 of its manifest. None where there is
-        nothing to divide: it is small, or this node is alone. Raises what the catalog and reading raise.
+        """Have a new checkpoint checked by all nodes; returns the SHA-256 of its manifest. None if there is nothing to
+        divide: it is small, or this node is alone. Raises errors of the catalog and of reading.
         """
         readers = self._shared.readers()
         if len(readers) < 2:
             return None
         try:
             made, sha256 = self._read(run, step)
-        except Damaged:  # which who checks it alone records, or has repaired
+        except Damaged:  # a check by one node records or repairs it
             return None
         plans = portions.divide(made, readers, written)
         if len(plans) < 2:
@@ -96,7 +96,7 @@ class SpreadChecks:
         return sha256
 
     def follow(self, run: str, step: int, sha256: str, is_over: Callable[[], bool]) -> bool:
-        """Wait until this check has ended; False where `is_over` before that. `CatalogUnavailable`."""
+        """Wait until this check has ended; False if `is_over` comes first. `CatalogUnavailable`."""
         pause = FOLLOW_S[0]
         while self._shared.progress(run, step, sha256) is not None:
             if is_over() or self._closing.wait(pause):
@@ -122,7 +122,7 @@ class SpreadChecks:
             self._wake.wait(pause)
 
     def _do_one(self) -> bool:
-        """Prove a portion, or end a check; False where there is nothing to do."""
+        """Verify a portion, or end a check; False if there is nothing to do."""
         if self._closing.is_set():
             return False
         now = time.monotonic()
@@ -138,7 +138,7 @@ class SpreadChecks:
         return True
 
     def _guarded(self, of: Portion | CheckEnding, act: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Do it, and whatever stands in the way, leave it to others in the end, if there is anything left to do."""
+        """Run it, and on any failure leave the rest to others."""
         run, step = of.of.run, of.of.step
         again_s = AGAIN_S
         try:
@@ -210,8 +210,8 @@ class SpreadChecks:
         self._patiently(lambda: self._shared.sound(ending, check, tried.same_as, made))
 
     def _made(self, of: Portion | CheckEnding) -> Manifest | None:
-        """The manifest of what is checked; None where another checkpoint stands in its place, which ends the check, or where
-        nothing can be seen of it yet.
+        """The manifest of the checked checkpoint; None if another one has replaced it, which ends the check, or if it is not
+        visible here yet.
         """
         run, step = of.of.run, of.of.step
         try:
@@ -227,8 +227,8 @@ class SpreadChecks:
         return None
 
     def _mended(self, of: Portion | CheckEnding, damages: Sequence[Damaged]) -> list[str]:
-        """Where damage was repaired from. Raises what is left of it, once it is recorded; and if it may be nothing but what
-        this node does not see yet, `_Left`.
+        """The sources of repairs. Raises remaining damage, once it is recorded; `_Left` if the files may just not be visible
+        here yet.
         """
         if not self._believes(of) and not all(isinstance(damage, CorruptExtent) for damage in damages):
             raise _Left(f"not all of it can be seen here yet: {damages[0].detail}")
@@ -241,7 +241,7 @@ class SpreadChecks:
         return self._checker.mend(of.of.run, of.of.step, damages, record)[1]
 
     def _believes(self, of: Portion | CheckEnding) -> bool:
-        """Whether what this node does not see is not there: it has made it, or has waited for long enough."""
+        """Whether missing files are really missing: this node wrote them, or has waited long enough."""
         return of.mine or of.age_s > NAMES_S
 
     def _read(self, run: str, step: int) -> tuple[Manifest, str]:
@@ -251,7 +251,7 @@ class SpreadChecks:
         return made, manifest.stated_sha256(commit)
 
     def _examination(self, of: CheckedCheckpoint, held: ExitStack) -> Examination | None:
-        """What takes the statistics of this node's portion; the checkpoint that it is compared with stays as long."""
+        """The statistics of this node's portion; the previous checkpoint is protected meanwhile."""
         if not of.examine:
             return None
         before = self._before(of)
@@ -274,7 +274,7 @@ class SpreadChecks:
             raise _Left(CLOSES)
 
     def _patiently(self, tell: Callable[[], None]) -> None:
-        """What was found waits for the catalog, and is told once it is back."""
+        """Report results, retrying while the catalog is unavailable."""
         while True:
             try:
                 tell()
@@ -286,7 +286,7 @@ class SpreadChecks:
 
 
 class _Reading:
-    """Says from time to time how much of a portion is read, and stops where it is another node's by now."""
+    """Reports a portion's progress at intervals, and stops if another node has claimed it."""
 
     def __init__(self, heed: Heed, renew: Callable[[int], bool]) -> None:
         self._heed, self._renew = heed, renew

@@ -31,8 +31,6 @@ _NO_NUMBERS = ("F4", "F6_E2M3", "F6_E3M2", "C64")  # narrower than a byte, or wi
 
 
 class _Scratch(threading.local):
-    """Memory of a thread for one block, used again and again."""
-
     def __init__(self) -> None:
         self.raw = np.empty((2, BLOCK * 8), np.uint8)
         self.narrow = np.empty((2, BLOCK), np.float32)
@@ -83,7 +81,7 @@ def _measure_block(dtype: str, data: Bytes, before: Bytes | None) -> PartStatist
 
 
 def _scaled(numbers: Numbers, peak: float) -> tuple[Numbers, float]:
-    """Floats whose squares can be summed, and what they were divided by; no element is further from zero than `peak`."""
+    """Floats whose squares can be summed, and their divisor; `peak` is the largest magnitude."""
     if numbers.dtype == np.float32 and (not peak or 1 / _SAFE[4] < peak < _SAFE[4]):
         return numbers, 1.0
     wide = numbers.astype(np.float64, copy=False)
@@ -93,7 +91,7 @@ def _scaled(numbers: Numbers, peak: float) -> tuple[Numbers, float]:
 
 
 def _distance(now: Numbers, before: Numbers) -> float:
-    """The norm of the difference of what is finite in both."""
+    """The norm of the difference over elements that are finite in both."""
     if now.dtype == np.float32:
         moved = np.subtract(now, before, out=_scratch.moved[: now.size])
         total = _squares(moved)
@@ -109,9 +107,9 @@ def _distance(now: Numbers, before: Numbers) -> float:
 
 
 def _numbers(dtype: str, data: Bytes, which: int) -> Numbers:
-    """A block's elements as numbers of their own width, or of 32 bits where numpy knows no fast way with theirs.
+    """A block's elements as numbers of their own width, or of 32 bits if numpy has no fast way with theirs.
 
-    Memory for `which` of two blocks is used, until the next block of that number.
+    `which` selects one of two scratch memories, valid until the next block of that number.
     """
     if dtype == "BOOL":
         return data.view(np.uint8)
@@ -136,7 +134,7 @@ def _numbers(dtype: str, data: Bytes, which: int) -> Numbers:
 
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
-    """The number that each byte is."""
+    """The value of each byte."""
     values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(dtypes.to_numpy(dtype)).astype(np.float32)
     return values
 

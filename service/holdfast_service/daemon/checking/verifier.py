@@ -1,6 +1,6 @@
-"""Read a checkpoint back and check every byte against its manifest (I7), with bounded memory.
+"""Reads a checkpoint back and checks every byte against its manifest (I7), with bounded memory.
 
-It reads what is stored, not a cache, if the storage tier can tell the two apart.
+It reads what is stored, not a cache, if the storage tier can distinguish the two.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no ne
 
 _windows = BufferPool(WORKERS)
 
-Heed = Callable[[int], None]  # hears how many bytes are about to be read; it may wait, and raise to stop
+Heed = Callable[[int], None]  # called with the number of bytes about to be read; it may wait, and raise to stop
 Passed = Callable[
     [Manifest, Sequence[Piece], Sequence[Bytes]], None
 ]  # is lent what was proven of a file, by several threads
 
 
 class Examined(NamedTuple):
-    """What reading back has found: the manifest, None where that is damaged itself, and the damages, the first one first."""
+    """The result of reading back: the manifest, None if it is damaged itself, and the damages in order."""
 
     manifest: Manifest | None
     damages: tuple[Damaged, ...]
@@ -42,10 +42,8 @@ class Examined(NamedTuple):
 def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest:
     """Check COMMIT, manifest, every header, every extent and every small file under `directory`; return the manifest.
 
-    `passed` gets the verified bytes as they pass.
-
-    Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent` with file, tensor and byte range of the first
-    damage.
+    `passed` gets the verified bytes. Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent` with file, tensor and byte
+    range of the first damage.
     """
     made, damages = examine(tier, directory, passed=passed)
     if damages or made is None:
@@ -62,8 +60,7 @@ def examine(
 ) -> Examined:
     """Like `verify`, but collects all damages, up to a limit. `only` checks some files, besides COMMIT and manifest.
 
-    Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as
-    damaged.
+    Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as damaged.
     """
     try:
         made = read_manifest(tier, directory)
@@ -80,7 +77,7 @@ def prove(
     heed: Heed | None = None,
     passed: Passed | None = None,
 ) -> list[Damaged]:
-    """Read these pieces, by file, and check them, and how long those files are; what is damaged, up to a limit.
+    """Check these pieces, by file, and the length of those files; returns damages, up to a limit.
 
     Raises what `examine` raises, and what `heed` raises to stop.
     """
@@ -166,7 +163,7 @@ def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapp
 
 
 def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
-    """The pieces of a batch that the disk cannot read. Where it cannot read anything, that is no damage: `why` is raised."""
+    """The pieces of a batch that the disk cannot read. If it cannot read anything, that is no damage: `why` is raised."""
     try:
         vouched.read_commit(tier, directory)
     except NotCommitted:
