@@ -1,1 +1,1 @@
-"""The HTTP edge: routes, problems, files with ranges. It takes no decisions and stores nothing; see `docs/api.md`."""
+"""The HTTP edge: routes, problems, files with ranges. It makes no decisions and stores nothing; see `docs/api.md`."""

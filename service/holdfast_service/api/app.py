@@ -1,4 +1,4 @@
-"""Create the FastAPI application: routes and problems, no decisions."""
+"""Creates the FastAPI application: routes and problems, no decisions."""
 
 from __future__ import annotations
 

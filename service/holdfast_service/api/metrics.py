@@ -1,4 +1,4 @@
-"""Collect the metrics of one daemon from catalog, storage and arena at the scrape."""
+"""Collects the metrics of one daemon from catalog, storage and arena at the scrape."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Samples = dict[str, list[Sample]]
 
 
 class Collected(Collector):
-    """Yields every metric of `observe.metrics` once; if the caller sees only some runs, only those that are of one run.
+    """Yields every metric of `observe.metrics` once; if the caller sees only some runs, only per-run ones.
 
-    Counts of all runs together would tell of the others.
+    Totals over all runs would reveal the others.
     """
 
     def __init__(self, services: Services, summaries: Summaries, requests: Requests) -> None:
@@ -97,7 +97,7 @@ class Collected(Collector):
         }
 
     def _told(self) -> Samples:
-        """What the catalog knows."""
+        """Metrics from the catalog."""
         counts = self._services.catalog.round_counts()
         open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
         return {
@@ -110,7 +110,7 @@ class Collected(Collector):
         }
 
     def _nodes(self) -> Samples:
-        """The nodes of the cluster; a daemon that is in none is the only one."""
+        """The nodes of the cluster; a daemon without one is the only node."""
         census = self._services.census()
         return {
             "holdfast_nodes": [((state,), census.states.get(state, 0)) for state in get_args(bodies.NodeState)],
@@ -121,7 +121,7 @@ class Collected(Collector):
         return {Unauthenticated.code: 0, Forbidden.code: 0} | dict(self._services.refusals.counts)
 
     def _failures(self) -> dict[str, int]:
-        """Refusals for want of room are always there, so that an alert on them can be set up before the first one."""
+        """Failures for lack of resources, including zeros, so that alerts can be set up before the first one."""
         return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.catalog.failure_counts()
 
     def _saves(self) -> Samples:
@@ -135,7 +135,7 @@ class Collected(Collector):
         }
 
     def _telling(self) -> Samples:
-        """What people and programs are told, of a service that tells them."""
+        """Metrics of notifications, event commands and watched daemons."""
         notifier, commands, watched = self._services.notifier, self._services.event_commands, self._services.watched
         notified = {} if notifier is None else notifier.counts
         ran = {} if commands is None else commands.counts

@@ -1,4 +1,4 @@
-"""Measure every request: duration by route and status, and bytes sent."""
+"""Measures every request: duration by route and status, and bytes sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Requests:
         self._sent = 0
 
     def add(self, method: str, route: str, status: int, seconds: float, sent: int) -> None:
-        """A request has been answered; `status` 0 says that its connection was cut before there was one."""
+        """Count a request; `status` 0: its connection was cut before a response."""
         labels = (method if method in _METHODS else "other", route, f"{status // 100}xx" if status else "cut")
         with self._lock:
             if labels not in self._seconds and len(self._seconds) >= ROUTES_MAX:
@@ -33,13 +33,13 @@ class Requests:
             self._sent += sent
 
     def all(self) -> tuple[dict[tuple[str, str, str], Histogram], int]:
-        """The histograms by method, route and class of status as they are now, and the bytes sent."""
+        """The present histograms by method, route and class of status, and the bytes sent."""
         with self._lock:
             return {labels: histogram.copy() for labels, histogram in self._seconds.items()}, self._sent
 
 
 class Observed:
-    """Middleware, the outermost one: measures requests and, where somebody traces, makes each a span."""
+    """Middleware, the outermost one: measures requests and, with tracing, makes each a span."""
 
     def __init__(self, app: ASGIApp, requests: Requests) -> None:
         self._app, self._requests = app, requests
@@ -68,6 +68,6 @@ class Observed:
 
 
 def _names(scope: Scope) -> dict[str, str]:
-    """The run and step that a path names."""
+    """The run and step in a path."""
     found = scope.get("path_params") or {}
     return {f"holdfast.{name}": str(found[name]) for name in ("run", "step") if name in found}

@@ -46,9 +46,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"default": _DESCRIBED, 422: _DESCR
 
 
 class TransferAborted(Exception):
-    """An answer fails after its first bytes were sent, so the connection is cut.
-
-    The raiser has logged the cause; the server logs nothing more.
+    """A response fails after its first bytes were sent, so the connection is cut. The raiser has logged the cause; the
+    server logs nothing more.
     """
 
 
@@ -60,7 +59,6 @@ def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[s
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers for every error that a route can raise."""
     app.add_exception_handler(CheckpointError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -99,7 +97,7 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What can be done at the path of a request: by all routes that it has, and not by the first of them alone."""
+    """The allowed methods at the path of a request, over all matching routes."""
     found: set[str] = set()
     for route in iter_route_contexts(request.app.routes):
         pattern = getattr(route, "path_regex", None)

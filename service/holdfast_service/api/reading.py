@@ -1,4 +1,4 @@
-"""Protect checkpoints from removal while requests read them, and a while longer for the next request."""
+"""Protects checkpoints from removal while requests read them, and a while longer for the next request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 
 
 class _Held(ExitStack):
-    """What one request holds, the checkpoint that it opened last, and the damage that it met there."""
+    """A request's holds, its last opened checkpoint, and damage found there."""
 
     opened: tuple[str, int] | None = None
     damage: Damaged | None = None
@@ -23,7 +23,7 @@ class _Held(ExitStack):
 class HeldWhileSending:
     """Middleware: every request has a stack of holds, which ends with its response, however that ends.
 
-    What it could not be given since it is damaged is looked into then, behind its back.
+    Damage found while answering is checked in the background.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,7 +41,7 @@ class HeldWhileSending:
 
 
 def hold(readers: Readers, run: str, step: int) -> None:
-    """Nothing removes this checkpoint until the present request has been answered; `NoSuchCheckpoint` if it is too late."""
+    """Protect this checkpoint until the present request has been answered; `NoSuchCheckpoint` if it is too late."""
     held = _held.get()
     if held is None:
         readers.hold(run, step, OPENED, LINGER_S)
@@ -51,7 +51,7 @@ def hold(readers: Readers, run: str, step: int) -> None:
 
 
 def met(error: Damaged) -> None:
-    """The present request has met damage in what it opened last."""
+    """The present request found damage in its last opened checkpoint."""
     held = _held.get()
     if held is not None:
         held.damage = error

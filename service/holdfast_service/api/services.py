@@ -42,21 +42,22 @@ LIMIT_MAX = 1000
 
 
 def no_other_node(name: str) -> None:
-    """What forgetting a node comes to where one daemon alone uses the catalog."""
+    """Forgetting a node, for a daemon without a cluster."""
     raise NoSuchResource(f"no other node is called {name!r}", hint="one daemon alone uses this catalog")
 
 
 def no_secret() -> None:
-    """What rotating the nodes' secret comes to there."""
+    """Rotating the nodes' secret, for a daemon without a cluster."""
     raise NoSuchResource("there is no secret to rotate", hint="one daemon alone uses this catalog")
 
 
 @dataclass(frozen=True)
 class Services:
-    """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
+    """The services of the HTTP edge. `files_root` is the tier's directory if it has one: then files are read from it
+    directly.
 
-    `remote` takes uploads; a service without a daemon has none. `runner` does jobs; a service without one has none. `door`
-    says who may come in. `suspect` is told what a request could not be given since it is damaged: somebody looks into it.
+    `remote` takes uploads; None without a daemon. `runner` runs jobs; None without them. `door` is the access policy.
+    `suspect` is called with damage found by a request, to have it checked.
     """
 
     tier: Tier
@@ -78,7 +79,7 @@ class Services:
     rename_run: Callable[..., RenamedRun] | None = None
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
-    book: Book | None = None  # what the catalog is still to be told, of a service that saves
+    book: Book | None = None  # pending catalog writes, of a service that saves
     history: RoundHistory | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
@@ -90,21 +91,23 @@ class Services:
     rotate_secret: Callable[[], None] = no_secret  # by which nodes know each other
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
-    notifier: Notifier | None = None  # tells people of alerts, if there are any who want it
+    notifier: Notifier | None = None  # sends alerts, if targets are configured
     event_commands: EventCommands | None = None
     watched: Watch | None = None  # other daemons
     audit_days: int = DAYS
 
     @cached_property
     def audit(self) -> Audit:
-        """Who did what. The end of the service closes it."""
+        """The audit log. The end of the service closes it."""
         return Audit(self.catalog.database, self.events.node, utc_now, self.audit_days)
 
     @cached_property
     def team_quotas(self) -> TeamQuotas:
         return TeamQuotas(self.tier, self.catalog.database)
 
-    replicas: Mapping[str, Callable[[], bool]] = field(default_factory=dict)  # copies again; whether this node is who copies
+    replicas: Mapping[str, Callable[[], bool]] = field(
+        default_factory=dict
+    )  # retries a replica; returns whether this node copies to it
 
     @cached_property
     def tokens(self) -> Tokens:

@@ -1,1 +1,1 @@
-"""Answers of many bytes."""
+"""Large responses."""

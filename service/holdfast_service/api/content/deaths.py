@@ -1,6 +1,6 @@
-"""That somebody has seen that a run died: its run.json says so, whether the run or its alert was acknowledged.
+"""Acknowledges a run's death in its run.json, through the run or its alert.
 
-Only for how long an alert is snoozed is in the catalog, as of every alert.
+Only a snooze's end is in the catalog, as for every alert.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from holdfast_service.control.insight.summary_queries import Summaries
 
 
 def see(services: Services, viewer: Principal, found: Summaries, run: str) -> Acknowledgement:
-    """Acknowledge it by its alert; `NoSuchResource` where there is none."""
+    """Acknowledge it by its alert; `NoSuchResource` if there is none."""
     summary = found.one(run)
     _alert(summary)
     _change(services, viewer, found, summary, seen=True)
     made = _alert(found.one(run)).acknowledged
-    if made is None:  # somebody has taken it back in this moment
+    if made is None:  # the acknowledgement was withdrawn at this moment
         raise _none()
     return made
 
 
 def take_back(services: Services, viewer: Principal, found: Summaries, run: str) -> None:
-    """It counts again; `NoSuchResource` where nobody has seen it."""
+    """Withdraw the acknowledgement; `NoSuchResource` if there is none."""
     summary = found.one(run)
     if _alert(summary).acknowledged is None:
         raise _none()
@@ -35,7 +35,7 @@ def take_back(services: Services, viewer: Principal, found: Summaries, run: str)
 
 
 def said(found: Summaries, run: str) -> None:
-    """run.json says since just now whether somebody has seen it: no alert is snoozed beside that."""
+    """run.json has a new state of acknowledgement: remove a snooze of the alert."""
     found.acknowledgements.remove([AlertKey(run, DEATH)])
     found.renew()
 

@@ -1,4 +1,4 @@
-"""Bodies over HTTP: single ranges, validators, compression, and every byte proven before it leaves (I7)."""
+"""Bodies over HTTP: single ranges, validators, compression, and verification before sending (I7)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Body = Callable[[int, int], AsyncGenerator[bytes, None]]  # first byte, one behi
 
 
 class Delivery(NamedTuple):
-    """What can be sent: its length, its strong validator, and its bytes. `vary` names what else the answer depends on."""
+    """A body: its length, its strong validator, and its bytes. `vary` lists headers that select it."""
 
     media_type: str
     etag: str
@@ -78,9 +78,8 @@ def fetch_tier(tier: Tier, directory: str) -> Fetch:
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """[start, stop) of a single-range header, or None where it is to be ignored (RFC 9110 § 14.2).
-
-    `InvalidRequest` when no byte of the file is in it.
+    """[start, stop) of a single-range header, or None to ignore it (RFC 9110 § 14.2). `InvalidRequest` for a range outside
+    of the file.
     """
     match = _RANGE.fullmatch(header.strip().replace(" ", "")) if header else None
     if match is None or not (match[1] or match[2]):
@@ -97,12 +96,12 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
 
 def not_modified(header: str | None, etag: str) -> bool:
-    """Whether an If-None-Match header says that the asker has this already."""
+    """Whether an If-None-Match header matches."""
     return header is not None and any(tag.strip().removeprefix("W/") in (etag, "*") for tag in header.split(","))
 
 
 def weights(header: str) -> dict[str, float]:
-    """What an Accept or Accept-Encoding header names, in lower case, each with its weight (RFC 9110 § 12.4.2)."""
+    """The values in an Accept or Accept-Encoding header, in lower case, each with its weight (RFC 9110 § 12.4.2)."""
     found: dict[str, float] = {}
     for item in header.lower().split(","):
         name, *parameters = (part.strip() for part in item.split(";"))
@@ -112,9 +111,9 @@ def weights(header: str) -> dict[str, float]:
 
 
 def prefers_zstd(header: str) -> bool:
-    """Whether an Accept-Encoding header asks for zstd: not as one of several, but before every other compression.
+    """Whether an Accept-Encoding header prefers zstd to every other compression.
 
-    Clients that take whatever they are given name several. They get the length and the ranges that only plain bytes have.
+    Clients that accept anything list several. They get the length and the ranges that only plain bytes have.
     """
     named = weights(header)
     zstd, plain = named.pop("zstd", 0.0), named.pop("identity", 0.0)
@@ -122,7 +121,7 @@ def prefers_zstd(header: str) -> bool:
 
 
 def describe(delivery: Delivery, packed: bool = False) -> dict[str, str]:
-    """The headers that a body always has. A packed one is another representation: its validator is another, too."""
+    """The headers of every body. A compressed one is another representation, with another validator."""
     headers = {
         "ETag": f'{delivery.etag[:-1]}-zstd"' if packed else delivery.etag,
         "Vary": ", ".join((*delivery.vary, "Accept-Encoding")),
@@ -135,9 +134,9 @@ def describe(delivery: Delivery, packed: bool = False) -> dict[str, str]:
 
 
 async def deliver(delivery: Delivery, asked: Mapping[str, str]) -> Response:
-    """200, 206, 304, or 416 for a range outside the body. Raises what the body does, while nothing is sent.
+    """200, 206, 304, or 416 for a range outside the body. Raises what the body raises, before anything is sent.
 
-    A range is one of the plain bytes, whatever the asker says of compression.
+    Ranges are of the plain bytes, whatever Accept-Encoding.
     """
     packed = "range" not in asked and prefers_zstd(asked.get("accept-encoding", ""))
     headers = describe(delivery, packed)
@@ -162,14 +161,14 @@ async def deliver(delivery: Delivery, asked: Mapping[str, str]) -> Response:
 
 
 def deliver_head(delivery: Delivery, asked: Mapping[str, str]) -> Response:
-    """The headers that `deliver` would answer with, and nothing read for them."""
+    """The headers of `deliver`, without reading the body."""
     packed = "range" not in asked and prefers_zstd(asked.get("accept-encoding", ""))
     headers = describe(delivery, packed)
     if not_modified(asked.get("if-none-match"), headers["ETag"]):
         return _unchanged(headers)
     response = Response(headers=headers)
     if packed:
-        del response.headers["Content-Length"]  # nobody knows it
+        del response.headers["Content-Length"]  # unknown without compressing
     return response
 
 
@@ -192,7 +191,7 @@ def proven(name: str, pieces: Sequence[Piece], fetch: Fetch) -> Body:
 
 
 def parts_of(data: memoryview) -> Iterator[bytes]:
-    """Copies of the bytes, in parts of a size that goes through the server well; the memory may be used again then."""
+    """Copies of the bytes, in parts of a good size for the server; the memory may be reused then."""
     for at in range(0, len(data), SENT_BYTES):
         yield bytes(data[at : at + SENT_BYTES])
 

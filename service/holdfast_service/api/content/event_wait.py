@@ -1,4 +1,4 @@
-"""Coroutines that wait for events: none of them keeps a thread."""
+"""Coroutines that wait for events, without a thread each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from holdfast_service.control.catalog.events import Events
 
-ASK_EVERY_S = 1.0  # nobody tells of what other nodes add to the catalog
+ASK_EVERY_S = 1.0  # other nodes' events in the catalog come without a notification
 
 
 class Listener:
@@ -19,11 +19,11 @@ class Listener:
 
     def tell(self) -> None:
         """An event was added; called in any thread."""
-        with suppress(RuntimeError):  # the loop is closed already, with all who waited in it
+        with suppress(RuntimeError):  # the loop is closed already, with all waiting coroutines
             self._loop.call_soon_threadsafe(self._heard.set)
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when an event has been added since the last wait, or when it is time to ask."""
+        """Return when an event has been added since the last wait, or when it is time to query."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._heard.wait(), min(timeout_s, ASK_EVERY_S))
         self._heard.clear()
@@ -31,7 +31,7 @@ class Listener:
 
 @contextmanager
 def listening(events: Events) -> Iterator[Listener]:
-    """A listener for the present coroutine; begin before what is waited for is asked for the first time."""
+    """A listener for the present coroutine; create it before the first query."""
     listener = Listener()
     stop = events.listen(listener.tell)
     try:

@@ -1,7 +1,7 @@
 """Cache of verified extents: whole extents are read and checked once, and kept while memory lasts (I7).
 
-A shard download needs the same extent for several windows, and ranks that load the same checkpoint need the same
-extents. Memory is a fixed number of slabs, and none without a reader.
+A shard download needs the same extent for several windows, and ranks that load the same checkpoint need the same extents.
+Memory is a fixed number of slabs, and none without a reader.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CachedCheckpoint(NamedTuple):
 
 
 class _Block:
-    """A slab with extents in it. It is ready once they are proven, and stays while anybody uses it."""
+    """A slab with extents in it. It is ready once they are verified, and stays while it has users."""
 
     __slots__ = ("keys", "ready", "slab", "start", "users")
 
@@ -66,13 +66,12 @@ class ProvenExtents:
 
     @property
     def bytes(self) -> int:
-        """Memory that is held now."""
         with self._changed:
             return (len(self._blocks) + len(self._free)) * SLAB_BYTES
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """While one such block is open, extents are kept; with the last one all memory goes."""
+        """While one such block is open, extents are cached; the last one frees all memory."""
         with self._changed:
             self._readers += 1
         try:
@@ -86,10 +85,10 @@ class ProvenExtents:
                     self._free.clear()
 
     def lend(self, source: CachedCheckpoint, pieces: Sequence[Piece]) -> Iterator[Lent]:
-        """The pieces and their proven bytes, by file and position. They are on loan until the next ones are asked for.
+        """The pieces and their verified bytes, by file and position, valid until the next iteration.
 
-        To be used inside `opened`. Raises `CorruptExtent` for a piece that is not what was written, `CorruptManifest` where
-        its file is gone, `StorageFailed`.
+        To be used inside `opened`. Raises `CorruptExtent` for damaged pieces, `CorruptManifest` for a missing file,
+        `StorageFailed`.
         """
         for batch in verification.batches(pieces, SLAB_BYTES):
             left = batch
@@ -98,9 +97,9 @@ class ProvenExtents:
                 left = left[count:]
 
     def read(self, source: CachedCheckpoint, run: Sequence[Piece], target: Octets) -> None:
-        """Read pieces that follow each other in a file into memory of the asker's, and prove them there.
+        """Read consecutive pieces of a file into the caller's memory, and verify them there.
 
-        For bytes that are wanted as they are, and once. Raises as `lend` does.
+        For bytes used once and unchanged. Raises as `lend` does.
         """
         name = run[0].file
         try:
@@ -112,7 +111,7 @@ class ProvenExtents:
             verification.check(piece, target[at : min(at + piece.length, size)])
 
     def _lend_some(self, source: CachedCheckpoint, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
-        """The first pieces of a batch, as many as stand in one block or can be read at once; returns how many."""
+        """The first pieces of a batch, as many as are in one block or can be read at once; returns how many."""
         keys = [(source.sha256, piece.file, piece.start) for piece in pieces]
         block, count = self._claim(keys, pieces)
         run = pieces[:count]
@@ -134,7 +133,7 @@ class ProvenExtents:
     def _claim(self, keys: Sequence[Key], pieces: Sequence[Piece]) -> tuple[_Block | None, int]:
         """The block of the first piece, and how many of the pieces are in it; a new one, to be filled, if there is none.
 
-        None where so little has to be read that no block is made of it. Nothing is held while this waits.
+        None if so little is read that no block is made. No lock is held while this waits.
         """
         with self._changed:
             while True:
@@ -163,7 +162,7 @@ class ProvenExtents:
         return block
 
     def _slab(self) -> Octets | None:
-        """A slab that nobody uses; None where all are in use."""
+        """An unused slab; None if all are in use."""
         if self._free:
             return self._free.pop()
         if len(self._blocks) < self._slabs_max:

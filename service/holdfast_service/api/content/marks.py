@@ -1,4 +1,4 @@
-"""Pins and labels beside what the catalog says: the run's file alone knows them, and is read once a request."""
+"""Pins and labels, which only the run's file has, for the catalog's checkpoints; read once a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Marks:
-    """The pins and labels of a run as they are now."""
+    """The present pins and labels of a run."""
 
     def __init__(self, tier: Tier, run: str) -> None:
         self._file = RunFile()
@@ -37,13 +37,12 @@ class Marks:
                 self._labels[step].append(label)
 
     def labelled(self, label: str) -> Collection[int]:
-        """The steps that have this label; `InvalidRequest`, or `CorruptManifest` where the file cannot be read."""
+        """The steps with this label; `InvalidRequest`, or `CorruptManifest` for an unreadable file."""
         check_label(label)
         if self._problem is not None:
             raise self._problem
         return self._file.labels.get(label, ())
 
     def on(self, checkpoint: bodies.CheckpointInfo) -> bodies.CheckpointInfo:
-        """The checkpoint with its marks."""
         pinned, labels = checkpoint.step in self._pins, self._labels.get(checkpoint.step, [])
         return checkpoint.model_copy(update={"pinned": pinned, "labels": labels}) if pinned or labels else checkpoint

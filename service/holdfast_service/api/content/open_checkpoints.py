@@ -1,4 +1,4 @@
-"""Committed checkpoints as the API reads them: COMMIT first, then the manifest, decoded once and kept for a while (I5)."""
+"""Committed checkpoints for the API: COMMIT first, then the manifest, decoded once and cached for a while (I5)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ LATEST = "latest"
 
 
 class Columns:
-    """Every tensor in the order of the manifest, which is that of its statistics, and what they can be sorted by."""
+    """Every tensor in the order of the manifest, which is that of its statistics, and sort keys."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.listed = statistics.tensors_of(manifest)
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Their positions, by group and in natural order of their names."""
         listed = self.listed
         return np.array(sorted(range(len(listed)), key=lambda i: (listed[i][0], natural_key(listed[i][1]))), np.int64)
 
@@ -57,7 +56,7 @@ class Columns:
 
 
 class Contents:
-    """One committed checkpoint: its manifest, and what is worked out of it once somebody asks."""
+    """One committed checkpoint: its manifest, and lazily computed views of it."""
 
     def __init__(self, directory: str, manifest: Manifest, sha256: str) -> None:
         self.directory = directory
@@ -66,12 +65,12 @@ class Contents:
 
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """What proves each file: for who reads files, since there are as many as extents."""
+        """The pieces of each file with digests, only for readers of files, because there are as many as extents."""
         return verification.pieces(self.manifest)
 
     @cached_property
     def contents(self) -> Manifest:
-        """The manifest with every tensor as it was saved; those that are stored in fewer bytes have no file there."""
+        """The manifest with every tensor as it was saved; coded ones have no file there."""
         return coded.contents(self.manifest)
 
     @cached_property
@@ -111,13 +110,13 @@ class OpenedCheckpoints:
     """The decoded manifests, newest use last. COMMIT is read again each time, so a replaced checkpoint is never mixed up."""
 
     def __init__(self, tier: Tier, readers: Readers) -> None:
-        """Who opens a checkpoint is one of its `readers` from then on: see `reading`."""
+        """Opening a checkpoint registers a reader with `readers`: see `reading`."""
         self._tier, self._readers = tier, readers
         self._held: OrderedDict[bytes, Contents] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, run: str, step: int) -> Contents:
-        """The contents of a checkpoint; `NotCommitted` or `CorruptManifest` when its directory is not one."""
+        """The contents of a checkpoint; `NotCommitted` or `CorruptManifest` if its directory is not one."""
         commit = self.commit_bytes(run, step)
         key = f"{run}/{step}/".encode() + commit
         with self._lock:
@@ -133,13 +132,13 @@ class OpenedCheckpoints:
         return contents
 
     def commit_bytes(self, run: str, step: int) -> bytes:
-        """COMMIT as it lies on storage now. It comes before everything else (I5), so here reading begins."""
+        """The stored COMMIT, read before everything else (I5), so reading begins here."""
         directory = naming.checkpoint_path(run, step)
         hold(self._readers, run, step)
         return vouched.read_commit(self._tier, directory)
 
     def manifest_bytes(self, run: str, step: int, commit: bytes) -> bytes:
-        """The manifest as it lies on storage now, which this COMMIT vouches for."""
+        """The stored manifest, checked against this COMMIT."""
         encoded = vouched.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
         manifests.check_bytes(encoded, commit)
         return encoded
@@ -150,9 +149,8 @@ class OpenedCheckpoints:
 
 
 def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
-    """The checkpoint that a path names by number, as `latest` or `latest-healthy`.
-
-    Raises `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`.
+    """The checkpoint of a path, by number, `latest` or `latest-healthy`. Raises `NoSuchRun`, `NoSuchCheckpoint` or
+    `InvalidRequest`.
     """
     if step == LATEST:
         known = services.catalog.run(run)
@@ -178,7 +176,7 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
 
 
 def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, limit: int) -> bodies.Page[bodies.Tensor]:
-    """The tensors behind `cursor`, of one group or of all."""
+    """The tensors after `cursor`, of one group or of all."""
     keys = [key for key in contents.tensor_keys if group is None or key[0] == group]
     if group is not None and group not in contents.manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(contents.manifest.groups)}")
@@ -195,7 +193,7 @@ def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, l
 
 
 def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int) -> bodies.Page[bodies.File]:
-    """Every file of the checkpoint, COMMIT and manifest included, with what is on storage beside what should be."""
+    """Every file of the checkpoint, COMMIT and manifest included, with expected and stored sizes."""
     listed = {file.name: file for file in contents.manifest.files}
     names = sorted({*listed, naming.COMMIT, naming.MANIFEST})
     first = 0 if cursor is None else bisect_right(names, decode_cursor(cursor, 1)[0])

@@ -1,4 +1,4 @@
-"""A number of bytes that requests share: who wants more than is left waits, in the order in which they came."""
+"""A limit on bytes shared by requests, which wait in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class Ration:
-    """At most `bytes_max` are out at a time; one that wants more than all of it is let in alone. For one event loop."""
+    """At most `bytes_max` are taken at a time; a larger request is admitted alone. For one event loop."""
 
     def __init__(self, bytes_max: int) -> None:
         self._max = self._left = bytes_max

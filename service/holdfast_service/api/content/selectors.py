@@ -1,4 +1,4 @@
-"""What a path names besides a number: the newest healthy checkpoint, and the best one by a metric."""
+"""Selectors in paths besides numbers: the newest healthy checkpoint, and the best one by a metric."""
 
 from __future__ import annotations
 

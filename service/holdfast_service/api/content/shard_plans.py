@@ -1,4 +1,4 @@
-"""Planned shards: what a rank holds of a checkpoint in a layout, worked out once and kept for a while."""
+"""Plans of shards: what a rank of a layout holds of a checkpoint, computed once and cached for a while."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXTENTS_MAX = 20_000  # of one page, unless a single tensor has more
 
 
 class ShardKey(NamedTuple):
-    """Whose shard: the layout as it was spelled, the rank in it, the group of tensors, and a shipped program's name."""
+    """Identifies a shard: the layout as spelled, the rank, the group of tensors, and a shipped program's name."""
 
     layout: str
     rank: int
@@ -55,7 +55,7 @@ class ShardKey(NamedTuple):
 
 
 class DecodedGroup:
-    """Boxes of the tensors of a group that a compact checkpoint stores in fewer bytes. Thread-safe."""
+    """Decodes boxes of a compact checkpoint's coded tensors in a group. Thread-safe."""
 
     def __init__(self, tier: Tier, contents: Contents, group: str) -> None:
         self._tier, self._contents, self._group = tier, contents, group
@@ -73,10 +73,10 @@ class DecodedGroup:
 
 
 class PlannedShard:
-    """One rank's shard of one checkpoint: its file, its validator, and which stored bytes it is made of."""
+    """One rank's shard of one checkpoint: its file, its validator, and its stored bytes."""
 
     def __init__(self, tier: Tier, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
-        """`asked` has the layout's canonical text. Raises `StateMismatch` by name for what no file can hold."""
+        """`asked` has the layout's canonical text. Raises `StateMismatch` for what no file can hold."""
         manifest = contents.contents
         entries = manifest.tensors[asked.group]
         shapes = {name: entry.shape for name, entry in entries.items()}
@@ -93,7 +93,7 @@ class PlannedShard:
         self._notes = held.notes
 
     def refuse_plan(self) -> None:
-        """`StateMismatch`, by name, if who reads the files would find no values there."""
+        """`StateMismatch` for coded tensors, whose values are not in the stored files."""
         named = {part.tensor for placed in self.recipe.file.tensors for part in placed.local.parts}
         coded = sorted(name for name in named if self.recipe.entries[name].file == IN_NO_FILE)
         if coded:
@@ -109,7 +109,7 @@ class PlannedShard:
         return plan.needed, plan.read
 
     def page(self, cursor: str | None, limit: int) -> bodies.ShardPlan:
-        """The plan of the tensors behind `cursor`: `limit` of them, or fewer where they have very many extents.
+        """The plan of the tensors after `cursor`: `limit` of them, or fewer if they have very many extents.
 
         Raises what `refuse_plan` raises.
         """
@@ -165,7 +165,7 @@ class PlannedShard:
 
 
 class PlannedShards:
-    """The planned shards, newest use last. One is planned at a time: it is work for a processor, not for a disk."""
+    """The planned shards, newest use last. One is planned at a time, because planning is bound by the CPU."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -175,9 +175,8 @@ class PlannedShards:
         self._shards: OrderedDict[tuple[str, ShardKey], PlannedShard] = OrderedDict()
 
     def find(self, contents: Contents, asked: ShardKey) -> PlannedShard:
-        """The shard; `NoSuchResource` for an unknown group, `InvalidRequest` or `StateMismatch` for layouts that are wrong.
-
-        Every spelling of a layout has one shard.
+        """The shard; `NoSuchResource` for an unknown group, `InvalidRequest` or `StateMismatch` for an invalid layout. All
+        spellings of a layout share one.
         """
         layout = language.parse(asked.layout)
         asked = asked._replace(layout=language.text(layout))
@@ -211,7 +210,7 @@ class PlannedShards:
         return self._holdings[key]
 
     def _config(self, contents: Contents) -> Mapping[str, Any] | None:
-        """The checkpoint's config.json, proven; None where it has none. `StateMismatch` where it is no JSON object."""
+        """The checkpoint's config.json, verified; None without one. `StateMismatch` if it is no JSON object."""
         entry = contents.manifest.file(CONFIG)
         if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:
             return None

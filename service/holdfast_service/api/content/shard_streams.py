@@ -1,4 +1,4 @@
-"""Shards as streams: window by window out of proven extents, a few windows ahead of the socket, in bounded memory (I7)."""
+"""Shards as streams: window by window from verified extents, a few windows ahead of the socket, in bounded memory (I7)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ THREADS_MAX = 4
 
 
 class Recipe(NamedTuple):
-    """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups.
-
-    `decode` gives the values of a box of a tensor that is stored in fewer bytes.
+    """A shard's file and its sources: a checkpoint, and the stored tensors of one of its groups. `decode` computes boxes of
+    coded tensors.
     """
 
     file: ShardFile
@@ -48,9 +47,9 @@ class Recipe(NamedTuple):
 
 
 class StripPlace(NamedTuple):
-    """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip.
+    """The target of a box of a stored tensor of `shape`: `held` has the box's shape, in units of the strip.
 
-    Where its bytes [start, stop) of the tensor stand together in the window too, the first one does so at `at`.
+    If its bytes [start, stop) of the tensor are contiguous in the window too, the first one is at `at`.
     """
 
     held: Elements
@@ -61,13 +60,13 @@ class StripPlace(NamedTuple):
     at: int
 
     def straight(self, piece: Piece) -> int | None:
-        """Where in the window the piece stands as it is stored; None where it has to be cut or scattered."""
+        """The piece's offset in the window, if it is contiguous there; None if it has to be cut or scattered."""
         inside = self.start <= piece.offset and piece.offset + piece.length <= self.stop
         return self.at + piece.offset - self.start if inside else None
 
 
 class ShardStreams:
-    """The bodies of all shards that are being sent."""
+    """The bodies of all shards being sent."""
 
     def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
         self.extents = ProvenExtents(tier)
@@ -77,8 +76,8 @@ class ShardStreams:
     async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) of a shard's file, window by window.
 
-        The first one comes after the first window was proven. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
-        where too many others are being sent.
+        The first one comes after the first window was verified. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
+        if too many others are being sent.
         """
         header = recipe.file.header
         todo = shard_file.windows(recipe.file, start, stop, WINDOW_BYTES)
@@ -129,9 +128,9 @@ class ShardStreams:
                 yield
 
     def _fill(self, recipe: Recipe, span: tuple[int, int], memory: Octets) -> Octets:
-        """One window, in a thread. A stream that has ended meanwhile does not stop it: it gives its slabs back by itself.
+        """Fill one window, in a thread, which releases its slabs itself if the stream has ended.
 
-        What is returned is all of `memory`; the window is the beginning of it.
+        Returns all of `memory`; the window is the beginning of it.
         """
         low, high = span
         window = memory[: high - low]
@@ -152,9 +151,8 @@ class ShardStreams:
 
 
 def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[StripPlace]]) -> int:
-    """Note under each extent what of a strip it fills; zero the padding, and fill what is decoded.
-
-    Returns how many bytes are still to be filled.
+    """Record the targets of a strip under each extent; zero the padding, and decode coded boxes. Returns how many bytes are
+    still to be filled.
     """
     memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
     if strip.is_padded:
@@ -180,7 +178,7 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
 
 
 def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], int]]:
-    """Pieces that follow each other both in a file and in the window, and where in the window they begin."""
+    """Pieces that are consecutive both in a file and in the window, and where in the window they begin."""
     run: list[Piece] = []
     begin = 0
     for piece, at in sorted(listed, key=lambda one: (one[0].file, one[0].start)):
@@ -196,9 +194,9 @@ def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], in
 
 
 def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[StripPlace]]) -> int:
-    """Copy what the window has of pieces that follow each other; returns how many bytes.
+    """Copy the window's parts of consecutive pieces; returns how many bytes.
 
-    What belongs to one tensor and goes to the same places is moved at once.
+    Bytes of one tensor with the same targets are moved at once.
     """
     moved = first = 0
     for last in range(1, len(run) + 1):
@@ -218,6 +216,6 @@ def _same(places: Sequence[StripPlace], others: Sequence[StripPlace]) -> bool:
 
 
 def _heard(filling: asyncio.Future[Octets]) -> None:
-    """A window that nobody waits for any more may have failed: that is not news."""
+    """Retrieve the exception of an abandoned window, so that asyncio does not log it."""
     if not filling.cancelled():
         filling.exception()

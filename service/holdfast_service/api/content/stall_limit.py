@@ -1,4 +1,4 @@
-"""A limit on how long a client may take for nothing: who stalls gives up its place among those that are served."""
+"""A limit on how long a client may stall while it occupies a connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STALL_MAX_S = 120.0
 
 
 class StallLimit:
-    """Cuts the connection of a client to which no further part of a body could be sent for so long."""
+    """Cuts the connection of a client that has accepted no part of a body for so long."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

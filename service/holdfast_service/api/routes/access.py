@@ -1,4 +1,4 @@
-"""Routes: who asks, and who did what."""
+"""Routes: the caller's identity, and the audit log."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def _as_csv(entries: Iterable[AuditEntry]) -> str:
 
 
 def _cell(value: object) -> object:
-    """A cell that is text to every spreadsheet: what a token or a path is called may have been chosen by an enemy."""
+    """A cell that every spreadsheet treats as text: names of tokens and paths may be malicious."""
     return spreadsheet_cell(value) if isinstance(value, str) else "" if value is None else value

@@ -1,4 +1,4 @@
-"""Routes: what needs attention, who has seen it, and the whole service in a few figures."""
+"""Routes: alerts, their acknowledgement, and an overview of the whole service."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def list_alerts(
     wanted = (one for one in listed if acknowledged is None or (one.acknowledged is not None) == acknowledged)
     ahead = sorted((one for one in wanted if after is None or alerts.place(one) > after), key=alerts.place)
     cut = page("alert", ahead[: limit + 1], limit, alerts.place)
-    return Response(cut.model_dump_json(), media_type="application/json")  # as it is: an open overview asks all the time
+    return Response(cut.model_dump_json(), media_type="application/json")  # serialized directly: an open overview polls it
 
 
 @router.put(
@@ -133,7 +133,7 @@ def retry_replica(services: Wired, tier: str) -> None:
 
 
 def still_there(services: Services, found: Summaries) -> Callable[[Collection[str]], set[AlertKey]]:
-    """Says which alerts there are now: of some runs, and of nodes and replicas for ""."""
+    """A function that returns the present alerts: of some runs, and of nodes and replicas for ""."""
 
     def there(runs: Collection[str]) -> set[AlertKey]:
         keys = {key_of(summary.run, item) for summary in found.some(sorted(runs)) for item in summary.attention}
@@ -145,7 +145,7 @@ def still_there(services: Services, found: Summaries) -> Callable[[Collection[st
 
 
 def of_service(services: Services, found: Summaries, viewer: Principal = UNLIMITED) -> list[Alert]:
-    """What is said of nodes and replicas, with who has acknowledged it."""
+    """Alerts of nodes and replicas, with their acknowledgements."""
     return alerts.marked(alerts.of_nodes(told_nodes(services, viewer)), found.acknowledgements.known([""]))
 
 

@@ -42,7 +42,7 @@ _THERE = {"model": Job, "description": "An identical job is already queued or ru
 
 
 def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
-    """What the framework has made of the request, judged as that."""
+    """Check the parsed request against the viewer's rights."""
     scopes.check_job(viewer, wanted.kind, wanted.run)
     return wanted
 
@@ -125,7 +125,7 @@ def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
 
     Callers that may not submit such a job may not cancel it.
     """
-    known = runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
+    known = runner.jobs.get(job_id)  # read first: for a caller that may not see its run, the job does not exist
     scopes.check_job(viewer, known.kind, known.run)
     job = runner.cancel(job_id)
     if job.state in GOES_ON:

@@ -20,7 +20,7 @@ router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
 ENTER = "/enter"
 _SESSION_AGE_S = 7 * 86_400
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-# A page and no redirect: it asks for / itself, so the strict cookie goes along wherever the link was clicked.
+# A page and no redirect: it loads / itself, so the browser sends the strict cookie wherever the link was clicked.
 _HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 _HEAD += '<meta name="color-scheme" content="light dark"><title>Sign in · Holdfast</title>'
 _REFRESH = '<meta http-equiv="refresh" content="0;url=/">'
@@ -41,7 +41,7 @@ def create_link(request: Request, services: Wired, response: Response) -> Link:
     response.headers["Cache-Control"] = "no-store"
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        return Link(path="/")  # an open door takes everybody in
+        return Link(path="/")  # without tokens every client is admitted
     return Link(path=f"{ENTER}?code={services.owner.links.offer(token.strip())}")
 
 

@@ -46,12 +46,12 @@ def rotate_secret(services: Wired) -> None:
 
 
 def told_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
-    """The nodes, with what this caller may know of each."""
+    """The nodes, with the details that this caller may see."""
     ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
     here = _Told(services.node(), services.held(), ranks)
     try:
         members = services.members()
-    except CatalogUnavailable:  # this node says so of itself
+    except CatalogUnavailable:  # this node reports that itself
         members = ()
     told = [here]
     if members:
@@ -62,7 +62,7 @@ def told_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
 
 
 class _Told(NamedTuple):
-    """What a node says of itself: the bytes of its arena by run, and how many ranks of visible runs are connected to it."""
+    """A node's own description: the bytes of its arena by run, and its connected ranks of visible runs."""
 
     node: bodies.Node
     held: Mapping[str, int]

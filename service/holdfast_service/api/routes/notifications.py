@@ -1,4 +1,4 @@
-"""Routes: where the daemon sends alerts, for admins of all runs. Targets are set in the file of `--notify` alone."""
+"""Routes: targets of alerts, for admins of all runs. They are set only in the file of `--notify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes: how many bytes all runs of a team may hold together."""
+"""Routes: limits on the bytes of all runs of a team."""
 
 from __future__ import annotations
 

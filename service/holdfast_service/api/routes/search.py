@@ -31,7 +31,7 @@ def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
     def labels_of(run: str) -> Mapping[str, Sequence[int]]:
         try:
             return read_run_file(services.tier, run).labels
-        except Damaged:  # its own page says so
+        except Damaged:  # its own page reports that
             return {}
 
     found = services.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)

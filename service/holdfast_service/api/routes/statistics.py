@@ -72,7 +72,7 @@ def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length
 
 
 def _by_name(columns: Columns, group: str | None, part: str) -> NDArray[np.int64]:
-    """Positions of the tensors of a group that have this in their names, in the order of these."""
+    """Positions of the group's tensors with this in their names, sorted by name."""
     if group is None and not part:
         return columns.order
     wanted = np.array([group in (None, held) and part in name for held, name, _ in columns.listed], np.bool_)
@@ -80,7 +80,7 @@ def _by_name(columns: Columns, group: str | None, part: str) -> NDArray[np.int64
 
 
 def _ordered(by_name: NDArray[np.int64], sort: Sort, found: Statistics, columns: Columns) -> NDArray[np.int64]:
-    """Positions in the manifest, in the order that was asked for; equal ones by name."""
+    """Positions in the manifest, in the requested order; equal ones by name."""
     if sort == "name" or not by_name.size:
         return by_name
     if sort == "bytes":
@@ -95,7 +95,7 @@ def _ordered(by_name: NDArray[np.int64], sort: Sort, found: Statistics, columns:
 
 
 def _behind(cursor: str, sort: Sort, order: NDArray[np.int64]) -> int:
-    """The place behind the tensor that a cursor names."""
+    """The place after the cursor's tensor."""
     by, position = open_checkpoints.decode_cursor(cursor, 2)
     number = int(position) if position.isascii() and position.isdigit() and len(position) < 12 else -1
     at = np.flatnonzero(order == number)

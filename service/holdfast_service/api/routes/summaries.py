@@ -47,7 +47,7 @@ def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limi
     commits.
     """
     found = summaries_of(request).page(cursor, limit, wanted)
-    return Response(found.model_dump_json(), media_type="application/json")  # as it is: a page is asked for all the time
+    return Response(found.model_dump_json(), media_type="application/json")  # serialized directly: pages poll it
 
 
 @router.get(
@@ -60,12 +60,10 @@ def get_summary(request: Request, run: str) -> RunSummary:
 
 
 def of(services: Services) -> Summaries:
-    """The summaries over these services."""
     return services.summaries or Summaries(services.tier, services.catalog, services.lives)
 
 
 def summaries_of(request: Request) -> Summaries:
-    """The summaries of the app that answers."""
     found = request.app.state.summaries
     assert isinstance(found, Summaries)
     return found

@@ -1,4 +1,4 @@
-"""Routes: delete a whole run, look into the trash, bring a run back, empty the trash."""
+"""Routes: delete a whole run, list the trash, restore a run, empty the trash."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ from holdfast_service.daemon.remote_rank import RemoteRank
 
 CHUNK_BYTES_MAX = 4 * 2**20  # before compression
 UPLOAD_BYTES_MAX = 24 * 2**20  # what all chunks together may take of memory at a time, packed and unpacked
-BODY_WAIT_MAX_S = 60.0  # for one chunk: who sends slower than this must send smaller chunks
+BODY_WAIT_MAX_S = 60.0  # for one chunk: slower clients must send smaller chunks
 WAIT_MAX_S = 20.0
 END_POLL_S = 0.2
 ZSTD_WINDOW_BYTES_MAX = 2**23
-_NOT_STATED = -1  # what zstandard says of a frame without a content size
+_NOT_STATED = -1  # zstandard's value for a frame without a content size
 
 _RANK = "/ranks/{rank_id}"
 _UPLOAD = f"{_RANK}/uploads/{{number}}"
@@ -67,7 +67,7 @@ def _rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> RemoteRank:
 
 
 def _own(viewer: Viewer, hello: bodies.RankHello) -> bodies.RankHello:
-    """What the framework has made of the hello, about a run of the asker's."""
+    """Check the parsed hello: its run must be the caller's."""
     viewer.require_run(hello.run)
     return hello
 
@@ -102,7 +102,7 @@ def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     try:
         ranks.find(rank_id, viewer.sees)
     except CheckpointError:
-        return  # it has parted already, or never said hello
+        return  # it has left already, or never registered
     ranks.leave(rank_id)
 
 

@@ -1,4 +1,4 @@
-"""Routes: other daemons that this one watches. A caller sees of them the runs that its token is for."""
+"""Routes: other daemons that this one watches. A caller sees only runs of its token."""
 
 from __future__ import annotations
 
