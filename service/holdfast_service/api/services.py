@@ -105,9 +105,8 @@ class Services:
     def team_quotas(self) -> TeamQuotas:
         return TeamQuotas(self.tier, self.catalog.database)
 
-    replicas: Mapping[str, Callable[[], bool]] = field(
-        default_factory=dict
-    )  # retries a replica; returns whether this node copies to it
+    # Retries a replica; returns whether this node copies to it.
+    replicas: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
 
     @cached_property
     def tokens(self) -> Tokens:

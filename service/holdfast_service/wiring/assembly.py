@@ -138,9 +138,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
         catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url)
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
-        if (
-            shared and catalog_of(tier) is None
-        ):  # otherwise a mistake in the URL would be stored in the root for all later daemons
+        if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
             raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog, rebuilt = Catalog(Database.at(config.catalog_url)), None

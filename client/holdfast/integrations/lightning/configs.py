@@ -13,10 +13,8 @@ from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 
-_CONFIG, _KIND = (
-    "holdfast_omegaconf",
-    "holdfast_omegaconf_kind",
-)  # the only key of the dict that replaces a container, or a class
+# The only key of the dictionary that replaces a container, or a class.
+_CONFIG, _KIND = "holdfast_omegaconf", "holdfast_omegaconf_kind"
 _KINDS = ("DictConfig", "ListConfig")
 
 

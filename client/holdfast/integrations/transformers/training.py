@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SENTINEL = "checkpoint-is-incomplete.txt"  # a JIT checkpoint makes the directory with this alone, since transformers 4.57
-_CALLERS = (
-    "WandbCallback",
-    "TrackioCallback",
-    "SwanLabCallback",
-)  # their on_save reads no files, unless W&B uploads checkpoints
+# Their on_save reads no files, unless W&B uploads checkpoints.
+_CALLERS = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
 
 
 class TrainerOptions(TypedDict, total=False):

@@ -24,9 +24,8 @@ class ConnectedRanks:
 
     def __init__(self) -> None:
         self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of which a rank is here
-        self._missing: dict[
-            str, tuple[int, set[int]]
-        ] = {}  # by run: its newest attempt, and ranks that left without a goodbye
+        # By run: its newest attempt, and the ranks that left without a goodbye.
+        self._missing: dict[str, tuple[int, set[int]]] = {}
 
         self._heard: dict[str, int] = {}  # by run: the newest attempt with a rank that connected to this daemon
 

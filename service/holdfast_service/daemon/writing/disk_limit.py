@@ -19,9 +19,8 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 64 * 2**20
 AGAIN_S = 86_400.0
 
-Probe = Callable[
-    [Callable[[], bool]], float | None
-]  # gets a function that returns whether to stop; bytes a second, None if stopped
+# Gets a function that returns whether to stop; returns bytes per second, None if stopped.
+Probe = Callable[[Callable[[], bool]], float | None]
 
 
 class DiskLimit:
