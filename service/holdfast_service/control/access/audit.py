@@ -1,8 +1,8 @@
-"""The audit log: who did what, from where, and what came of it, in the catalog.
+"""The audit log in the catalog: who did what, from where, and with which result.
 
-Adding an entry waits for nothing: a thread of its own writes, in batches. While the catalog is away entries wait, up
-to a limit; what is lost is counted. Entries older than `days` are removed. So is what is over `ENTRIES_MAX`, and then the
-oldest of those author-and-kinds that have the most: a flood pushes out nothing but itself.
+Adding an entry does not block: a thread writes entries in batches. While the catalog is away entries are queued, up to a
+limit; lost ones are counted. Entries older than `days` are removed, and beyond `ENTRIES_MAX` the oldest of those
+author-and-kinds that have the most: a flood evicts only itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _AUTHOR = tuple[str, str, bool]
 
 
 class Act(NamedTuple):
-    """An entry that is still to be recorded, as its author and the door know it."""
+    """An entry that is not recorded yet."""
 
     who: str
     by: By
@@ -66,7 +66,7 @@ class Act(NamedTuple):
 
 
 class WantedEntries(NamedTuple):
-    """Which entries are asked for: all conditions that are there hold together."""
+    """A filter of entries; all conditions given must hold."""
 
     who: str | None = None
     run: str | None = None
@@ -94,7 +94,7 @@ class Audit:
         return len(self._waiting)
 
     def add(self, act: Act) -> None:
-        """Record it, soon. Waits for nothing, and never fails what it tells of."""
+        """Record it soon. Does not block and never raises."""
         with self._changed:
             if self._closed or len(self._waiting) >= WAITING_MAX:
                 self.lost += 1
@@ -107,7 +107,7 @@ class Audit:
             self._changed.notify_all()
 
     def record(self, act: Act) -> None:
-        """Record it now, in this thread: for a program that is about to end. `CatalogUnavailable`."""
+        """Record it now, in this thread: for a program about to exit. Raises `CatalogUnavailable`."""
         self._write([(self._now(), act)])
 
     def settle(self, wait_s: float = SETTLE_S) -> bool:
@@ -166,7 +166,6 @@ class Audit:
                     self._changed.wait_for(lambda: self._closed, RETRY_S)
 
     def _written(self, batch: list[tuple[str, Act]]) -> bool:
-        """Whether this needs not be tried again."""
         try:
             self._write(batch)
             self.recorded += len(batch)
@@ -242,7 +241,7 @@ def horizon(entries: Iterable[tuple[int, str, str]], days: int) -> int | None:
 
 
 def local_user() -> str:
-    """The user of this machine that this process runs as, by name where it has one."""
+    """The name of the local user that this process runs as, or the user's number."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -250,9 +249,7 @@ def local_user() -> str:
 
 
 def offline(database: Database, node: str, kind: str, run: str | None = None, step: int | None = None, **more: str) -> None:
-    """Record what a program has done to a catalog that no service was asked to change. It has been done: failing to say so
-    is logged.
-    """
+    """Record what a program did to a catalog without a service. A failure is logged, since the act is done."""
     act = Act(local_user(), "local", "", "offline", kind, "", "", 200, "", run=run, step=step, target=more.get("target"))
     try:
         Audit(database, node, moments.utc_now).record(act)
@@ -276,5 +273,5 @@ def _remove_oldest(session: Session, author: _AUTHOR, count: int) -> None:
 
 
 def _fit(text: str, most: int) -> str:
-    """Text of so many characters at most that every column takes, and that moves no terminal's cursor and begins no line."""
+    """Truncate text to what a column takes, without control characters or line breaks."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:most])[:most]

@@ -58,8 +58,8 @@ class Links:
         return token
 
     def kept(self, token: str) -> str:
-        """What stands for the session of a browser that keeps this token itself. It ends, for every browser that keeps it,
-        when one signs out; the others, whose token stays in force, ask again.
+        """The session id of a browser that keeps this token itself. Signing out ends it for every browser with the token;
+        the others, whose token stays in force, sign in again.
         """
         known = digest(token)
         with self._lock:
@@ -77,7 +77,7 @@ class Links:
                 self._signed_out.popitem(last=False)
 
     def in_force(self, known: Collection[str]) -> set[str]:
-        """Which of these sessions, by their digests or what `kept` says, have not ended."""
+        """Which of these sessions, by digest or by `kept`, have not ended."""
         now = time.monotonic()
         with self._lock:
             return {one for one in known if self._sessions.get(one, ("", 0.0))[1] > now or self._is_kept(one)}
@@ -95,14 +95,14 @@ class Links:
 
 
 def _spared(known: OrderedDict[str, tuple[str, float]]) -> str:
-    """What to give up: the oldest of the token that has most, so that nobody signs out others."""
+    """The oldest of the token with the most, so that a token evicts only its own."""
     counts = Counter(token for token, _ in known.values())
     most = max(counts.values())
     return next(key for key, (token, _) in known.items() if counts[token] == most)
 
 
 class Owner:
-    """The user who started the daemon and may do everything, by a token that ends with the process."""
+    """The user who started the daemon: an admin, by a token that ends with the process."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -115,5 +115,5 @@ class Owner:
 
 
 def digest(text: str) -> str:
-    """The SHA-256 by which a secret is known. Its 256 random bits need no salt, and no slow hash."""
+    """The SHA-256 of a secret. 256 random bits need neither salt nor a slow hash."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -57,13 +57,13 @@ _HINT = (
 
 
 class Principal(NamedTuple):
-    """The caller: the name of a token, or of an open door, and its scope and runs."""
+    """The caller: the name of a token, or "" without authentication, and its scope and runs."""
 
     name: str
     scope: Scope
     runs: str = ALL
     token: int | None = None  # by which it was let in
-    known: bool = True  # it has said who it is, or stands where nobody needs to
+    known: bool = True  # it is authenticated, or the address needs no token
     by: By = "token"
     expires: str | None = None
     requests_per_s: int | None = None
@@ -80,27 +80,27 @@ class Principal(NamedTuple):
 
     @property
     def granted(self) -> tuple[Grant, ...]:
-        """Everything that it may, in whatever request."""
+        """All its grants."""
         return self.grants or (Grant(scope=self.scope, runs=self.runs),)
 
     def allows(self, scope: Scope, run: str | None) -> bool:
-        """Whether some request of it may do what needs this scope, about this run or, with None, about all of them."""
+        """Whether some grant includes this scope for this run, or, with None, for all runs."""
         return any(
             _rank(one.scope) >= _rank(scope) and (one.runs == ALL if run is None else matches(one.runs, run))
             for one in self.granted
         )
 
     def for_request(self, needed: Scope, runs: Collection[str | None]) -> Principal:
-        """As it counts in one request, about these runs (None: all): never more than its grants give together.
+        """The principal for one request about these runs (None: all): never more than its grants together allow.
 
-        Where they differ, its scope is the largest that some of them give for all of these runs, else the smallest that is
-        enough; its runs are those of all grants of that scope or a larger one.
+        Where grants differ, the scope is the largest that some of them give for all of these runs, else the smallest that is
+        sufficient; the runs are those of all grants of that scope or a larger one.
         """
         if len(self.grants) < 2:
             return self
         enough = [one for one in self.grants if _rank(one.scope) >= _rank(needed)]
         if not enough:
-            return self  # its largest scope is not sufficient, and is told so
+            return self  # its largest scope is not sufficient; the error says so
         fit = [one for one in enough if all(one.runs == ALL if run is None else matches(one.runs, run) for run in runs)]
         ranks = [_rank(one.scope) for one in (fit if runs else enough)] or [_rank(one.scope) for one in enough]
         scope = _SCOPES[max(ranks) if runs and fit else min(ranks)]
@@ -108,7 +108,7 @@ class Principal(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """The tenant whose share counts, besides the run's: "" for an admin of all runs."""
+        """The tenant for fair shares, besides the run's: "" for an admin of all runs."""
         return "" if self.sees_all and self.scope == "admin" else f"tokens for the runs {self.runs!r}"
 
     def may(self, scope: Scope) -> bool:
@@ -134,7 +134,7 @@ OWNER = Principal("the owner", "admin", by="owner")
 
 
 class Tokens:
-    """The tokens of one catalog. Thread-safe. `now` is RFC 3339 text of one form, so that times compare as text."""
+    """The tokens of one catalog. Thread-safe. `now` returns RFC 3339 text of one format, so that times compare as text."""
 
     def __init__(self, database: Database, events: Events, now: Callable[[], str], owner: Owner | None = None) -> None:
         self._database, self._events, self._now = database, events, now
@@ -144,9 +144,7 @@ class Tokens:
         ] = {}  # by digest, with how long it is trusted, and in force
 
     def create(self, wanted: TokenRequest) -> NewToken:
-        """Create a token; its text is only in this answer. `InvalidRequest` for a used name or an invalid run
-        pattern.
-        """
+        """Create a token; only this answer contains its text. `InvalidRequest` for a used name or an invalid run pattern."""
         check_pattern(wanted.runs)
         _check_expiry(wanted.expires_s)
         text, now = make_text(), self._now()
@@ -183,9 +181,7 @@ class Tokens:
         return page("token", found, limit, lambda token: token.id)
 
     def revoke(self, name: str) -> None:
-        """Revoke the token of this name, with every secret that it has; safe to repeat. `NoSuchResource` if it does not
-        exist.
-        """
+        """Revoke the token of this name with all its secrets; idempotent. `NoSuchResource` if it does not exist."""
         with self._database.write() as session:
             rows = list(session.scalars(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc())))
             if not rows:
@@ -194,12 +190,13 @@ class Tokens:
             for row in ended:
                 row.revoked = self._now()
             token = Token.model_validate(rows[0], from_attributes=True)
-        self._seen.clear()  # once nobody reads it as it was
+        self._seen.clear()  # after requests that have read the old value
         if ended:
             self._tell(token, "revoked")
 
     def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
-        """Give the token of this name a new secret; the old one ends after the grace, or when it would have anyway.
+        """Give the token of this name a new secret; the old one expires after the grace period, or when it would have
+        anyway.
 
         `NoSuchResource` if no token of this name is in force.
         """
@@ -225,10 +222,10 @@ class Tokens:
         return NewToken(**token.model_dump(), token=text)
 
     def verify(self, text: str, address: str = "") -> Principal:
-        """Whose token or session this is, which comes from that address; `Unauthenticated` if it is unknown or no longer
-        valid.
+        """The caller that this token or session authenticates, from that address; `Unauthenticated` if it is unknown or
+        expired.
 
-        The owner's is known without the catalog.
+        The owner's token needs no catalog.
         """
         if self._owner is not None and text.startswith(SESSION_PREFIX):
             return self.verify(self._owner.links.token_of(text), address)._replace(session=digest(text))
@@ -249,7 +246,7 @@ class Tokens:
         return found
 
     def verify_kept(self, text: str, address: str) -> Principal:
-        """The same, shown by a browser, which keeps it."""
+        """As `verify`, for a token that a browser keeps."""
         found = self.verify(text, address)
         if self._owner is None or found.session is not None:
             return found
@@ -278,7 +275,7 @@ class Tokens:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
     def sessions_in_force(self, known: Collection[str]) -> set[str]:
-        """Which of these sessions, by their digests, have not ended."""
+        """Which of these sessions, by digest, have not ended."""
         return set() if self._owner is None else self._owner.links.in_force(known)
 
     def _note_use(self, token_id: int, now: str, address: str) -> None:
@@ -287,7 +284,7 @@ class Tokens:
                 row = session.get(TokenRow, token_id)
                 if row is not None:
                     row.used, row.used_from = now, address[:64] or row.used_from
-        except CheckpointError as error:  # a full disk keeps nobody out, least of all whoever makes room
+        except CheckpointError as error:  # a full disk must not lock out callers, least of all one that frees space
             log.debug("not noted that token %d was used: %s", token_id, error.detail)
 
     def _tell(self, token: Token, what: str) -> None:
@@ -306,12 +303,12 @@ def make_text() -> str:
 
 
 def without_secrets(text: str) -> str:
-    """What somebody has sent, for logs: without a token that they have put there by mistake."""
+    """A client's text for logs, without tokens that it contains by mistake."""
     return _SECRET.sub("hf_…", text)
 
 
 def well_formed(text: str) -> bool:
-    """Whether a text could be a token: its form and its CRC are right."""
+    """Whether a text has the format and CRC of a token."""
     if len(text) > TEXT_CHARACTERS_MAX or not (text.isascii() and text.startswith(PREFIX)):
         return False
     try:
@@ -337,7 +334,7 @@ def _check_expiry(expires_s: int | None) -> None:
 
 
 def _expiry(before: TokenRow, expires_s: int | None, now: str) -> str | None:
-    """When the successor of a token expires: after as long a life as that one had, unless another is asked for."""
+    """When a rotated token expires: after the lifetime of the old one, unless another is requested."""
     if expires_s is None and before.expires is not None:
         return moments.later(now, moments.seconds_of(before.expires) - moments.seconds_of(before.created))
     return None if expires_s is None else moments.later(now, expires_s)
@@ -353,7 +350,7 @@ def check_pattern(runs: str) -> str:
 
 
 def of_person(name: str, grants: Collection[Grant]) -> Principal:
-    """A person that a proxy has let in, with what their groups give; at least one."""
+    """A person authenticated by a proxy, with the grants of their groups; at least one."""
     largest = max(grants, key=lambda one: _rank(one.scope))
     every = tuple(sorted(set(grants), key=lambda one: (-_rank(one.scope), one.runs)))
     return Principal(name, largest.scope, joined(one.runs for one in every), by="login", grants=every)

@@ -1,7 +1,7 @@
-"""The attempts of a root's runs (I6), and what their ranks were told to restore. See docs/format.md § 9.
+"""The attempts of a root's runs (I6), and which steps their ranks restore. See docs/format.md § 9.
 
-They are stored in one small file of the root, which belongs to its only daemon. So launches are numbered, older
-ones are shut out, and all ranks get the same answer, even without the catalog's database.
+They are stored in one small file of the root, which belongs to its only daemon. So launches are numbered, older ones are
+shut out, and all ranks get the same answer, even without the catalog's database.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LAUNCH_LENGTH_MAX = 256
 LAUNCHES_MAX, ANSWERS_MAX = 1000, 64  # of a run; the oldest are forgotten
-SPOKEN_ATTEMPTS_MAX = 4  # of a run, whose speakers are remembered
+SPOKEN_ATTEMPTS_MAX = 4  # attempts of a run whose speakers are kept
 FILE_BYTES_MAX = 2**28
 _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attempt.rank
 _Attempt = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
@@ -30,11 +30,12 @@ _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 class RunAttempts(BaseModel):
-    """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; the newest of each last.
+    """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; only the newest of each are
+    kept.
 
-    `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
-    `speakers` say by `attempt.rank` which checkpointer speaks for a rank; `worlds`, by attempt, how many ranks it has.
-    `life` is what is known of the ranks of the newest one, `since` when they parted, or were lost.
+    `owed` are the steps, by attempt, that older attempts had sealed completely when the newest was declared: those are
+    saved. `speakers` are, by `attempt.rank`, the checkpointer that speaks for a rank; `worlds`, by attempt, the number of
+    ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they parted or were lost.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,10 +50,11 @@ class RunAttempts(BaseModel):
     since: str | None = None
 
     def attempt_of(self, launch: str, member: Member) -> int | None:
-        """The attempt in which this member speaks, or may, since nobody else does for its rank; None where it needs another.
+        """The attempt in which this member speaks for its rank, or may because its rank has no speaker; None where it needs
+        another one.
 
-        Where another checkpointer speaks for its rank, or the launch had another number of ranks, its name was used before:
-        this is another start.
+        Where another checkpointer speaks for its rank, or the launch had another number of ranks, the launch's name was used
+        before: this is another start.
         """
         known = self.launches.get(launch)
         if not member.session:
@@ -70,7 +72,7 @@ class RunAttempts(BaseModel):
         return None if known is not None and f"{known}{suffix}" in self.speakers else known
 
     def spoken(self, attempt: int, member: Member) -> RunAttempts:
-        """The same, and this member speaks for its rank in an attempt; those of long ago are forgotten."""
+        """With this member as its rank's speaker in an attempt; the oldest attempts' speakers are dropped."""
         key = f"{attempt}.{member.rank}"
         if not member.session or self.speakers.get(key) == member.session:
             return self
@@ -89,7 +91,7 @@ class RunAttempts(BaseModel):
         return self.model_copy(update={"answers": dict(list({**self.answers, key: step}.items())[-ANSWERS_MAX:])})
 
     def merged(self, other: RunAttempts) -> RunAttempts:
-        """Of two that know of the same run, all that either knows."""
+        """The union of two records of one run."""
         return RunAttempts(
             attempt=max(self.attempt, other.attempt),
             launches=dict(sorted({**other.launches, **self.launches}.items(), key=lambda item: item[1])[-LAUNCHES_MAX:]),
@@ -103,7 +105,7 @@ class RunAttempts(BaseModel):
 
 
 class Member(NamedTuple):
-    """A rank of a launch, which checkpointer speaks for it ("" if unknown), and how many ranks there are (0 if unknown).
+    """A rank of a launch, the checkpointer that speaks for it ("" if unknown), and the number of ranks (0 if unknown).
 
     `take_over`: it may start although another job of its run is active on another node.
     """
@@ -118,7 +120,6 @@ UNNAMED = Member()
 
 
 def _readable(run: str, made: RunAttempts) -> RunAttempts:
-    """The same; `InvalidRequest` for what the next daemon would refuse to read, with the attempts of all runs."""
     try:
         return RunAttempts.model_validate(made.model_dump())
     except ValidationError as error:
@@ -133,13 +134,13 @@ class _File(BaseModel):
 
 
 class Attempts:
-    """The attempts of one root. Thread-safe; asking never waits for the disk, declaring is durable when it returns.
+    """The attempts of one root. Thread-safe; queries never wait for the disk, and changes are durable when they return.
 
-    Without its file they are not `complete` before `merge` has brought what the catalog knows.
+    Without its file they are not `complete` until `merge` has added those of the catalog.
     """
 
     def __init__(self, tier: Tier, path: str = naming.ATTEMPTS) -> None:
-        """`path` is the file in which they are kept."""
+        """`path` is the file that stores them."""
         self._tier, self._path = tier, path
         self._writing = threading.Lock()  # of the file; taken before the other one
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
@@ -154,16 +155,15 @@ class Attempts:
             return self._runs.get(run, RunAttempts()).attempt
 
     def has(self, run: str) -> bool:
-        """Whether the run has been launched and not deleted since, as far as that is known."""
+        """Whether the run has been launched and not deleted since, as far as known."""
         return self.newest(run) > 0 or not self.complete
 
     def of(self, run: str, launch: str, member: Member = UNNAMED) -> int | None:
-        """The attempt that a launch has been given; None before it said hello, and where this member is of another start."""
+        """The attempt of a launch; None before its first hello, and where this member belongs to another start."""
         with self._lock:
             return self._runs.get(run, RunAttempts()).attempt_of(launch, member)
 
     def known(self) -> dict[str, RunAttempts]:
-        """Every run."""
         with self._lock:
             return dict(self._runs)
 
@@ -206,7 +206,7 @@ class Attempts:
 
     @staticmethod
     def check_names(run: str, launch: str) -> None:
-        """`InvalidRequest` for a run or a launch that may not be called so."""
+        """`InvalidRequest` for an invalid name of a run or a launch."""
         naming.check_run(run)
         if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
             raise InvalidRequest(
@@ -214,10 +214,10 @@ class Attempts:
             )
 
     def keep_speakers(self, run: str) -> None:
-        """Write who speaks for the ranks of a run, if a rank has joined since the file was written.
+        """Write the speakers of a run's ranks, if a rank has joined since the file was written.
 
         Before an attempt's first commit all its ranks have joined. If the daemon and they are killed after it, the next
-        start under the same name is another one, and is not answered what this one was told to restore.
+        start under the same name is another one, and does not get this one's answers.
         """
         with self._writing:
             if run in self._unwritten:
@@ -234,7 +234,7 @@ class Attempts:
             )
 
     def saw(self, run: str, attempt: int) -> None:
-        """A checkpoint, or a slot, tells of this attempt: it is given out to nobody else."""
+        """Note an attempt found in a checkpoint or a slot, so that its number is not given out again."""
         if attempt <= self.newest(run):
             return
         with self._writing:
@@ -242,7 +242,7 @@ class Attempts:
             self._store({run: before.model_copy(update={"attempt": max(before.attempt, attempt)})})
 
     def became(self, run: str, attempt: int, life: Life, at: str) -> bool:
-        """What is known of a run's ranks from now on, durably; False where it is known, or a newer attempt has begun."""
+        """Record the state of a run's ranks, durably; False where it is known, or a newer attempt has begun."""
         with self._writing:
             before = self._of(run)
             if before.attempt != attempt or before.life == life:
@@ -268,7 +268,7 @@ class Attempts:
             return step
 
     def merge(self, found: Mapping[str, RunAttempts]) -> None:
-        """Take over what the catalog, or the directories, know of attempts; from here on all are known."""
+        """Add the attempts found in the catalog or the directories; the record is complete from here on."""
         with self._writing:
             before = self.known()
             merged = {run: before.get(run, RunAttempts()).merged(other) for run, other in found.items()}
@@ -278,17 +278,17 @@ class Attempts:
             self.complete = True
 
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
-        """Wait until no other node writes a save of this run of which all ranks have sealed; False when it takes longer."""
+        """Wait until no other node writes a save of this run that all ranks have sealed; False on timeout."""
         return True
 
     def forget(self, run: str) -> None:
-        """Nothing is known of this run any more, durably: of one that holds no checkpoint, and that nobody trains."""
+        """Forget the run, durably: one without checkpoints that is not being trained."""
         with self._writing:
             if run in self.known():
                 self._store({}, without=run)
 
     def rename(self, run: str, name: str) -> None:
-        """What is known of a run is known under another name from now on, durably; nothing where nothing is."""
+        """Rename the run's record, durably; does nothing without one."""
         with self._writing:
             known = self.known().get(run)
             if known is not None:
@@ -299,7 +299,7 @@ class Attempts:
             return self._runs.get(run, RunAttempts())
 
     def _store(self, changed: Mapping[str, RunAttempts], without: str | None = None) -> None:
-        """Write the file, then know it. The lock of the file is held."""
+        """Write the file, then update memory. The caller holds the file's lock."""
         readable = {run: _readable(run, made) for run, made in changed.items()}
         runs = {run: made for run, made in {**self.known(), **readable}.items() if run != without}
         self._tier.replace(self._path, _File(runs=runs).model_dump_json().encode() + b"\n")
@@ -309,7 +309,7 @@ class Attempts:
 
 
 def read(tier: Tier, path: str) -> dict[str, RunAttempts] | None:
-    """What stands in a file of attempts; None where there is none, or none that can be read."""
+    """The content of a file of attempts; None where it is missing or unreadable."""
     try:
         data = vouched.read_whole(tier, path, FILE_BYTES_MAX)
         return None if data is None else _File.model_validate_json(data).runs

@@ -24,10 +24,10 @@ from holdfast_service.control.database.visible import ALL, limited_to
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-LINGER_S = 0.02  # after the first of several notes, unless somebody waits for it
-LOOK_S = 5.0  # how often it is looked whether the catalog still answers, when there is nothing to tell
-SETTLE_S = 5.0  # how long who asks waits for what was told before
-STUCK_S = 3.0  # in one transaction: who asks waits no longer for what was told
+LINGER_S = 0.02  # after the first of several records, unless a caller waits for it
+LOOK_S = 5.0  # interval of probes of the catalog when nothing waits
+SETTLE_S = 5.0  # how long a query waits for earlier records
+STUCK_S = 3.0  # in one transaction; then queries no longer wait for earlier records
 AWAY_S = 3.0  # in one transaction: the catalog counts as away
 CLOSE_S = 5.0
 WAITING_MAX = 200_000
@@ -41,7 +41,7 @@ class _Told(NamedTuple):
 
 
 class Book:
-    """The queue of one catalog. Thread-safe. `returned` is called, in its thread, before anything is written to a
+    """The queue of one catalog. Thread-safe. `returned` is called, in the queue's thread, before anything is written to a
     catalog that did not answer before: it may be another one.
     """
 
@@ -50,9 +50,9 @@ class Book:
         self._changed = threading.Condition()
         self._waiting: deque[_Told] = deque()
         self._known = True  # that the catalog is the one it was
-        self._missed = False  # something that storage says and the catalog may not
+        self._missed = False  # storage has changed and the catalog may not show it
         self._closed = False
-        self._awaited = 0  # callers that wait until all is told
+        self._awaited = 0  # callers that wait until the queue is empty
         self._lost = 0
         self._thread: threading.Thread | None = None
         database.settle, database.missed = self.settle, self._miss
@@ -90,14 +90,14 @@ class Book:
             self._changed.notify_all()
 
     def unknown(self) -> None:
-        """The catalog may not be what it was: it is looked at before it is told anything more."""
+        """The catalog may have changed: compare it with storage before the next record is written."""
         with self._changed:
             self._known = False
             self._begin()
             self._changed.notify_all()
 
     def _miss(self) -> None:
-        """Storage was changed, and the catalog could not be told: it is told all that storage says, before anything more."""
+        """A record about storage was lost: write all that storage shows before the next record."""
         with self._changed:
             self._missed = True
             self._begin()
@@ -127,7 +127,7 @@ class Book:
         return self._known and not (self._waiting or self._missed) and self.database.trouble is None
 
     def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
-        """Query the catalog, as the daemon: what is decided for a run never depends on which runs the caller may see.
+        """Query the catalog as the daemon, which sees all runs: a decision for a run must not depend on its caller.
 
         Raises `CatalogUnavailable` if it does not answer within `wait_s`.
         """
@@ -177,7 +177,7 @@ class Book:
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
-        """The lock, and nobody lingers."""
+        """Take the lock and end the linger."""
         with self._changed:
             self._awaited += 1
             self._changed.notify_all()
@@ -191,7 +191,8 @@ class Book:
             with self._changed:
                 if not self._waiting:
                     self._changed.wait_for(lambda: self._waiting or self._closed or self._missed or not self._known, LOOK_S)
-                    # What tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
+                    # A new record often comes right before a rank's answer, for which training waits, and SQL holds the
+                    # interpreter.
                     self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
                 told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
             if self._closed:
@@ -206,7 +207,7 @@ class Book:
                     self._changed.wait_for(lambda: self._closed, RETRY_S)
 
     def _done(self, told: _Told) -> bool:
-        """Whether this needs not be tried again."""
+        """False if it must be retried."""
         if self._missed:
             self._known = self._missed = False  # what is missed from here on is looked for once more
         if not self._known or self.database.replaced:

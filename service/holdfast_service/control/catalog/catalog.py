@@ -40,14 +40,14 @@ _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
 
 
 class KnownRun(NamedTuple):
-    """What the catalog knows of a run by itself: the newest attempt that was declared, and what retention keeps."""
+    """The catalog's own record of a run: the newest declared attempt, and what retention keeps."""
 
     attempt: int
     keep_last: int | None
 
 
 class CommitProof(NamedTuple):
-    """As which files a checkpoint was read back, None if it is not verified; and when it was committed, in time that
+    """The files as which a checkpoint was read back, None if it is not verified; and when it was committed, in time that
     daemons have seen.
     """
 
@@ -56,7 +56,7 @@ class CommitProof(NamedTuple):
 
 
 class Catalog:
-    """Runs, attempts, rounds and checkpoints of one database. Thread-safe. Times are RFC 3339 text that the caller gives."""
+    """Runs, attempts, rounds and checkpoints of one database. Thread-safe. Callers pass times as RFC 3339 text."""
 
     def __init__(self, database: Database, node: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`node` writes the rounds that end here; `clock` sees time pass between commits."""
@@ -66,7 +66,7 @@ class Catalog:
 
     @classmethod
     def open(cls, url: str) -> Catalog:
-        """The catalog at `url`, made or brought to the newest version first."""
+        """The catalog at `url`, created or migrated to the newest version first."""
         return cls(Database.open(url))
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Catalog:
     def declare_attempt(self, run: str, launch: str, world: int, now: str, attempt: int | None = None) -> int:
         """The attempt of this launch: the one it has, else `attempt`, or the next one.
 
-        It is `Attempts` that numbers launches and refuses older ones (I6); this is what it is told of that.
+        `Attempts` numbers launches and refuses older ones (I6); this records its result.
         """
         with self._write() as session:
             row = lock_run(session, run)
@@ -88,7 +88,7 @@ class Catalog:
             return made
 
     def note_attempts(self, known: Mapping[str, RunAttempts]) -> None:
-        """No run has a lower newest attempt than is `known`."""
+        """Raise every run's newest attempt to at least the one that is `known`."""
         with self._write() as session:
             listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
             for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
@@ -96,20 +96,20 @@ class Catalog:
                 row.attempt = max(row.attempt, known[run].attempt)
 
     def note_life(self, run: str, attempt: int, life: str, since: str | None) -> None:
-        """What is known of the ranks of a run's newest attempt; of an older one nothing is noted."""
+        """Record the state of the ranks of a run's newest attempt; does nothing for an older one."""
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
             if row.attempt == attempt:
                 row.life, row.since = life, since
 
     def lives(self) -> dict[str, tuple[int, str, str | None]]:
-        """What is known of the ranks of runs: newest attempt, state, and since when it is over."""
+        """The state of runs' ranks: newest attempt, state, and since when it is over."""
         known = select(RunRow.name, RunRow.attempt, RunRow.life, RunRow.since).where(RunRow.life.is_not(None))
         with self._read() as session:
             return {name: (attempt, str(life), since) for name, attempt, life, since in session.execute(known)}
 
     def declared(self) -> dict[str, RunAttempts]:
-        """What is known of all runs' attempts: the newest, those of launches, and what they were told to restore."""
+        """All runs' attempts: the newest, those of launches, and the steps that they restore."""
         launches: dict[str, dict[str, int]] = {}
         answers: dict[str, dict[str, int | None]] = {}
         with self._read() as session:
@@ -130,7 +130,7 @@ class Catalog:
             return session.scalar(select(RunRow.attempt).where(RunRow.name == run)) or 0
 
     def set_keep_last(self, run: str, keep_last: int | None) -> None:
-        """Set how many checkpoints retention keeps, None for all; a run that is not known yet becomes known."""
+        """Set how many checkpoints retention keeps, None for all; adds an unknown run."""
         if keep_last is not None and not 1 <= keep_last <= INTEGER_MAX:
             raise InvalidRequest(f"keep_last must be at least 1, not {keep_last}", hint="leave it out to keep all")
         with self._write(hasty=True) as session:
@@ -153,8 +153,8 @@ class Catalog:
     def note_round(
         self, run: str, step: int, attempt: int, world: int, opened: str, others: Collection[int] = ()
     ) -> tuple[int, str]:
-        """The id of the round of this step and attempt, and when it was opened: the one going on, else one that another
-        node has ended since then, but for `others`; else a new one.
+        """The id of the round of this step and attempt, and when it was opened: the current one, else one that another node
+        has ended since then, but for `others`; else a new one.
         """
         naming.check_step(step)
         with self._write(hasty=True) as session:
@@ -182,30 +182,29 @@ class Catalog:
             return row is not None and (row.run, row.step, row.attempt, row.opened) == (run, step, attempt, opened)
 
     def knows_round(self, run: str, step: int, attempt: int) -> bool:
-        """Whether there is a round of this step and attempt, whatever became of it."""
+        """Whether there is a round of this step and attempt, in any state."""
         same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same).limit(1)) is not None
 
     def has_saved(self, run: str, attempt: int) -> bool:
-        """Whether a save of this attempt was committed, whatever became of it."""
+        """Whether a save of this attempt was ever committed."""
         same = (RoundRow.run == run, RoundRow.attempt == attempt)
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "committed").limit(1)) is not None
 
     def is_sealed(self, run: str, step: int, attempt: int) -> bool:
-        """Whether a round goes on of which all ranks had sealed."""
+        """Whether a round is open that all ranks have sealed."""
         same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
 
     def lines(self, run: str) -> list[lines.ListedCheckpoint]:
-        """What is listed of a run, as far as its place among others goes."""
         with self._read() as session:
             return lines.of(session, run)
 
     def update_round(self, round_id: int, *, sealed: int) -> None:
-        """Note how many ranks have sealed; a round that has ended stays as it ended."""
+        """Record how many ranks have sealed; does nothing for a round that has ended."""
         with self._write(hasty=True) as session:
             row = _lock_round(session, round_id)
             if row.state in GOING_ON:
@@ -221,9 +220,9 @@ class Catalog:
         detail: str | None = None,
         **measured: float,
     ) -> bodies.Round | None:
-        """End a round and return it, with what was `measured` of it (`SaveTimes`).
+        """End a round and return it, with its measured `SaveTimes`.
 
-        The first end stands, a second one changes nothing and returns None.
+        The first end counts; a second one changes nothing and returns None.
         """
         with self._write(hasty=True) as session:
             row = _lock_round(session, round_id)
@@ -234,16 +233,16 @@ class Catalog:
             return bodies.Round.model_validate(row, from_attributes=True)
 
     def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
-        """Note what was found out of a round since it ended."""
+        """Record timings found after a round's end."""
         with self._write() as session:
             row = _lock_round(session, round_id)
             row.measured = {**(row.measured or {}), **measured}
 
     def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
-        """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
+        """End the open rounds whose checkpoint is listed: it was published, and the daemon ended before it recorded that."""
         same = [getattr(CheckpointRow, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
-        # Where another round of this launch has committed the step, this one was to be put in its place. Which one stands
-        # cannot be told, since clocks may be wrong: what is staged of this one is saved once more, or named as lost.
+        # Where another round of this launch has committed the step, this one was to replace it. Which one is on disk is
+        # unknown, since clocks may be wrong: this one's staged files are saved once more, or reported as lost.
         before = aliased(RoundRow)
         of_step = [getattr(before, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
         first = ~exists().where(*of_step, before.id != RoundRow.id, before.state == "committed")
@@ -256,14 +255,14 @@ class Catalog:
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def staged_rounds(self) -> list[bodies.Round]:
-        """The rounds going on that all ranks have sealed, of this node where there may be others."""
+        """The open rounds that all ranks have sealed, only of this node where there may be others."""
         with self._read() as session:
             rows = session.scalars(select(RoundRow).where(RoundRow.state == "sealed", *self._own()).order_by(RoundRow.id))
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
-        """Abort every round that some rank has not sealed, but those to keep, of this node where there may be others; return
-        their ids.
+        """Abort every round that some rank has not sealed, except those to keep, of this node where there may be others;
+        return their ids.
         """
         with self._write(hasty=True) as session:
             wanted = (RoundRow.state == "open", RoundRow.id.not_in(keep), *self._own())
@@ -276,7 +275,7 @@ class Catalog:
         return (func.coalesce(RoundRow.node, self.node) == self.node,) if self.database.is_shared else ()
 
     def abort_rounds_of_lost(self, now: str, code: str, detail: str) -> list[bodies.Round]:
-        """Abort the rounds going on of nodes that are no members at this moment; return them."""
+        """Abort the open rounds of nodes that are no members now; return them."""
         with self._write() as session:
             live = exists().where(NodeRow.name == RoundRow.node, NodeRow.until > func.clock_timestamp())
             wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.is_not(None), ~live)
@@ -288,8 +287,8 @@ class Catalog:
     def record_checkpoint(
         self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None, proven: str | None = None
     ) -> None:
-        """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it, and `proven`
-        of all its files where they are known to be sound.
+        """List a checkpoint, in the place of its step's. `stamp` is what storage says of it, and `proven` of all its files
+        where they are known to be sound.
         """
         made = _row(checkpoint, stamp, proven)
         with self._write(hasty=True) as session:
@@ -306,7 +305,7 @@ class Catalog:
             lines.settle(session, checkpoint.run)
 
     def list_damaged(self, damaged: bodies.CheckpointInfo, before: Mapping[int, str | None]) -> None:
-        """List a checkpoint as damaged, unless its step was listed again or forgotten since the run had these stamps."""
+        """List a checkpoint as damaged, unless its step was listed again or forgotten since these stamps of the run."""
         run, step = damaged.run, damaged.step
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
@@ -327,10 +326,10 @@ class Catalog:
         found: Sequence[tuple[bodies.CheckpointInfo, str | None]],
         stamps: Mapping[int, str | None],
     ) -> None:
-        """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
+        """In one transaction: delist `gone`, list what was `found`, and record the `stamps` of unchanged checkpoints.
 
-        `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what
-        another process has listed meanwhile.
+        `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what another
+        process has listed meanwhile.
         """
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
@@ -349,23 +348,23 @@ class Catalog:
             lines.settle(session, run)
 
     def forget_checkpoint(self, run: str, step: int) -> None:
-        """List a checkpoint no more; does nothing for one that is not listed. What is known of its replicas stays."""
+        """Delist a checkpoint; idempotent. Its replicas' rows stay."""
         with self._write(hasty=True) as session:
             _forget(session, run, step)
             lines.settle(session, run)
 
     def runs(self, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()) -> bodies.Page[bodies.Run]:
-        """A page of all runs, or of those whose names begin with `prefix` and have every one of the words, by name."""
+        """A page of runs by name: all, or those whose names begin with `prefix` and contain every one of the words."""
         with self._read() as session:
             return listing.runs(session, cursor, limit, prefix, words)
 
     def runs_named(self, names: Sequence[str]) -> list[bodies.Run]:
-        """Those of these runs that there are, in this order."""
+        """The known ones of these runs, in this order."""
         with self._read() as session:
             return listing.of_names(session, names)
 
     def search(self, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
-        """Runs and checkpoints that have this text, the best first."""
+        """Runs and checkpoints that contain this text, the best first."""
         with self._read() as session:
             return search.search(session, asked, limit, labels_of)
 
@@ -375,7 +374,6 @@ class Catalog:
             return listing.summed(session, [session.get_one(RunRow, name)])[0]
 
     def known_runs(self) -> dict[str, KnownRun]:
-        """Every run that the catalog knows."""
         with self._read() as session:
             found = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
             return {name: KnownRun(attempt, keep_last) for name, attempt, keep_last in found}
@@ -388,13 +386,13 @@ class Catalog:
             return listing.checkpoints(session, run, cursor, limit, state, within)
 
     def stamps(self, run: str) -> dict[int, str | None]:
-        """Every step that is listed of a run, and what storage said of it when it was."""
+        """Every listed step of a run, and its stamp."""
         with self._read() as session:
             found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
             return {step: stamp for step, stamp in found}
 
     def proofs(self, run: str) -> dict[int, CommitProof]:
-        """Of every step that is listed of a run, what follows from its files and from time, and not from its manifest."""
+        """For every listed step of a run, what its manifest does not contain."""
         row = CheckpointRow
         columns = select(row.step, row.proven, row.verified, row.seen_s).where(row.run == run)
         with self._read() as session:
@@ -404,7 +402,7 @@ class Catalog:
             }
 
     def all_proofs(self) -> dict[str, dict[int, str | None]]:
-        """As which files every checkpoint of every run was read back; None where that is not known, or it is not sound."""
+        """Of every checkpoint of every run, the files as which it was read back; None where unknown or not sound."""
         found: dict[str, dict[int, str | None]] = {}
         columns = select(CheckpointRow.run, CheckpointRow.step, CheckpointRow.proven, CheckpointRow.verified)
         with self._read() as session:
@@ -413,17 +411,17 @@ class Catalog:
         return found
 
     def renamed(self, run: str, name: str) -> None:
-        """The time of a run that got another name goes on."""
+        """Keep a renamed run's time going."""
         self._times.renamed(run, name)
 
     def prove(self, run: str, step: int, proven: str) -> None:
-        """The files of a verified checkpoint are those that were read back, and these by now."""
+        """Record a verified checkpoint's present files as those that were read back."""
         with self._write() as session:
             session.execute(update(CheckpointRow).where(*_at(run, step), CheckpointRow.verified).values(proven=proven))
 
     def doubt(self, run: str, step: int, proven: str) -> bool:
-        """A verified checkpoint has other files than those that were read back: it counts again when these were. False where
-        it was verified again meanwhile.
+        """Mark a verified checkpoint as unverified because its files differ from those read back. False where it was
+        verified again meanwhile.
         """
         same = [*_at(run, step), CheckpointRow.verified]
         if proven != ANY_FILES:
@@ -442,7 +440,7 @@ class Catalog:
             return listing.checkpoint(row)
 
     def newest(self, run: str, groups: Collection[str] = ()) -> int | None:
-        """The newest step that has all these groups and is neither damaged, as far as is known, nor abandoned; or None."""
+        """The newest step that has all these groups and is neither known to be damaged nor abandoned; or None."""
         columns = select(CheckpointRow.step, CheckpointRow.groups)
         wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
         with self._read() as session:
@@ -457,7 +455,7 @@ class Catalog:
         limit: int = 100,
         within: Within = EVERYTHING,
     ) -> bodies.Page[bodies.Round]:
-        """A page of rounds, the newest first; of one run, in one state, within these bounds, if they are given."""
+        """A page of rounds, the newest first; of one run, in one state, within these bounds, if given."""
         with self._read() as session:
             return listing.rounds(session, run, state, within, cursor, limit)
 
@@ -468,7 +466,7 @@ class Catalog:
         return dict.fromkeys(ROUND_STATES, 0) | {state: count for state, count in counted}
 
     def failure_counts(self) -> dict[str, int]:
-        """How many rounds ended without a checkpoint, by the code of what ended them."""
+        """How many rounds ended without a checkpoint, by error code."""
         counted = (
             select(RoundRow.code, func.count())
             .where(RoundRow.state.in_(UNSAVED), RoundRow.code.is_not(None))
@@ -479,7 +477,7 @@ class Catalog:
 
 
 def lock_run(session: Session, run: str) -> RunRow:
-    """The run's row, made if need be, which no other transaction changes until this one ends."""
+    """The run's row, created if necessary, locked until this transaction ends."""
     naming.check_run(run)
     row = session.get(RunRow, run, with_for_update=True)
     if row is None:

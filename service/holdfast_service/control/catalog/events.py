@@ -32,8 +32,8 @@ _ADDING = 0x486F_6C64_6661_7374  # PostgreSQL's advisory lock for adding an even
 
 
 class Following(NamedTuple):
-    """Events behind an id, oldest first, beside the oldest that is kept, the newest that there was, and the newest of those
-    asked for that is not kept any more; 0 when there is none. All of the runs that the request may see alone.
+    """Events after an id, oldest first, with the oldest kept id, the newest id, and the newest matching id that is not kept
+    any more; 0 without one. Only of the runs that the request may see.
     """
 
     oldest: int
@@ -43,7 +43,7 @@ class Following(NamedTuple):
 
 
 class Events:
-    """The events of one catalog. Thread-safe. Recording one never fails what it tells of: it is logged instead."""
+    """The events of one catalog. Thread-safe. A failure to record one is logged, not raised."""
 
     def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
         self._database, self._node, self._now = database, node, now
@@ -52,14 +52,14 @@ class Events:
         self._added = 0
         self._listeners: list[Callable[[], None]] = []
         self.hung_up = False
-        # Has an event recorded when the catalog can be written again, if anybody does: it tells of what has happened.
+        # Retries an event once the catalog is writable again; None drops it.
         self.later: Callable[[str, Callable[[], object]], object] | None = None
         self.counts: Counter[str] = Counter()  # by kind, of this process
 
     def add(
         self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
     ) -> None:
-        """Record an event of a declared kind and wake those who wait for one."""
+        """Record an event of a declared kind and wake its waiters."""
         at = self._now()
         try:
             self.record(kind, text, run, step, level, at, **detail)
@@ -90,7 +90,7 @@ class Events:
         self._notify(added=1)
 
     def record_once(self, kind: str, text: str, run: str, step: int, **detail: Any) -> bool:
-        """Record an event, unless one of this kind with the same details is there, perhaps by another node; whether it was
+        """Record an event unless one of this kind with the same details exists, perhaps from another node; True if it was
         new. Raises `CatalogUnavailable`.
         """
         assert kind in EVENTS, kind
@@ -113,7 +113,7 @@ class Events:
         self._trim(session, made.id)
 
     def _trim(self, session: Session, newest: int) -> None:
-        """Forget the oldest of what there is most, now and then. Ids have holes, so that it is counted what is kept."""
+        """Remove the oldest events of the most frequent kinds, now and then. Ids have gaps, so rows are counted."""
         if newest % TRIM_EVERY != 0:
             return
         asked = select(EventRow.run, EventRow.kind, func.count()).group_by(EventRow.run, EventRow.kind)
@@ -130,18 +130,18 @@ class Events:
             session.merge(ForgottenEventsRow(run=of, newest=max(number, 0 if before is None else before.newest)))
 
     def skip_lost_ids(self) -> None:
-        """At start: give out no id that a power cut may have taken back after somebody had seen it."""
+        """At the start, skip ids that clients may have seen before a power cut undid them."""
         with self._database.write() as session:
             if session.get_bind().dialect.name == "sqlite":
                 skipping = statement("UPDATE sqlite_sequence SET seq = seq + :skipped WHERE name = 'events'")
                 session.execute(skipping, {"skipped": SKIPPED_IDS})
 
     def after(self, event_id: int, limit: int, run: str | None = None, kind: str | None = None) -> list[Event]:
-        """Events behind this id, oldest first."""
+        """Events after this id, oldest first."""
         return self.following(event_id, limit, run, kind).events
 
     def following(self, event_id: int, limit: int, run: str | None = None, kind: str | None = None) -> Following:
-        """Events behind this id, oldest first, beside what is kept at all: who was away for too long has missed some."""
+        """Events after this id, oldest first, with the range that is kept: a client away for too long has missed some."""
         wanted = select(EventRow).where(EventRow.id > event_id).order_by(EventRow.id).limit(limit)
         if run is not None:
             wanted = wanted.where(EventRow.run == run)
@@ -158,7 +158,7 @@ class Events:
     def newest(
         self, cursor: str | None, limit: int, run: str | None = None, kind: str | None = None, after: int = 0
     ) -> bodies.Page[Event]:
-        """A page of events, newest first, back to the one behind id `after`."""
+        """A page of events, newest first, down to the one after id `after`."""
         before = decode_cursor("event", cursor)
         wanted = select(EventRow).where(EventRow.id > after).order_by(EventRow.id.desc()).limit(bounded(limit) + 1)
         if before is not None:
@@ -172,24 +172,24 @@ class Events:
         return page("event", found, limit, lambda event: event.id)
 
     def bounds(self) -> tuple[int, int]:
-        """The oldest and the newest id that are kept; (0, 0) when there is none."""
+        """The oldest and the newest kept id; (0, 0) without events."""
         with self._database.read() as session:
             return _bounds(session)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until this process adds an event; False when the time is over. Other nodes' events are found by asking."""
+        """Wait until this process adds an event; False on timeout. Other nodes' events have to be polled."""
         with self._changed:
             before = self._added
             return self._changed.wait_for(lambda: self._added != before or self.hung_up, timeout_s) and not self.hung_up
 
     def listen(self, heard: Callable[[], None]) -> Callable[[], None]:
-        """Have `heard` called, in any thread, whenever this process adds an event; call what is returned to end that."""
+        """Call `heard`, in any thread, whenever this process adds an event; call the result to end that."""
         with self._changed:
             self._listeners.append(heard)
         return lambda: self._listeners.remove(heard)
 
     def hang_up(self) -> None:
-        """Nobody need wait any more: the service is closing. Events can still be added."""
+        """End all waits: the service is closing. Events can still be added."""
         self.hung_up = True
         self._notify(added=0)
 
@@ -203,7 +203,7 @@ class Events:
 
 
 def _in_turn(session: Session) -> None:
-    """Ids become visible in their order: who has read one never misses a lower one. SQLite has one writer anyway."""
+    """Make ids visible in order, so that a reader of one id never misses a lower one. SQLite has one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock(_ADDING)))
 
@@ -219,7 +219,7 @@ def _forgotten(session: Session, run: str | None = None) -> int:
 
 
 def _event(row: EventRow) -> Event:
-    """The event, as the present request may see it: not what a run was called before, if runs of that name are not its."""
+    """The event as the present request may see it: without a run's former name where runs of that name are not visible."""
     event = Event.model_validate(row, from_attributes=True)
     old = event.detail.get("old") if event.kind == "run-renamed" else None
     if isinstance(old, str) and not visible(old):

@@ -15,8 +15,6 @@ from holdfast_service.control.database.schema import REWOUND, CheckpointRow
 
 
 class ListedCheckpoint(NamedTuple):
-    """A checkpoint that is listed, as far as its place among others goes."""
-
     step: int
     attempt: int
     turn: int
@@ -28,17 +26,18 @@ class ListedCheckpoint(NamedTuple):
 
 
 class SavePlace(NamedTuple):
-    """Where a new checkpoint comes from, and whether it is put in the place of another one of its step."""
+    """The parent of a new checkpoint, and whether it replaces another one of its step."""
 
     lineage: Lineage
     over: bool
 
 
 def place(there: Sequence[ListedCheckpoint], run: str, save: tuple[int, int], intent: Intent) -> SavePlace:
-    """The place of a save, of a step and an attempt, among the checkpoints that are there.
+    """The place of a save, of a step and an attempt, among the checkpoints `there`.
 
     Raises `AlreadyCommitted` for a step that is a checkpoint on the way to this save, unless that is damaged, unhealthy and
-    of another turn, or to be replaced; and for a launch that has restored nothing of what is there, below it or above it.
+    of another turn, or to be replaced; and for a launch that has restored none of the run's checkpoints, below it or above
+    it.
     """
     step, attempt = save
     rewinds = lineage.went_on(there, (attempt, intent.turn), intent.restored, intent.again)
@@ -89,7 +88,6 @@ def _refusal(run: str, step: int, newest: int) -> AlreadyCommitted:
 
 
 def of(session: Session, run: str) -> list[ListedCheckpoint]:
-    """What is listed of a run."""
     row = CheckpointRow
     columns = (row.step, row.attempt, row.turn, row.rewinds, row.abandoned, row.groups, row.damage.is_(None), row.healthy)
     return [
@@ -99,7 +97,7 @@ def of(session: Session, run: str) -> list[ListedCheckpoint]:
 
 
 def settle(session: Session, run: str) -> None:
-    """Mark what is abandoned, now that a checkpoint has come or gone; nothing is where nobody ever rewound."""
+    """Update what is abandoned after a checkpoint was added or removed; nothing is in a run that never rewound."""
     session.flush()
     within = CheckpointRow.run == run
     marked = select(CheckpointRow.step).where(within, CheckpointRow.abandoned.is_(True)).limit(1)

@@ -43,8 +43,8 @@ SORTED_BY: dict[str, InstrumentedAttribute[Any]] = {
 
 
 class Within(NamedTuple):
-    """Which part of a list is wanted, and in which order. `since` is a time in RFC 3339; `steps` names the only steps that
-    are; `sort` is a column of `SORTED_BY`, with a minus for the largest first.
+    """A filter and an order of a list. `since` is an RFC 3339 time; `steps` restricts to these steps; `sort` is a column of
+    `SORTED_BY`, with a minus for descending.
     """
 
     step_min: int | None = None
@@ -58,7 +58,7 @@ EVERYTHING = Within()
 
 
 def named(prefix: str, words: Iterable[str]) -> Select[str]:
-    """Names of the runs whose names begin with `prefix` and have every one of the words, in whatever case."""
+    """Names of the runs that begin with `prefix` and contain every one of the words, ignoring case."""
     wanted = select(RunRow.name)
     if prefix:
         wanted = wanted.where(func.substr(RunRow.name, 1, len(prefix)) == prefix)
@@ -70,7 +70,7 @@ def _having(words: Iterable[str]) -> Iterator[ColumnElement[bool]]:
 
 
 def of_names(session: Session, names: Sequence[str]) -> list[bodies.Run]:
-    """Those of these runs that there are, in this order."""
+    """The known ones of these runs, in this order."""
     rows = {row.name: row for row in session.scalars(select(RunRow).where(RunRow.name.in_(names)))}
     return summed(session, [rows[name] for name in names if name in rows])
 
@@ -78,7 +78,7 @@ def of_names(session: Session, names: Sequence[str]) -> list[bodies.Run]:
 def runs(
     session: Session, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()
 ) -> bodies.Page[bodies.Run]:
-    """A page of the runs whose names begin with `prefix` and have every one of the words, by name."""
+    """A page of the runs whose names begin with `prefix` and contain every one of the words, by name."""
     after = decode_cursor("run", cursor)
     if after is not None and not naming.is_run_name(after):
         raise bad_cursor()
@@ -95,7 +95,7 @@ def runs(
 
 
 def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
-    """The runs with number and bytes of their checkpoints, and the newest step that is not known to be damaged."""
+    """The runs with number and bytes of their checkpoints, and the newest step not known to be damaged."""
     within = CheckpointRow.run.in_([row.name for row in rows])
     totals = (
         select(CheckpointRow.run, func.count(), func.max(CheckpointRow.step), func.sum(CheckpointRow.bytes))
@@ -127,7 +127,7 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
 def checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
 ) -> bodies.Page[bodies.CheckpointInfo]:
-    """A page of a run's checkpoints, newest step first if nothing else is asked for; `NoSuchRun`."""
+    """A page of a run's checkpoints, newest step first by default; `NoSuchRun`."""
     if within.sort != "-step":
         return _sorted_checkpoints(session, run, cursor, limit, _in_state(_of_run(run, within), state), within)
     before = decode_cursor("step", cursor)
@@ -147,7 +147,7 @@ def checkpoints(
 def _sorted_checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, wanted: Select[Any], within: Within
 ) -> bodies.Page[bodies.CheckpointInfo]:
-    """The same in another order. A cursor names the last item by its value and its step, so inserts move nothing."""
+    """In another order. A cursor names the last item by its value and its step, so inserts move nothing."""
     name, descends = within.sort.removeprefix("-"), within.sort.startswith("-")
     column = SORTED_BY.get(name)
     if column is None:
@@ -186,7 +186,7 @@ def _in_state(wanted: Select[Any], state: str | None) -> Select[Any]:
 def rounds(
     session: Session, run: str | None, state: str | None, within: Within, cursor: str | None, limit: int
 ) -> bodies.Page[bodies.Round]:
-    """A page of rounds, the newest first, of one run or in one state if these are given."""
+    """A page of rounds, the newest first, of one run or in one state if given."""
     before = decode_cursor("round", cursor)
     wanted = _bounded_to(select(RoundRow), RoundRow, within).order_by(RoundRow.id.desc()).limit(bounded(limit) + 1)
     if before is not None:
@@ -207,7 +207,7 @@ def checkpoint(row: CheckpointRow) -> bodies.CheckpointInfo:
 
 
 def check_known(session: Session, run: str) -> None:
-    """`NoSuchRun` for a run that the catalog does not know, and for what can be none."""
+    """`NoSuchRun` for a run that the catalog does not know, and for an invalid name."""
     if not naming.is_run_name(run) or session.get(RunRow, run) is None:
         raise no_such_run(run)
 
@@ -217,7 +217,7 @@ def no_such_run(run: str) -> NoSuchRun:
 
 
 def parse_time(text: str) -> str:
-    """RFC 3339 -> how times of the catalog begin, so that comparing texts compares times. Without a zone it is UTC."""
+    """RFC 3339 to the prefix of the catalog's times, so that comparing texts compares times. Without a zone it is UTC."""
     try:
         return moments.write(moments.read(text)).removesuffix("Z")  # a Z would come behind any fraction
     except ValueError as error:
@@ -241,7 +241,7 @@ def _below(within: Within, step: int) -> Within:
 
 
 def _in_parts(within: Within) -> Iterable[Sequence[int] | None]:
-    """The steps that are named, newest first, as many at a time as a query takes; None where all are wanted."""
+    """The named steps, newest first, in chunks that one query takes; None where all are wanted."""
     if within.steps is None:
         yield None
         return

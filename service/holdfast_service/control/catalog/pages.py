@@ -32,7 +32,9 @@ def page(kind: str, found: list[_Item], limit: int, key: Callable[[_Item], Any])
 
 
 def decode_cursor(kind: str, cursor: str | None) -> str | None:
-    """The key of the item that a cursor of this `kind` of list stands behind; `InvalidRequest` for any other text."""
+    """The key of the item after which the next page begins; `InvalidRequest` for a cursor that is not of this `kind` of
+    list.
+    """
     if cursor is None:
         return None
     try:
@@ -45,7 +47,6 @@ def decode_cursor(kind: str, cursor: str | None) -> str | None:
 
 
 def integer(key: str) -> int:
-    """A cursor's key as a number of the catalog."""
     if not (key.isascii() and key.isdigit() and len(key) <= 19 and int(key) <= INTEGER_MAX):
         raise bad_cursor()
     return int(key)

@@ -15,7 +15,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 
-ENDED_MAX = 512  # rounds that something may still be said of
+ENDED_MAX = 512  # rounds kept for late records
 NOTHING: Mapping[str, float] = {}
 End = Literal["committed", "aborted", "dropped"]
 
@@ -37,14 +37,14 @@ class EndedRound(NamedTuple):
 
 
 class _Round:
-    """`id` is the catalog's, once it was told."""
+    """`id` is the catalog's, known once it has recorded the round."""
 
     def __init__(self, key: RoundName, world: int, opened: str) -> None:
         self.key, self.world, self.opened = key, world, opened
         self.sealed = 0
         self.id: int | None = None
         self.ended: EndedRound | None = None
-        self.told = False  # whether the catalog has been told that it goes on
+        self.told = False  # whether the catalog has recorded it as open
 
 
 class Rounds:
@@ -58,8 +58,8 @@ class Rounds:
         self._open: dict[RoundName, int] = {}
 
     def open(self, run: str, step: int, attempt: int, world: int, quiet: bool = False) -> int:
-        """The number of the save of this step and attempt: the current one, or a new one. `quiet`: another node tells the
-        catalog how it goes on; this one, only why it ended.
+        """The number of the save of this step and attempt: the current one, or a new one. `quiet`: another node records its
+        progress; this one, only why it ended.
         """
         key = RoundName(run, step, attempt)
         with self._lock:
@@ -93,8 +93,8 @@ class Rounds:
         measured: Mapping[str, float] = NOTHING,
         told: Callable[[str, int], None] = lambda run, step: None,
     ) -> None:
-        """End a save. The first end counts; later ones change nothing. `told` is called, with run and step, where the
-        catalog did not know of it from another node.
+        """End a save. The first end counts; later ones change nothing. `told` is called with run and step, where the catalog
+        did not have the end from another node.
         """
         with self._lock:
             made = self._rounds.get(number)
@@ -112,8 +112,8 @@ class Rounds:
         self._book.tell("how a save ended", note)
 
     def left(self, number: int, measured: Mapping[str, float] = NOTHING) -> None:
-        """Another node has committed it, and tells the catalog; so does this one, if it was the one that told how it went
-        on: what it told may come there after that end.
+        """Another node has committed it and records that. So does this node if it recorded the progress: its earlier records
+        may arrive after that end.
         """
         with self._lock:
             made = self._rounds.get(number)
@@ -131,25 +131,25 @@ class Rounds:
             self._book.tell("what a save cost", lambda: self._catalog.measure_round(self._id(made), measured))
 
     def complete(self, run: str) -> list[tuple[int, int]]:
-        """Step and attempt of the rounds that go on and that all ranks have sealed."""
+        """Step and attempt of the open rounds that all ranks have sealed."""
         with self._lock:
             going = [self._rounds[number] for number in self._open.values()]
         return [made.key[1:] for made in going if made.key[0] == run and made.sealed >= made.world]
 
     def knows(self, run: str, step: int, attempt: int) -> bool:
-        """Whether this daemon has had such a save, going on or ended."""
+        """Whether this daemon has had such a save, open or ended."""
         key = RoundName(run, step, attempt)
         with self._lock:
             return any(one.key == key for one in self._rounds.values())
 
     def ids(self) -> list[int]:
-        """For the book's thread: the catalog's ids of the rounds that go on."""
+        """The catalog's ids of the open rounds. In the book's thread only."""
         with self._lock:
             going = [made for number in self._open.values() if (made := self._rounds[number]).told]
         return [self._id(made) for made in going]
 
     def look_again(self) -> None:
-        """For the book's thread: the catalog may have become another one, in which rounds have other ids, or none."""
+        """The catalog may be another one now, in which rounds have other ids, or none. In the book's thread only."""
         with self._lock:
             rounds = list(self._rounds.values())
         for made in rounds:
@@ -179,5 +179,5 @@ class Rounds:
     def _note_end(self, made: _Round, ended: EndedRound) -> bool:
         state, at, code, detail, measured = ended
         if state != "committed" and not made.told and self._catalog.knows_round(*made.key):
-            return False  # the other nodes of the save have said it
+            return False  # another node of the save has recorded it
         return self._catalog.end_round(self._id(made), state, at, code, detail, **measured) is not None

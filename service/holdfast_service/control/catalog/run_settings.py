@@ -1,4 +1,4 @@
-"""What a run's files say of it as a whole, in the catalog: lists and summaries read no file of each run."""
+"""Settings of a run's files in the catalog, so that lists and summaries need not read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast_service.control.database.schema import RunRow
 
 
 class RunSettings(NamedTuple):
-    """Who answers for a run, when it was archived, and the attempt whose death somebody has seen, with who and when."""
+    """A run's owner, when it was archived, and the attempt whose death was acknowledged, with person and time."""
 
     owner: str | None = None
     archived: str | None = None
@@ -25,7 +25,7 @@ COLUMNS = tuple(getattr(RunRow, name) for name in RunSettings._fields)
 
 
 def note(catalog: Catalog, run: str, settings: RunSettings, known_only: bool = False) -> None:
-    """Tell the catalog; with `known_only` not of a run that it does not know, which was deleted meanwhile."""
+    """Record settings; with `known_only` not for a run that the catalog does not know, since it was deleted meanwhile."""
     with catalog.database.write(hasty=True) as session:
         if known_only and session.get(RunRow, run) is None:
             return
@@ -35,7 +35,7 @@ def note(catalog: Catalog, run: str, settings: RunSettings, known_only: bool = F
 
 
 def known(catalog: Catalog, runs: Collection[str] | None = None) -> dict[str, RunSettings]:
-    """What is listed of these runs, or of all, as far as the request may see them."""
+    """The settings of these runs, or of all, as far as the request may see them."""
     columns = select(RunRow.name, *COLUMNS)
     with catalog.database.read() as session:
         found = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))

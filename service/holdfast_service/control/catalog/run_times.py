@@ -1,8 +1,7 @@
-"""How much time passes between the commits of a run, as daemons see it pass: from this follow all ages by which retention
-removes.
+"""The time between the commits of a run, measured by daemons; all ages in retention are derived from it.
 
-A clock may jump by years, and those of two nodes may be hours apart, so no time of a clock is taken from another one. What
-passes while no daemon is up is not seen, and does not count.
+A clock may jump by years, and those of two nodes may be hours apart, so times of different clocks are never subtracted. Time
+while no daemon is up is not measured and does not count.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class RunTimes:
     """Of one catalog, for one daemon. Thread-safe."""
 
     def __init__(self, shared: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """Where the catalog is `shared` by several nodes, its database says how much has passed since another one has
-        recorded a commit; of that counts what this node has been up for.
+        """With a `shared` catalog its database measures the time since another node has recorded a commit, capped by this
+        node's uptime.
         """
         self._shared, self._clock = shared, clock
         self._began = clock()
@@ -36,12 +35,11 @@ class RunTimes:
         return 0.0 if newest is None else newest + passed
 
     def renamed(self, run: str, name: str) -> None:
-        """The run has another name now."""
         with self._lock:
             self._recorded[name] = self._recorded.pop(run, self._began)
 
     def _passed(self, session: Session, row: RunRow) -> float:
-        """Since the last commit of the run was recorded, as far as this daemon has seen it pass."""
+        """Since the last commit of the run was recorded, as measured by this daemon."""
         now = self._clock()
         with self._lock:
             since = self._recorded.get(row.name, self._began)

@@ -1,7 +1,7 @@
 """Replace a damaged catalog by a new one, and copy the rows that can still be read. One that an unreleased version made is
-replaced as well, and nothing of it is copied.
+replaced as well, without copying.
 
-Only for SQLite files; a database server looks after its own.
+Only for SQLite files; a database server does its own recovery.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None, "p
 
 
 class Opened(NamedTuple):
-    """A catalog, and what became of the one that stood in its place and could not be used; `notice` says it to people."""
+    """A catalog, and what happened to the unusable one in its place; `notice` says so for people."""
 
     catalog: Catalog
     set_aside: Path | None = None
@@ -52,7 +52,7 @@ class Opened(NamedTuple):
 
 
 def open_sound(url: str) -> Catalog:
-    """The catalog at `url`, which is not made if it is not there; `StorageFailed` when it is missing or damaged."""
+    """The existing catalog at `url`; `StorageFailed` when it is missing or damaged."""
     path = file_of(url)
     if path is not None and not path.exists():
         raise StorageFailed(
@@ -106,7 +106,7 @@ def open_catalog(url: str) -> Opened:
 
 
 def mend(database: Database) -> str | None:
-    """As `open_catalog`, for a database that is in use: it goes on with what stands there then. Returns the notice."""
+    """As `open_catalog`, for a database in use, which then uses the new file. Returns the notice."""
     database.engine.dispose()
     opened = open_catalog(database.engine.url.render_as_string(hide_password=False))
     opened.catalog.close()
@@ -115,7 +115,7 @@ def mend(database: Database) -> str | None:
 
 
 def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
-    """Copy every row of the damaged catalog `old` that can be read into the new one at `path`; how many, by table."""
+    """Copy every readable row of the damaged catalog `old` into the new one at `path`; returns counts by table."""
     copied = {}
     with closing(sqlite3.connect(path)) as new:
         for table in CatalogTable.metadata.sorted_tables:
@@ -157,7 +157,7 @@ def _unreleased_revision(path: Path) -> str | None:
 
 
 def _move_away(path: Path, why: str) -> Path:
-    """Give a file and its log, or what is left of the two, another name, beside which no other's log stands."""
+    """Rename a file and its log, if any, to names without another log beside them."""
     aside = next(made for n in count(1) if not _has_parts(made := path.with_name(f"{path.name}.{why}-{n}")))
     set_aside(path.with_name(path.name + _INDEX), None)
     for suffix in _PARTS:
@@ -172,7 +172,7 @@ def _has_parts(path: Path) -> bool:
 
 
 def _readable(old: sqlite3.Connection, table: SqlTable) -> list[dict[str, Any]]:
-    """The rows from both ends up to where each reading fails."""
+    """Rows from both ends up to where each read fails."""
     found: dict[int, dict[str, Any]] = {}
     for order in ("ASC", "DESC"):
         with suppress(sqlite3.Error):
@@ -192,7 +192,7 @@ def _rows(old: sqlite3.Connection, table: str, order: str) -> Iterator[dict[str,
 
 
 def _is_plausible(table: SqlTable, row: dict[str, Any]) -> bool:
-    """Whether every value is of its column's kind; a bit that flipped may leave a row that reads and means nothing."""
+    """Whether every value has its column's type; a flipped bit may leave a row that can be read and is wrong."""
     row.update(_NOT_BELIEVED.get(table.name, {}))
     return all(_fits(column, row.get(column.name)) for column in table.columns)
 

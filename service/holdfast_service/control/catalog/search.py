@@ -11,17 +11,17 @@ from sqlalchemy.orm import Session
 from holdfast_formats.rest.search import SearchHit
 from holdfast_service.control.database.schema import CheckpointRow, RunRow
 
-RUNS_READ_MAX = 500  # runs whose files are read for labels
+RUNS_READ_MAX = 500  # runs whose files are searched for labels
 RUNS_SEARCHED_MAX = 50  # runs that match, in which steps are looked for
 
 Labels = Callable[[str], Mapping[str, Sequence[int]]]  # of a run: its labels, and the steps that have each
 
 
 class SearchQuery(NamedTuple):
-    """What is looked for: parts of a run's name, digits of a step, and parts of a label. RUN@STEP names both."""
+    """A query: parts of a run's name, digits of a step, and parts of a label. RUN@STEP names both."""
 
     words: tuple[str, ...]
-    step: str | None  # what stands behind the @, in lower case; None without one
+    step: str | None  # the text after the @, in lower case; None without one
 
     @classmethod
     def parse(cls, text: str) -> SearchQuery:
@@ -29,12 +29,11 @@ class SearchQuery(NamedTuple):
         return cls(tuple(run.split()), step.strip() if at else None)
 
     def names(self, run: str) -> bool:
-        """Whether every word is in the run's name."""
         return all(word in run.casefold() for word in self.words)
 
 
 def search(session: Session, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
-    """At most `limit` hits: the run of exactly this name, runs whose names begin with it or have it, checkpoints by step
+    """At most `limit` hits: the run of exactly this name, runs whose names begin with it or contain it, checkpoints by step
     and by label.
     """
     if not asked.words and not asked.step:
@@ -59,7 +58,7 @@ def search(session: Session, asked: SearchQuery, limit: int, labels_of: Labels) 
 
 
 def _words_apart(session: Session, names: Sequence[str], words: Sequence[str], labels_of: Labels) -> list[SearchHit]:
-    """`llama 1200` and `llama best`: the last word as a step or a label of runs that have the others."""
+    """`llama 1200` and `llama best`: the last word is a step or a label of runs that contain the others."""
     *parts, last = words
     runs = [name for name in names if SearchQuery(tuple(parts), None).names(name)]
     found = _at_step(session, runs[:RUNS_SEARCHED_MAX], last, RUNS_SEARCHED_MAX)
@@ -72,7 +71,7 @@ def _rank(name: str, asked: SearchQuery) -> tuple[bool, bool, str]:
 
 
 def _at_step(session: Session, runs: Sequence[str] | None, digits: str, limit: int) -> list[SearchHit]:
-    """Checkpoints whose step has these digits: that very step first, then the newest; of these runs, or of all."""
+    """Checkpoints whose step contains these digits: the exact step first, then the newest; of these runs, or of all."""
     if digits == "" and runs is not None:
         return _rows(session, runs, None, limit)
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 15:
@@ -92,7 +91,6 @@ def _rows(session: Session, runs: Sequence[str] | None, such: ColumnElement[bool
 
 
 def _labelled(runs: Iterable[str], word: str, labels_of: Labels) -> list[SearchHit]:
-    """Checkpoints with a label that has this text."""
     if len(word) < 2 and not word.isalpha():
         return []
     return [

@@ -1,7 +1,8 @@
-"""The attempts of a root that several daemons serve (I6): the catalog numbers them, each daemon remembers what it was told.
+"""The attempts of a root that several daemons serve (I6): the catalog numbers them, and each daemon keeps a copy in a file
+of its own.
 
-A number is given out by making a file of its name in the root, which storage lets one node do. So launches start, and are
-told apart, although the catalog is away, or has come back as an older one. What a daemon remembers is in a file of its own.
+A number is claimed by creating a file of its name in the root, which storage lets only one node do. So launches can start
+and be distinguished while the catalog is away, or was restored from a backup.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class SharedAttempts(Attempts):
     def declare(
         self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
     ) -> tuple[int, bool]:
-        """As `Attempts.declare`. `RunBusy` where ranks of another launch are connected to another node; while the catalog is
-        away, that is not known.
+        """As `Attempts.declare`. `RunBusy` where ranks of another launch are connected to another node; that is unknown
+        while the catalog is away.
         """
         self.check_names(run, launch)
         if self._is_known(run, launch, member):
@@ -94,7 +95,7 @@ class SharedAttempts(Attempts):
         return attempt, new
 
     def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
-        """Store the answer unless there is one, here or by way of another node; return the stored one, durably."""
+        """Store the answer unless there is one, from this node or another; return the stored one, durably."""
         known, stored = self.asked(run, attempt, turn)
         if known:
             return stored
@@ -111,7 +112,7 @@ class SharedAttempts(Attempts):
         return super().answer(run, attempt, turn, self._stated(naming.answer_file(run, attempt, turn), step))
 
     def _stated(self, path: str, step: int | None) -> int | None:
-        """What the first of several nodes has said, by storage, which lets one be the first: with the catalog or without."""
+        """The answer of the first of several nodes, decided by exclusive file creation: works without the catalog."""
         if self._tier.put_first(path, msgspec.json.encode(step)):
             return step
         limit = time.monotonic() + SEEN_S
@@ -126,12 +127,12 @@ class SharedAttempts(Attempts):
                 raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch again") from error
 
     def has(self, run: str) -> bool:
-        """As `Attempts.has`: another node may have deleted the run, which the catalog knows. Raises `CatalogUnavailable`."""
+        """As `Attempts.has`; another node may have deleted the run, so the catalog is asked. Raises `CatalogUnavailable`."""
         with self._database.apart() as session:
             return session.get(RunRow, run) is not None
 
     def refresh(self, runs: Collection[str]) -> dict[str, int]:
-        """Ask the catalog for the newest attempts of these runs; returns those of which this daemon did not know."""
+        """Query the newest attempts of these runs; returns those that this daemon did not know."""
         with self._database.apart() as session:
             found = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs))).all()
         newer = {run: attempt for run, attempt in found if attempt > self.newest(run)}
@@ -140,9 +141,10 @@ class SharedAttempts(Attempts):
         return newer
 
     def refuse_overtaken(self, run: str, attempt: int, ask: Ask = _directly) -> None:
-        """`StaleAttempt` where a newer launch was told what to restore: what an older one commits now, it does not know.
+        """`StaleAttempt` where a newer launch has an answer about what to restore: it does not include what an older launch
+        commits now.
 
-        Without the catalog, the files of the other daemons tell. `ask` puts the question, and may give up on an answer.
+        Without the catalog, the files of the other daemons are read. `ask` runs the query, and may give up.
         """
 
         def answered() -> int | None:
@@ -164,7 +166,7 @@ class SharedAttempts(Attempts):
             )
 
     def forget(self, run: str) -> None:
-        """As `Attempts.forget`: the catalog has forgotten the run already."""
+        """As `Attempts.forget`; the catalog has forgotten the run already."""
         super().forget(run)
 
     def _answered_elsewhere(self, run: str, attempt: int) -> int | None:
@@ -178,7 +180,7 @@ class SharedAttempts(Attempts):
         return max((number for number in found if number > attempt), default=None)
 
     def _is_known(self, run: str, launch: str, member: Member) -> bool:
-        """Whether this very checkpointer has been given its attempt here, or ranks do not say who they are."""
+        """Whether this very checkpointer got its attempt here, or ranks send no checkpointer."""
         known = self.of(run, launch, member)
         if known is None:
             return False
@@ -222,15 +224,15 @@ class SharedAttempts(Attempts):
                 return made, True
 
     def _given(self, run: str, launch: str, member: Member, claims: Sequence[int]) -> int | None:
-        """The attempt that a node has given this launch, unless this member is of another start."""
+        """The attempt that a node has given this launch, unless this member belongs to another start."""
         local = self.known().get(run, RunAttempts())
         given = [attempt for attempt in claims if self._launch_of(run, attempt) == launch]
         told = local.model_copy(update={"launches": {**local.launches, launch: max(given)}}) if given else local
         return told.attempt_of(launch, member)
 
     def _give_out(self, run: str, launch: str, newest: int, claims: Sequence[int]) -> int | None:
-        """The number after `newest` and all `claims`, from now on this launch's; None if another node has given it out since
-        those were read.
+        """Claim the number after `newest` and all `claims` for this launch; None if another node has claimed it since those
+        were read.
         """
         attempt = max([newest, *claims]) + 1
         if not self._tier.put_first(naming.claim_file(run, attempt), launch.encode()):
@@ -245,7 +247,7 @@ class SharedAttempts(Attempts):
         return attempt
 
     def _claims(self, run: str) -> list[int]:
-        """The numbers of a run that nodes have given out, ascending, without those of long ago."""
+        """The claimed numbers of a run, ascending, without old ones."""
         found = map(naming.parse_claim_file, self._tier.list(naming.CLAIMS))
         return sorted(claim[1] for claim in found if claim is not None and claim[0] == run)
 
@@ -257,7 +259,7 @@ class SharedAttempts(Attempts):
             return None
 
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
-        """As `Attempts.settled_elsewhere`; what the catalog cannot be asked for is not waited for."""
+        """As `Attempts.settled_elsewhere`; does not wait while the catalog is away."""
         limit = time.monotonic() + wait_s
         while self._is_writing_elsewhere(run):
             if time.monotonic() >= limit:
@@ -272,7 +274,7 @@ class SharedAttempts(Attempts):
             return False
 
     def sealed_elsewhere(self, run: str) -> bool:
-        """Whether another node that is a member still writes a save of this run, of which all ranks have sealed."""
+        """Whether another member node still writes a save of this run that all ranks have sealed."""
         going = (RoundRow.run == run, RoundRow.state == "sealed", RoundRow.node != self._cluster.node)
         try:
             with self._database.apart() as session:
@@ -289,7 +291,7 @@ class SharedAttempts(Attempts):
 
 
 def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempts | None:
-    """What the catalog knows of a launch, as far as it concerns one rank; None where it does not know it."""
+    """The catalog's record of a launch for one rank; None without one."""
     row = session.get(AttemptRow, (run, launch))
     if row is None:
         return None
@@ -320,9 +322,9 @@ def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
 
 
 def make_one(tier: Tier) -> None:
-    """Put what the daemons of several nodes know of attempts into the file of one that serves the root alone.
+    """Merge what the daemons of several nodes know of attempts into the file of one that serves the root alone.
 
-    For the holder of the root's lock, when the others have been stopped for good. No number is given out twice.
+    The caller holds the root's lock, and the others have been stopped for good. No number is given out twice.
     """
     nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
     claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]

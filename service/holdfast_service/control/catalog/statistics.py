@@ -42,7 +42,7 @@ class StatisticsStore:
         self._read, self._write = database.read, database.write
 
     def record(self, run: str, step: int, found: Statistics, summary: dict[str, Any], healthy: bool) -> None:
-        """Keep what was found of a checkpoint, and what it means; nothing of one that has been removed meanwhile."""
+        """Store a checkpoint's statistics and verdict; does nothing for one that has been removed meanwhile."""
         at = (CheckpointRow.run == run, CheckpointRow.step == step)
         nonfinite = int(found.nonfinite.sum())
         with self._write() as session:
@@ -53,7 +53,7 @@ class StatisticsStore:
             session.merge(StatisticsRow(run=run, step=step, tensors=len(found), data=data, layers=summary))
 
     def lists(self, made: Manifest) -> bool:
-        """Whether it is this checkpoint that is listed, and it was neither removed nor replaced."""
+        """Whether this very checkpoint is listed, neither removed nor replaced."""
         row = CheckpointRow
         columns = select(row.attempt, row.turn, row.created).where(row.run == made.run, row.step == made.step)
         with self._read() as session:
@@ -61,7 +61,7 @@ class StatisticsStore:
         return found is not None and tuple(found) == (made.attempt, made.turn, made.created)
 
     def has(self, run: str, step: int) -> bool:
-        """Whether a checkpoint that is there has statistics."""
+        """Whether a listed checkpoint has statistics."""
         at = (CheckpointRow.run == run, CheckpointRow.step == step, CheckpointRow.healthy.is_not(None))
         with self._read() as session:
             return session.scalar(select(CheckpointRow.step).where(*at)) is not None
@@ -89,7 +89,7 @@ class StatisticsStore:
         return None if row is None else Baseline(row.step, row.layers.get("nonfinite", {}))
 
     def layers(self, run: str, group: str, last: int) -> Layers:
-        """The newest `last` steps' health by layer, in order; a run or group that nobody examined has none."""
+        """The newest `last` steps' health by layer, in order; empty for a run or group without statistics."""
         if not 1 <= last <= LAST_MAX:
             raise InvalidRequest(f"last must be from 1 to {LAST_MAX}, not {last}")
         wanted = select(StatisticsRow.step, StatisticsRow.layers).where(StatisticsRow.run == run)
@@ -104,12 +104,12 @@ class StatisticsStore:
 
 
 def forget_tensors(session: Session, run: str, step: int) -> None:
-    """What is known of the tensors of this step is not of those that stand there now."""
+    """Drop the tensor statistics of a step that was replaced."""
     session.execute(update(StatisticsRow).where(StatisticsRow.run == run, StatisticsRow.step == step).values(data=b""))
 
 
 def forget(session: Session, run: str, step: int) -> None:
-    """The checkpoint is gone, and what was known of its tensors; the summary stays for a while."""
+    """Drop the tensor statistics of a removed checkpoint; the summary stays for a while."""
     forget_tensors(session, run, step)
     steps = select(StatisticsRow.step).where(StatisticsRow.run == run).order_by(StatisticsRow.step.desc())
     oldest = session.scalar(steps.offset(HISTORY_STEPS - 1).limit(1))

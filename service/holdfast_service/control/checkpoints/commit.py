@@ -18,7 +18,7 @@ from holdfast_service.storage import CommitContents, Store, Tier
 
 
 class About(NamedTuple):
-    """Where the checkpoint comes from; and whether it is put in the place of another one of its step."""
+    """The parent of the checkpoint, and whether it replaces another one of its step."""
 
     lineage: Lineage = Lineage()
     over: bool = False
@@ -28,7 +28,7 @@ ABOUT = About()
 
 
 class Vouched(NamedTuple):
-    """A checkpoint whose files are staged: its manifest, as it is stored too, COMMIT, and the small files that are added."""
+    """A checkpoint whose files are staged: its manifest, its encoded form, COMMIT, and the small files to add."""
 
     made: Manifest
     encoded: bytes
@@ -37,7 +37,7 @@ class Vouched(NamedTuple):
 
 
 def publish(store: Store, plan: WritePlan, created: str, place: Place | None = None, about: About = ABOUT) -> Manifest:
-    """Publish the staged files of `plan`, from where its attempt stages unless told otherwise.
+    """Publish the staged files of `plan`, by default from its attempt's staging directory.
 
     When this returns, the checkpoint is visible and survives a power cut.
 
@@ -56,20 +56,20 @@ def publish(store: Store, plan: WritePlan, created: str, place: Place | None = N
 def publish_joint(store: Store, plan: WritePlan, staged: JointlyStaged, about: About = ABOUT) -> Manifest:
     """Publish what several nodes have written; as `publish`, in its order.
 
-    Every node makes the same bytes of the same receipts. So if another node has published meanwhile, what stands there is
-    compared, and is this one's success where it is the same (I14). `RoundAborted` where the files are not, or not all, there
-    any more: then the round has ended some other way.
+    Every node makes the same bytes from the same receipts. If another node has published meanwhile, its checkpoint is
+    compared: the same one is a success (I14). `RoundAborted` where files are missing: then the round has ended some other
+    way.
     """
     small = _small_files(plan)
     _check_receipts(plan, staged.receipts)
     made = _compose_joint(plan, staged, small, about.lineage)
-    manifest.validate(made)  # a plan's own files are tiled; that the nodes' shares are, only this says
+    manifest.validate(made)  # a plan's own files are tiled; only this checks that the nodes' shares are
     _commit(store, staged.place, made, small, about.over)
     return made
 
 
 def published_already(store: Store, plan: WritePlan, staged: JointlyStaged) -> Manifest | None:
-    """The checkpoint of this very round, if another node has published it, and was lost before it could say so.
+    """The checkpoint of this very round, if another node has published it and was lost before it recorded that.
 
     It is committed once more, which changes nothing: that node may have been lost before it was durable.
     """
@@ -98,11 +98,11 @@ def vouch(plan: WritePlan, receipt: Receipt, created: str, lineage: Lineage) -> 
 
 
 def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> Manifest:
-    """Publish a checkpoint whose files stand, durable and proven, at `place`: a replica, one brought from elsewhere, or what
-    stays of one that is thinned, `over` that.
+    """Publish a checkpoint whose files are durable and proven at `place`: a replica, an import, or the rest of a thinned
+    one, `over` which it is put.
 
     The order is that of `publish` (I3). Raises `CorruptManifest` or `NotCommitted` before anything is written when the two
-    do not belong together, and what `publish` raises.
+    do not belong together, and the errors of `publish`.
     """
     made = manifest.decode(encoded, commit_bytes)
     _settle(store, place, CommitContents(_sizes(made, {}), {}, encoded, commit_bytes), over)
@@ -110,7 +110,7 @@ def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes
 
 
 def publish_export(tier: Tier, staging: str, target: str) -> None:
-    """Give a proven and durable copy, outside of any root, its name at one stroke; `AlreadyCommitted` when that is taken."""
+    """Rename a proven and durable copy outside of any root to its final name; `AlreadyCommitted` when that exists."""
     tier.publish(staging, target)
 
 
@@ -121,7 +121,7 @@ def _commit(store: Store, place: Place, made: Manifest, small: Mapping[str, byte
 
 
 def _settle(store: Store, place: Place, contents: CommitContents, over: bool = False) -> None:
-    """What came of the commit, as an error where it is none."""
+    """Raise the error of a failed commit."""
     done = store.commit(place, contents, over)
     if done.outcome == "taken":
         raise AlreadyCommitted(done.detail, path=naming.checkpoint_path(place.run, place.step))
@@ -136,7 +136,6 @@ def _settle(store: Store, place: Place, contents: CommitContents, over: bool = F
 
 
 def _sizes(made: Manifest, small: Mapping[str, bytes]) -> dict[str, int]:
-    """Of the files that are staged already."""
     return {entry.name: entry.bytes for entry in made.files if entry.name not in small}
 
 
@@ -209,7 +208,7 @@ def compose(
 
 
 def _extents(receipts: Sequence[Receipt]) -> dict[tuple[str, str], list[Extent]]:
-    """What all nodes have written of each tensor. Most nodes have nothing of most tensors."""
+    """All nodes' extents of each tensor. Most nodes have none of most tensors."""
     found: dict[tuple[str, str], list[Extent]] = {}
     for receipt in receipts:
         for group, names in receipt.extents.items():

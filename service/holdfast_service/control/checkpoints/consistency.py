@@ -41,9 +41,9 @@ class _Found(NamedTuple):
 
 
 def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thorough: bool = False) -> CatalogCheck:
-    """Every contradiction that lasts. `writers` are the nodes whose daemons are up, none when the service is down.
+    """All lasting contradictions. `writers` are the nodes whose daemons are up, none when the service is down.
 
-    Manifests are read where storage says that they are not those that were listed, and all of them if this is `thorough`.
+    Manifests are read where their stamp differs from the listed one, and all of them if `thorough`.
     """
     found = _look(store, catalog, writers, thorough)
     items = dict(found.items)
@@ -66,9 +66,9 @@ def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thoroug
 
 
 def rebuild(store: Store, catalog: Catalog, writers: Collection[str], now: str) -> CatalogRebuild:
-    """Make the catalog again from the directories, every manifest read; what only it knows stays, where it is readable.
+    """Rebuild the catalog from the directories, reading every manifest; rows that only the catalog has stay, where readable.
 
-    Rounds and jobs of nodes that are gone end, or go back to be done again. `now` is when they did, RFC 3339.
+    Rounds and jobs of nodes that are gone end, or are queued again, at the time `now`, RFC 3339.
     """
     before = check(store, catalog, writers, thorough=True)
     roots.reconcile(store, catalog, thorough=True)
@@ -101,7 +101,7 @@ def _look(store: Store, catalog: Catalog, writers: Collection[str], thorough: bo
 def _look_at_run(
     store: Store, catalog: Catalog, run: str, listed: dict[int, str | None], thorough: bool
 ) -> tuple[list[Contradiction], int]:
-    """What is wrong with the listed checkpoints of a run, and how many manifests were read."""
+    """The contradictions of a run's listed checkpoints, and how many manifests were read."""
     look = roots.look(store, run, listed, thorough)
     items = []
     rows = {made.step: made for made in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
@@ -116,7 +116,7 @@ def _look_at_run(
             continue
         except CheckpointError as error:
             if step in rows and rows[step].damage is not None:
-                continue  # the catalog says so itself
+                continue  # listed as damaged already
             kind: Kind = "listed-but-unreadable" if step in listed else "unreadable"
             items.append(_one(kind, run, step, f"cannot be read: {error.detail}"))
             continue
@@ -156,7 +156,7 @@ def _look_at_run_file(store: Store, run: str, known: KnownRun | None) -> list[Co
 
 
 def _look_at_rows(catalog: Catalog, writers: Collection[str]) -> Iterable[Contradiction]:
-    """What contradicts itself within the catalog."""
+    """Contradictions within the catalog."""
     with catalog.database.read() as session:
         for table in (CheckpointRow, AttemptRow, RoundRow):
             newest = func.max(table.attempt)
@@ -187,7 +187,7 @@ def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
             if not _is_orphan(row.node, writers):
                 continue
             made = session.get(CheckpointRow, (row.run, row.step))
-            if made is not None and made.attempt == row.attempt:  # published, and its daemon ended before it said so
+            if made is not None and made.attempt == row.attempt:  # published, and its daemon ended before it recorded that
                 row.state, row.ended = "committed", now
             else:
                 row.state, row.ended, row.code, row.detail = "aborted", now, "round-aborted", NOBODY
@@ -198,7 +198,7 @@ def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
 
 
 def _is_orphan(node: str | None, writers: Collection[str]) -> bool:
-    """Whether no daemon that is up writes the round; of one that names no node it is some daemon's, while there is one."""
+    """Whether no running daemon writes the round; one without a node may belong to any running daemon."""
     return not writers if node is None else node not in writers
 
 

@@ -21,15 +21,15 @@ from holdfast_service.storage import Store
 
 
 class Room(Protocol):
-    """Says whether a checkpoint fits, before it is written and once it is."""
+    """Checks whether a checkpoint fits, before it is written and after."""
 
     def admit(self, plan: WritePlan) -> None: ...
     def check_quotas(self, run: str, step: int, need: int) -> None: ...
 
 
 class Imports:
-    """Brings checkpoints from elsewhere into one root. `room` says whether one fits, as for a save; `way` the rewinds to
-    the line of a run that lives: what is brought in from elsewhere is on it, whatever it came by there.
+    """Imports checkpoints into one root. `room` checks the space, as for a save; `way` returns a live run's rewinds: an
+    import is on that run's line, whatever its own lineage is.
     """
 
     def __init__(self, store: Store, catalog: Catalog, events: Events, room: Room, way: Callable[[str], Way]) -> None:
@@ -40,8 +40,8 @@ class Imports:
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
         """The attempt of an import; `AlreadyCommitted` if the step is already a checkpoint.
 
-        Never above the declared attempts: that would shut out an active training run (I6). Without any, it is the
-        one that is `wanted`.
+        Never above the declared attempts: that would shut out an active training run (I6). Without any, it is the one
+        `wanted`.
         """
         if naming.check_step(step) in self._store.steps(run):
             raise AlreadyCommitted(f"{run}@{step} is already committed", hint="remove it first, or choose another step")
@@ -53,11 +53,11 @@ class Imports:
         self._room.admit(plan)
 
     def vouch(self, plan: WritePlan, receipt: Receipt) -> Vouched:
-        """The manifest and the small files of what is staged: it is read back by them before it is published."""
+        """The manifest and small files of what is staged, for reading it back before it is published."""
         return commit.vouch(plan, receipt, self._events.now(), Lineage(rewinds=self.way(plan.run)))
 
     def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, how: str = "imported") -> Manifest:
-        """Publish what is staged and proven, as manifest and COMMIT vouch for it; `how` it was made is for people."""
+        """Publish a staged and proven checkpoint with its manifest and COMMIT; `how` it was made is for people."""
         self._room.check_quotas(place.run, place.step, manifest.stated_bytes(commit_bytes))
         made = commit.publish_copy(self._store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(made))

@@ -1,6 +1,6 @@
 """The averages of ranks on several nodes in one save: of the same updates on all of them, or left out. Pure.
 
-Every node comes to the same end, since all see the same tables.
+All nodes read the same tables, so they reach the same result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEFT_OUT = " without averages"  # added to the digest of a declaration
 
 
 class _Kind(NamedTuple):
-    """What has to be the same on all ranks for their averages to be parts of one."""
+    """What has to be the same on all ranks to join their averages."""
 
     history: str
     n: int
@@ -88,7 +88,7 @@ def _kind(table: SlotTable) -> _Kind | None:
 
 
 def _differences(tables: Sequence[SlotTable]) -> str:
-    """What the first rank has, and the first one that has something else."""
+    """Describe the first rank's counts and the first different ones."""
     first = tables[0]
     other = next(table for table in tables if _kind(table) != _kind(first))
     return f"rank {first.rank} has {_words(first)}, rank {other.rank} {_words(other)}"
@@ -100,7 +100,6 @@ def _words(table: SlotTable) -> str:
 
 
 def _saying(table: SlotTable, text: str) -> SlotTable:
-    """The counts of what is missing are those of the lowest rank."""
     said = table.values[GROUP]
     if said[VALUE] == text:
         return table
@@ -108,7 +107,6 @@ def _saying(table: SlotTable, text: str) -> SlotTable:
 
 
 def _without(part: DecodedPart) -> DecodedPart:
-    """A node's part as if no average had been saved."""
     made = declaration.without(part.declaration, GROUP)
     boxes = (made.first_box[1:] - made.first_box[:-1]).tolist()
     said = [slot_table.without(table, GROUP, count) for table, count in zip(part.said, boxes, strict=True)]

@@ -1,6 +1,6 @@
-"""launches.json of a run: what its trainers said when they began: git commit, command, config (docs/format.md § 9).
+"""launches.json of a run: git commit, command and config of its launches (docs/format.md § 9).
 
-It is told, shown, and decides nothing. The newest launches are kept; where they are too large, fewer.
+It is informational only. The newest launches are kept; where they are too large, fewer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 LAUNCHES_MAX = 16
 FILE_BYTES_MAX = 2**20
-_OWNERS = ("owner", "user")  # what says who answers for a run, the first that is there
+_OWNERS = ("owner", "user")  # keys that name a run's owner; the first one present counts
 
 
 class _File(BaseModel):
@@ -41,7 +41,7 @@ class LaunchRecords:
         self._writing = threading.Lock()
 
     def note(self, run: str, made: RunLaunch) -> bool:
-        """Remember a launch, durably; False where the same is remembered already. Said again, the last word counts."""
+        """Store a launch, durably; False where it is stored already. A repeated launch replaces its record."""
         with self._writing:
             known = read(self._tier, run)
             if any((one.attempt, one.info) == (made.attempt, made.info) for one in known):
@@ -55,7 +55,7 @@ class LaunchRecords:
 
 
 def read(tier: Readable, run: str) -> list[RunLaunch]:
-    """The launches that are remembered of a run, the newest last; none where they cannot be read."""
+    """The stored launches of a run, the newest last; empty where they cannot be read."""
     try:
         data = vouched.read_whole(tier, _path(run), FILE_BYTES_MAX)
         return [] if data is None else list(_File.model_validate_json(data).launches)
@@ -65,19 +65,19 @@ def read(tier: Readable, run: str) -> list[RunLaunch]:
 
 
 def check(info: Mapping[str, Any]) -> str | None:
-    """Why this cannot be remembered, if it cannot."""
+    """Why this cannot be stored; None if it can."""
     size = len(json.dumps(info))
     return f"it takes {size} bytes, over {INFO_BYTES_MAX}" if size > INFO_BYTES_MAX else None
 
 
 def owner_of(launches: list[RunLaunch]) -> str | None:
-    """Who answers for a run by the word of its newest launch."""
+    """The owner that the newest launch names."""
     said = launches[-1].info if launches else {}
     return next((text[:OWNER_LENGTH_MAX] for name in _OWNERS if isinstance(text := said.get(name), str) and text), None)
 
 
 def notes_of(launches: list[RunLaunch]) -> str:
-    """Notes by the word of the newest launch."""
+    """The notes of the newest launch."""
     said = launches[-1].info.get("notes") if launches else None
     return said[:NOTES_LENGTH_MAX] if isinstance(said, str) else ""
 

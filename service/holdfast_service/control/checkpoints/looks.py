@@ -1,7 +1,7 @@
-"""Looks at checkpoints on the storage, as everything does that is about to remove something because of them.
+"""Checks a checkpoint's files in storage before anything is removed because of it.
 
-What the catalog says of a checkpoint is what was true when storage was read last. Before anything is removed because a
-checkpoint is there, COMMIT, manifest and every file are looked at. No byte of a tensor is read.
+The catalog shows what was true when storage was last read. Before a checkpoint's presence justifies a removal, COMMIT,
+manifest and every file's metadata are read. No tensor bytes are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Listed(NamedTuple):
 
 
 class Looks:
-    """Looks at the checkpoints of one root. Thread-safe. A manifest is read again when storage says that it changed."""
+    """Looks at the checkpoints of one root. Thread-safe. Manifests are cached by their stamp."""
 
     def __init__(self, files: Readable) -> None:
         self._files = files
@@ -35,11 +35,11 @@ class Looks:
         self._known: dict[tuple[str, int], _Listed] = {}
 
     def look(self, run: str, step: int) -> str:
-        """What storage says of the files of a checkpoint that is all there: a text that changes when one of them is written,
-        replaced or written again.
+        """A stamp of a complete checkpoint's files: a text that changes when one of them is written, replaced or written
+        again.
 
-        Raises `NoSuchCheckpoint` if it is gone, and `Damaged` if COMMIT or manifest is not right, or a file is not there or
-        is not as long as it should be.
+        Raises `NoSuchCheckpoint` if it is gone, and `Damaged` if COMMIT or manifest is wrong, or a file is missing or has
+        another length.
         """
         directory = naming.checkpoint_path(run, step)
         listed = self._listed(directory, run, step)
@@ -52,14 +52,14 @@ class Looks:
         return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
 
     def proof(self, run: str, step: int) -> str:
-        """As `look`, before or after it was read back; empty, like no look ever, where it cannot be looked at."""
+        """As `look`, before or after it was read back; "" where it fails."""
         try:
             return self.look(run, step)
         except CheckpointError:
             return ""
 
     def is_whole(self, place: Place) -> bool:
-        """Whether the checkpoint that is kept at this place has all its files, at their lengths."""
+        """Whether the kept checkpoint at this place has all its files, at their lengths."""
         try:
             commit = vouched.read_commit(self._files, place.path)
             made = manifest.decode(vouched.read_manifest(self._files, place.path, commit), commit)

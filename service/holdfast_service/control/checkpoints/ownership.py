@@ -1,7 +1,7 @@
-"""Ownership of a catalog. It lists the checkpoints of one root; another root's daemon would list them as gone.
+"""Ownership of a catalog. It lists the checkpoints of one root; another root's daemon would delist them.
 
-The first root that starts with a catalog owns it. One that lost its owner by damage goes to the root whose checkpoints
-it lists.
+The first root that starts with a catalog owns it. A catalog without an owner row, by damage, goes to the root with its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HINT = (
 
 
 class Root(NamedTuple):
-    """Who claims a catalog: the root's id and path, and the machine's name."""
+    """A candidate owner: the root's id and path, and the machine's name."""
 
     id: str
     path: Path
@@ -43,9 +43,9 @@ class Root(NamedTuple):
 
 
 def claim(store: Store, catalog: Catalog, root: Root, now: str) -> None:
-    """Make the catalog this root's, unless it is another's: then `WrongRoot`, and nothing is changed.
+    """Make this root the owner; `WrongRoot` if another one is, without changes.
 
-    What lies in a root's own directory is its own, also where the directory was copied.
+    A catalog in the root's own directory belongs to it, also where the directory was copied.
     """
     if _lies_in(catalog.database.url, root.path):
         adopt(catalog, root, now)
@@ -74,7 +74,7 @@ def check(database: Database, root_id: str, path: Path) -> None:
 
 
 def adopt(catalog: Catalog, root: Root, now: str) -> str | None:
-    """Make the catalog this root's, whichever had it; returns where that other root was, None where there was none."""
+    """Make this root the owner in any case; returns the previous owner's path, None without one."""
     with catalog.database.write() as session:
         row = _locked(session, root, now)
         before = None if row.root == root.id else row.path
@@ -85,7 +85,7 @@ def adopt(catalog: Catalog, root: Root, now: str) -> str | None:
 
 
 def _locked(session: Session, root: Root, now: str) -> OwnerRow:
-    """The only row, made for this root if there is none, which no other transaction changes until this one ends."""
+    """The only row, created for this root if missing, locked until this transaction ends."""
     row = session.get(OwnerRow, _ONLY, with_for_update=True)
     if row is None:
         try:
@@ -112,7 +112,7 @@ def _lies_in(url: str, root: Path) -> bool:
 
 
 def _lists(store: Store, catalog: Catalog) -> bool:
-    """Whether a catalog without an owner is this root's: a checkpoint stands there as it is listed, or it lists nothing."""
+    """Whether a catalog without an owner matches this root: some listed checkpoint exists there, or it lists none."""
     known = catalog.known_runs()
     listed = {run: stamps for run in known if (stamps := catalog.stamps(run))}
     if not listed:

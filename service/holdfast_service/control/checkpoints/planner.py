@@ -1,7 +1,7 @@
-"""Plan one save: from what every rank declares to hold, to which bytes are written where and read from which rank.
+"""Plan one save: from every rank's declaration to which bytes are written where and read from which rank.
 
-Pure: the same tables give the same plan. What depends only on the fragments is cached, since most saves of a run
-differ only in step and values.
+Pure: the same tables give the same plan. What depends only on the fragments is cached, since most saves of a run differ only
+in step and values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plan(tables: Sequence[SlotTable]) -> WritePlan:
 
 
 def merged(ordered: Sequence[SlotTable], files: tuple[PlannedFile, ...]) -> WritePlan:
-    """The plan of these files, with what all ranks say besides of this step."""
+    """The plan of these files, with the ranks' other values of this step."""
     first = ordered[0]
     metrics = next((t.metrics for t in ordered if t.metrics), {})
     return WritePlan(
@@ -83,7 +83,7 @@ def merged(ordered: Sequence[SlotTable], files: tuple[PlannedFile, ...]) -> Writ
 
 
 class _Known(NamedTuple):
-    """What follows from the fragments: what ranks share, and the files, for what they had apart the last time."""
+    """What follows from the fragments: what ranks share, and the files, for what differed the last time."""
 
     shared: SharedBoxes
     apart: Apart
@@ -96,7 +96,7 @@ _lock = threading.Lock()
 
 
 def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
-    """The files with every tensor's place and origins: worked out, or remembered from the last save of the same state."""
+    """The files with every tensor's place and origins, computed or cached from the last save of the same state."""
     file_bytes_max = ordered[0].file_bytes_max or FILE_BYTES_MAX
     state = hashlib.sha256(str(file_bytes_max).encode())
     for table in ordered:
@@ -174,7 +174,6 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
 
 
 def disagreed(spec: TensorSpec, rank: int, other: TensorSpec, other_rank: int) -> StateMismatch:
-    """Two ranks declare something else of one name."""
     return StateMismatch(
         f"tensor {spec.name!r} of group {spec.group!r} is {spec.dtype}{list(spec.shape)} on rank {rank} "
         f"and {other.dtype}{list(other.shape)} on rank {other_rank}",
@@ -183,7 +182,9 @@ def disagreed(spec: TensorSpec, rank: int, other: TensorSpec, other_rank: int) -
 
 
 def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
-    """Read what ranks do not hold alike from those who hold what the lowest does; `kept`: store the others' as well."""
+    """Read tensors that differ between ranks only from the ranks that agree with the lowest; `kept`: store the others' as
+    well.
+    """
     for key, ranks in apart.items():
         of = held[key]
         box = whole(of.spec.shape)
@@ -196,7 +197,6 @@ def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
 
 
 def _round(held: Mapping[_Key, _Held]) -> None:
-    """Read what is in no slot from where its master is."""
     for (_, name), of in held.items():
         if of.rounded_from:
             master = held.get((of.rounded_from, name))

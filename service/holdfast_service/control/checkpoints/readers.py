@@ -15,20 +15,20 @@ from itertools import count
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
-OPENED = "HTTP"  # who opens what it reads before it answers, and reads on there whatever stands in its place
-CHECK = "a check"  # who ends early when a save waits to take the place of what it reads, and begins again later
-ANNOUNCED_S = 20.0  # other nodes, once told of a reader, heed it for longer than this
-LINGER_S = 60.0  # a reader that asks for one range after the other holds in between
+OPENED = "HTTP"  # it opens files before it answers, and reads on whatever replaces them
+CHECK = "a check"  # it ends early when a save waits to replace what it reads, and begins again later
+ANNOUNCED_S = 20.0  # other nodes keep an announced reader's checkpoint for longer than this
+LINGER_S = 60.0  # a reader of one range after the other keeps its hold in between
 
 _Key = tuple[str, int]
 
 
 class Readers:
-    """The holds of all readers that this process knows. Thread-safe. `freed` hears the run of each hold that is released.
+    """The holds of all readers in this process. Thread-safe. `freed` is called with the run of each released hold.
 
-    Where several nodes serve a root, `announce` tells the others what is read here, before it is, and `elsewhere` asks what
-    they read: steps, and for how many seconds at least. Both say whether that is by those alone that read on in what they
-    have open. Checks are not told: they find out that what they read is gone.
+    Where several nodes serve a root, `announce` publishes a hold to the others before the read, and `elsewhere` returns
+    theirs: steps, with seconds that remain at least. Both say whether all readers read open files only. Checks are not
+    announced: they detect that their checkpoint is gone.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Readers:
         self._announced: dict[tuple[_Key, bool], float] = {}  # until when the other nodes know of it
 
     def hold(self, run: str, step: int, who: str, seconds: float) -> None:
-        """Nothing removes the checkpoint for so long; again for the same `who` is a renewal.
+        """Keep the checkpoint for so long; again for the same `who` renews the hold.
 
         Raises `NoSuchCheckpoint` for one that is being removed, and `InUse` for a check of one that is awaited.
         """
@@ -65,7 +65,7 @@ class Readers:
             self.announce(run, step, opened)
 
     def release(self, run: str, step: int, who: str) -> None:
-        """End a hold; does nothing for one that has ended."""
+        """End a hold; idempotent."""
         with self._lock:
             held = self._holds.get((run, step), {})
             if held.pop(who, None) is None:
@@ -76,7 +76,7 @@ class Readers:
 
     @contextmanager
     def reading(self, run: str, step: int, what: str, linger_s: float = 0.0) -> Iterator[None]:
-        """Hold a checkpoint for the length of a block, and for `linger_s` behind it; for `READ_MAX_S` at most."""
+        """Hold a checkpoint for the block and `linger_s` after it; for `READ_MAX_S` at most."""
         who = f"{what} {next(self._numbers)}"
         self.hold(run, step, who, READ_MAX_S)
         try:
@@ -88,9 +88,9 @@ class Readers:
             self.release(run, step, who)
 
     def held(self, run: str, opened: bool = True) -> dict[int, float]:
-        """The steps of a run that are being read, and the seconds after which none of their holds is left.
+        """The steps of a run that are being read, and the seconds until their last hold ends.
 
-        Without `opened`, not by those alone that read on in what they have open.
+        Without `opened`, not those with readers of open files only.
         """
         elsewhere = self._elsewhere(run, opened)
         now = self._clock()
@@ -106,7 +106,7 @@ class Readers:
         return here | {step: max(left, here.get(step, 0.0)) for step, left in elsewhere.items()}
 
     def places(self) -> dict[tuple[str, int], bool]:
-        """What is being read here now, but by checks, and whether by those alone that read on in what they have open."""
+        """What is being read here now, except by checks, and whether only by readers of open files."""
         now = self._clock()
         with self._lock:
             self._announced = {key: until for key, until in self._announced.items() if until > now}
@@ -117,7 +117,7 @@ class Readers:
         return {key: all(opened) for key, opened in reading.items() if opened}
 
     def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:
-        """What other nodes read. A save that takes a checkpoint's place does not fail because they cannot be asked."""
+        """What other nodes read. A save that replaces a checkpoint does not fail because this cannot be queried."""
         try:
             return self.elsewhere(run, opened)
         except CatalogUnavailable:
@@ -142,15 +142,15 @@ class Readers:
             return (run, step) in self._awaited
 
     def only_checked(self, run: str, step: int) -> bool:
-        """Whether nobody holds this checkpoint but checks, which end when they are asked to."""
+        """Whether only checks hold this checkpoint; they end on request."""
         with self._lock:
             return all(who.startswith((CHECK, OPENED)) for who in self._holds.get((run, step), {}))
 
     @contextmanager
     def removing(self, run: str, step: int, opened: bool = True) -> Iterator[bool]:
-        """Whether nobody reads this checkpoint (see `held`); then nobody begins to here for the length of the block.
+        """Whether nothing reads this checkpoint (see `held`); if so, no reader begins here within the block.
 
-        The other nodes wait for the lock under which it is decided.
+        Readers at other nodes wait for the lock under which the removal is decided.
         """
         elsewhere = step in self._elsewhere(run, opened)
         with self._lock:

@@ -10,7 +10,7 @@ from holdfast_formats.errors import CheckpointError, CorruptManifest
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Readable, Store, Tier
 
-_FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # the run's own file last: it says that this is a run
+_FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # run.json last: it makes the directory a run
 _OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
 OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
@@ -18,8 +18,8 @@ OF_A_RUN = frozenset({*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE, naming.
 def remove_checkpoint(store: Store, run: str, step: int) -> CheckpointError | None:
     """Remove a checkpoint in the order of I4: gone durably, then its bytes are freed.
 
-    Raises `NoSuchCheckpoint` when it is not there. Returns None, or the failure that left bytes of it for the next sweep to
-    remove: the checkpoint is gone in both cases. Pins are the caller's to look at.
+    Raises `NoSuchCheckpoint` when it does not exist. Returns None, or the failure that left bytes of it for the next sweep:
+    the checkpoint is gone in both cases. The caller checks pins.
     """
     return unlink(store, discard(store, run, step))
 
@@ -39,18 +39,18 @@ def unlink(store: Store, removed: str) -> CheckpointError | None:
 
 
 def foreign_files(tier: Readable, made: Manifest) -> list[str]:
-    """Names inside a checkpoint's directory that its manifest does not know: somebody else's, so it is not removed."""
+    """Names inside a checkpoint's directory that its manifest does not list: foreign files, so it is not removed."""
     known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
     return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
 
 
 def is_half_written(name: str) -> bool:
-    """Whether a file of a run's directory is one that a crash has left where a file of ours was being replaced."""
+    """Whether a crash has left this file of a run's directory while Holdfast was replacing one."""
     return name.startswith(".") and name.endswith(".new") and any(name[1:].startswith(own) for own in _OWN_FILES)
 
 
 def is_bare(tier: Tier, run: str) -> bool:
-    """Whether a run's directory, if there is one, holds nothing but a plain run file in which nobody has set anything."""
+    """Whether a run's directory, if any, holds only a run file with default values."""
     names = set(tier.list(naming.check_run(run)))
     rooms = [f"{run}/{name}" for name in names - {*_FILES}]
     if not names <= OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
@@ -63,9 +63,9 @@ def is_bare(tier: Tier, run: str) -> bool:
 
 
 def remove_bare_run(tier: Tier, run: str) -> bool:
-    """Remove a bare run's directory; False where it is none, or is none any more. Nobody changes its run file meanwhile.
+    """Remove a bare run's directory; False where it is not bare any more. The caller blocks changes of its run file.
 
-    Directories go only when they are empty, so what comes into them at this moment stays.
+    Directories go only when they are empty, so files that appear meanwhile stay.
     """
     if not is_bare(tier, run):
         return False
@@ -79,7 +79,7 @@ def remove_bare_run(tier: Tier, run: str) -> bool:
 
 
 def sweep_nodes(tier: Tier, known: Collection[str]) -> None:
-    """Remove what nodes left in the root that nobody knows any more: containers have a new name at every start."""
+    """Remove the files of unknown nodes from the root: containers have a new name at every start."""
     for name in tier.list(""):
         node = naming.parse_attempts_file(name) or naming.parse_daemon_file(name)
         if node and node not in known:

@@ -30,17 +30,15 @@ Apart = dict[Key, tuple[int, ...]]  # the ranks that hold something else than th
 
 
 class ReplicatedBox(NamedTuple):
-    """A box, and the ranks that hold it."""
-
     spec: TensorSpec
     box: Box
     ranks: tuple[int, ...]
 
 
 class SharedBoxes:
-    """Every box that several ranks hold, and where in the digests of all tables theirs stand; of fragments alone.
+    """Every box that several ranks hold, and the places of its digests in those of all tables; from fragments alone.
 
-    `numbers` are those places, box by box, and `begins` where each box's begin among them. `named` says which box it is.
+    `numbers` are those places, box by box, and `begins` where each box's begin among them. `named` returns the box.
     """
 
     def __init__(self, numbers: NDArray[np.int64], begins: NDArray[np.int64], named: Callable[[int], ReplicatedBox]) -> None:
@@ -48,7 +46,6 @@ class SharedBoxes:
 
     @classmethod
     def of(cls, ordered: Sequence[SlotTable]) -> SharedBoxes:
-        """Those of all tables of a world, in the order of ranks."""
         found: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}  # box -> (rank, number of the box)
         specs: dict[Key, TensorSpec] = {}
         number = 0
@@ -71,7 +68,7 @@ class SharedBoxes:
         return cls(numbers, begins, boxes.__getitem__)
 
     def compare(self, ordered: Sequence[SlotTable]) -> Apart:
-        """What ranks do not hold alike, and need not. `ReplicasDiffer` for what they claim to.
+        """What ranks hold differently and may. `ReplicasDiffer` for what they declare to be equal.
 
         Samples are compared with samples and whole digests with whole ones: a rank may be in its first save, others not.
         """
@@ -96,7 +93,7 @@ class SharedBoxes:
         return apart
 
     def _unequal(self, values: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Of which boxes those digests that there are, are not all one."""
+        """Of which boxes the present digests are not all equal."""
         most = np.maximum.reduceat(values, self._begins)
         least = np.minimum.reduceat(np.where(values == 0, np.iinfo(np.uint64).max, values), self._begins)
         found: NDArray[np.bool_] = (most != 0) & (most != least)
@@ -104,7 +101,7 @@ class SharedBoxes:
 
 
 def _others(ranks: Sequence[int], held: NDArray[np.uint64]) -> tuple[int, ...]:
-    """The ranks whose digests are not those of the lowest rank that has any of that kind."""
+    """The ranks whose digests differ from those of the lowest rank that has any of that kind."""
     found: set[int] = set()
     for column in held.T:
         stated = [(rank, value) for rank, value in zip(ranks, column.tolist(), strict=True) if value]
@@ -125,7 +122,7 @@ def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
 
 
 def only_averages(error: ReplicasDiffer, tables: Sequence[SlotTable]) -> bool:
-    """Whether nothing differs but the average that the daemon keeps for these ranks; a log says which tensors of it."""
+    """Whether only the average that the daemon keeps for these ranks differs; its tensors are logged."""
     named = error.members["tensors"]
     found = all(table.average is not None for table in tables) and all(name.startswith(f"{EMA}/") for name in named)
     if found:
@@ -134,5 +131,5 @@ def only_averages(error: ReplicasDiffer, tables: Sequence[SlotTable]) -> bool:
 
 
 def own_spec(spec: TensorSpec, rank: int) -> TensorSpec:
-    """What a rank's own of a tensor is stored as."""
+    """The spec under which a rank's own variant of a tensor is stored."""
     return TensorSpec(replica_claims.HOME, replica_claims.apart(rank, spec.group, spec.name), spec.dtype, spec.shape)

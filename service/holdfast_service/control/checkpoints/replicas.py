@@ -42,10 +42,10 @@ class ReplicaBook:
         self._tier, self._catalog, self._database = tier, catalog, catalog.database
         self._events = events
         self._looks = Looks(tier)
-        self._kept: set[tuple[str, str, int]] = set()  # copies of which it was told that they stay
+        self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
 
     def opened(self, name: str, tier: Tier) -> None:
-        """A tier can be reached: sweep what earlier copies left, and make the catalog say what stands there."""
+        """A tier became reachable: sweep what earlier copies left, and update the catalog from it."""
         store = PosixStore(tier)
         store.put_back()
         for path in store.sweep():
@@ -63,8 +63,8 @@ class ReplicaBook:
             self._found(name, tier, run, step)
 
     def removals(self, name: str) -> list[tuple[str, int]]:
-        """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where a
-        checkpoint of the step stands again, brought back or saved again, that is read back first.
+        """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where
+        the step has a checkpoint again, brought back or saved again, it is read back first.
         """
         wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
         same = (CheckpointRow.run == ReplicaRow.run, CheckpointRow.step == ReplicaRow.step)
@@ -74,7 +74,7 @@ class ReplicaBook:
             return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
 
     def renames(self, name: str) -> list[tuple[CheckpointId, str]]:
-        """Copies of renamed runs that have no copy under the new name yet, and that name."""
+        """Copies of renamed runs without a copy under the new name yet, with that name."""
         columns = (ReplicaRow.run, ReplicaRow.step, ReplicaRow.heir)
         wanted = select(*columns).where(ReplicaRow.tier == name, ReplicaRow.state == "gone", _awaits(name))
         order = wanted.order_by(ReplicaRow.heir, ReplicaRow.step.desc())
@@ -83,7 +83,7 @@ class ReplicaBook:
         return [(CheckpointId(run, step), heir) for run, step, heir in found if heir is not None]
 
     def due(self, name: str) -> list[bodies.CheckpointInfo]:
-        """Verified checkpoints that have no copy in this tier, newest first."""
+        """Verified checkpoints without a copy in this tier, newest first."""
         order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
         wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
         with self._database.read() as session:
@@ -103,9 +103,9 @@ class ReplicaBook:
         return None if found is None else (found[0], found[1])
 
     def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> None:
-        """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served.
+        """Publish a proven copy and the run's file beside it, so that pins and policy exist when the copy is served.
 
-        `over` the copy that stands there, of the checkpoint before it was thinned.
+        `over` replaces the existing copy, made before its checkpoint was thinned.
         """
         made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
         path = f"{made.run}/{naming.RUN_FILE}"
@@ -118,8 +118,8 @@ class ReplicaBook:
             tier.replace(path, data)
 
     def remove(self, name: str, tier: Tier, run: str, step: int) -> bool:
-        """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, since nothing that was there
-        when that was removed stands any more.
+        """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, because every checkpoint that
+        justified the removal is gone.
         """
         if not self._is_dispensable(name, tier, CheckpointId(run, step)):
             self._tell_kept(name, CheckpointId(run, step), "stays")
@@ -136,7 +136,7 @@ class ReplicaBook:
         return True
 
     def may_follow(self, name: str, tier: Tier, made: Manifest, copy: Manifest) -> bool:
-        """Whether a copy may become what is left of its checkpoint: a sound one that is not older has the groups that it
+        """Whether a copy may be replaced by its thinned checkpoint: a sound, newer or equal one must have the groups that it
         loses.
         """
         which = CheckpointId(made.run, made.step)
@@ -153,7 +153,7 @@ class ReplicaBook:
             self._events.add("removal-waits", text, *which, "error", tier=name)
 
     def _is_dispensable(self, name: str, tier: Tier, which: CheckpointId) -> bool:
-        """Whether a sound checkpoint with all groups of this copy stands, in the root or here, that is not older unless the
+        """Whether a sound checkpoint with all groups of this copy exists, in the root or here, that is not older unless the
         removal was requested; or its run was deleted.
         """
         run, step = which
@@ -173,8 +173,8 @@ class ReplicaBook:
     def _stands_elsewhere(
         self, name: str, tier: Tier, which: CheckpointId, copy: Manifest, *, or_older: bool = False
     ) -> bool:
-        """Whether a sound checkpoint of this run with the groups of this copy stands in the root, or another copy of one
-        here, which is not older. It is not where the training has left the line of the copy behind.
+        """Whether a sound checkpoint of this run with the groups of this copy exists in the root, or another copy of one
+        here, that is not older. Not one on a line that training has left.
         """
         run = which.run
         listed = [c for c in roots.all_checkpoints(self._catalog, run) if c.verified]
@@ -190,11 +190,10 @@ class ReplicaBook:
         return any(needed <= set(made.groups) and (or_older or _is_not_older(made, copy)) for made in standing)
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
-        """A copy has begun."""
         self._set(name, CheckpointId(which.run, which.step), state="copying", bytes=which.bytes)
 
     def present(self, name: str, which: CheckpointId, size: int) -> None:
-        """A copy stands there, and was read back. It is told of when that is news."""
+        """A copy exists and was read back. News are recorded as an event."""
         now = self._now()
         before = self._set(name, which, state="present", bytes=size, checked=now, problem=None)
         if before != "present":
@@ -202,12 +201,12 @@ class ReplicaBook:
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
 
     def unreached(self, name: str, error: CheckpointError) -> None:
-        """The tier cannot be written to; it is told of once, as long as the problem is the same."""
+        """The tier is not writable; one event per problem."""
         text = f"replica {name} cannot be reached: {error.detail}"
         self._events.add("replica-failed", text, level="error", tier=name, problem=error.problem())
 
     def failed(self, name: str, which: CheckpointId, error: CheckpointError, damaged: bool) -> None:
-        """A copy could not be made, or was found damaged; the first time, or with another problem, it is told of."""
+        """A copy failed, or was found damaged; an event the first time, and for another problem."""
         state = {"state": "damaged", "checked": self._now()} if damaged else {"state": "copying"}
         with self._database.read() as session:
             row = session.get(ReplicaRow, (which[0], which[1], name))
@@ -220,7 +219,7 @@ class ReplicaBook:
             )
 
     def _found(self, name: str, tier: Tier, run: str, step: int) -> None:
-        """A copy that is all there is of its checkpoint; when it was read back last nobody knows."""
+        """A copy without a checkpoint in the root; when it was last read back is unknown."""
         try:
             made = roots.load_manifest(tier, run, step)
         except Damaged as error:
@@ -229,7 +228,7 @@ class ReplicaBook:
             self._set(name, CheckpointId(run, step), state="present", bytes=made.bytes)
 
     def _set(self, name: str, which: CheckpointId, **values: Any) -> str | None:
-        """Change a row, or make it; the state that it had. Of what was removed meanwhile the row stays."""
+        """Change or insert a row; returns its previous state. Rows of removed copies stay as they are."""
         run, step = which
         with self._database.write() as session:
             row = session.get(ReplicaRow, (run, step, name), with_for_update=True)
@@ -254,20 +253,19 @@ class ReplicaBook:
 
 
 class RepairBook:
-    """What repairs ask of the catalog and tell it."""
+    """The catalog's queries and records for repairs."""
 
     def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
         self._tier, self._catalog, self._events = tier, catalog, events
 
     def known(self, run: str, step: int) -> bodies.CheckpointInfo | None:
-        """What the catalog says of a checkpoint; None where it says nothing."""
         try:
             return self._catalog.checkpoint(run, step)
         except NotFound:
             return None
 
     def unlisted(self) -> list[tuple[str, int]]:
-        """Checkpoints that stand in the root and are not sound: those that cannot be listed, and those listed as damaged."""
+        """Checkpoints in the root that are not sound: those that cannot be listed, and those listed as damaged."""
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(CheckpointRow.damage.is_not(None))
         with self._catalog.database.read() as session:
             damaged = [(run, step) for run, step in session.execute(wanted.order_by(CheckpointRow.step.desc()))]
@@ -280,15 +278,13 @@ class RepairBook:
         self._events.add("checkpoint-repaired", text, run, step, "warning", **detail)
 
     def removed(self, run: str, step: int) -> set[str]:
-        """The replicas that still have a copy of this checkpoint, although it was removed."""
+        """The replicas that still have a copy of this removed checkpoint."""
         there = (ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.state == "gone")
         with self._catalog.database.read() as session:
             return set(session.scalars(select(ReplicaRow.tier).where(*there)))
 
     def admit(self, made: Manifest) -> None:
-        """`StateMismatch` for a checkpoint of a launch that this root has never heard of: it would shut out all that there
-        are (I6).
-        """
+        """`StateMismatch` for a checkpoint of an attempt unknown to this root: it would shut out all existing ones (I6)."""
         newest = self._catalog.newest_attempt(made.run)
         if newest and made.attempt > newest:
             raise StateMismatch(
@@ -299,7 +295,7 @@ class RepairBook:
             )
 
     def bring(self, source: Tier, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
-        """Publish a checkpoint that was gone, and is staged and proven; with the run's file, if that is gone too."""
+        """Publish a staged and proven checkpoint that was gone; with the run's file, if that is gone too."""
         path = f"{place.run}/{naming.RUN_FILE}"
         if self._tier.size(path) is None:
             data = vouched.read_whole(source, path, RUN_FILE_BYTES_MAX)
@@ -313,9 +309,9 @@ class RepairBook:
         self._events.add("checkpoint-verified", f"step {made.step} was copied back and verified", made.run, made.step)
 
     def sound(self, run: str, step: int) -> None:
-        """A checkpoint was read back whole: it is listed, verified, and what was wrong with it is forgotten."""
+        """A checkpoint was read back whole: list it as verified and clear its damage."""
         known = self.known(run, step)
-        if known is None or roots.was_unreadable(known):  # what little was listed of it is not what its manifest says
+        if known is None or roots.was_unreadable(known):  # its row was a guess without the manifest
             self._catalog.record_checkpoint(bodies.describe(roots.load_manifest(self._tier, run, step)))
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)
@@ -325,34 +321,33 @@ class RepairBook:
 
 
 def _is_not_older(made: lineage.PlacedCheckpoint, copy: lineage.PlacedCheckpoint) -> bool:
-    """Whether a training that restores the newest one would not go back from this copy to what was made."""
+    """Whether restoring this copy rather than what was made loses no progress."""
     living = lineage.way([made, copy])
     return lineage.is_on(living, made) and (made.step >= copy.step or not lineage.is_on(living, copy))
 
 
 def listed(database: Database, run: str, step: int) -> list[Replica]:
-    """The copies of a checkpoint, by tier."""
     wanted = select(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).order_by(ReplicaRow.tier)
     with database.read() as session:
         return [Replica.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
 
 
 def removed(database: Database, run: str, step: int, requested: bool = False) -> None:
-    """A checkpoint was removed: so are its copies, as soon as their tiers can be reached."""
+    """A checkpoint was removed: mark its copies for removal when their tiers are reachable."""
     gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step)
     with database.write() as session:
         session.execute(gone.values(state="gone", requested=requested))
 
 
 def returned(database: Database, run: str, steps: Sequence[int]) -> None:
-    """Checkpoints were brought back: so are those of their copies that were not removed yet."""
+    """Checkpoints were brought back: keep those of their copies that were not removed yet."""
     gone = (ReplicaRow.run == run, ReplicaRow.step.in_(steps), ReplicaRow.state == "gone", ReplicaRow.heir.is_(None))
     with database.write() as session:
         session.execute(update(ReplicaRow).where(*gone).values(state="present", requested=False))
 
 
 def _forget_deleted(session: Session, run: str) -> None:
-    """Of a deleted run nothing is left in the catalog with its last copy (`retention/run_removal.py`)."""
+    """Delete a deleted run's rows with its last copy (`retention/run_removal.py`)."""
     row = session.get(RunRow, run, with_for_update=True)
     if row is None or row.attempt:
         return
@@ -373,7 +368,7 @@ def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
 
 
 def _awaits(name: str) -> ColumnElement[bool]:
-    """That the checkpoint is there under another name, and has no copy in this tier."""
+    """That the checkpoint exists under another name, without a copy in this tier."""
     there = select(CheckpointRow.run).where(CheckpointRow.run == ReplicaRow.heir, CheckpointRow.step == ReplicaRow.step)
     other = aliased(ReplicaRow)
     copied = select(other.run).where(

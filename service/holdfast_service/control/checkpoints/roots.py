@@ -23,7 +23,7 @@ from holdfast_service.storage import Readable, Store, vouched
 
 
 class Unreadable(NamedTuple):
-    """What cannot be read: a checkpoint, listed as damaged if at all; or the run file, where `step` is None."""
+    """An unreadable checkpoint, listed as damaged if at all; or the run file, where `step` is None."""
 
     run: str
     step: int | None
@@ -31,10 +31,10 @@ class Unreadable(NamedTuple):
 
 
 class Absences:
-    """Since when steps are missing from the directory although they are listed. Thread-safe.
+    """Since when listed steps are missing from the directory. Thread-safe.
 
-    Where several nodes serve a root, this one may not see yet what another one has published: a client of a network file
-    system remembers for a while which names there are. So only what stays missing counts as gone.
+    Where several nodes serve a root, this one may not see yet what another one has published: a network file system's client
+    caches names for a while. So only what stays missing counts as gone.
     """
 
     def __init__(self, patience_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Absences:
         self._since: dict[tuple[str, int], float] = {}
 
     def gone(self, run: str, missing: Collection[int]) -> set[int]:
-        """Which of the missing steps of a run have been missing for long enough. All others of it are there again."""
+        """Which of the missing steps of a run have been missing for long enough. All others of it are reset."""
         now = self._clock()
         with self._lock:
             known = {step: since for (of, step), since in self._since.items() if of == run and step in missing}
@@ -61,17 +61,17 @@ def runs(tier: Readable) -> list[str]:
 
 
 def committed(store: Store, run: str) -> list[int]:
-    """The steps of a run that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
+    """The steps of a run with a COMMIT file, valid or not, ascending."""
     return [step for step in store.steps(run) if has_commit(store, run, step)]
 
 
 def has_commit(store: Store, run: str, step: int) -> bool:
-    """Whether something stands there that says of itself that it is complete."""
+    """Whether a COMMIT file exists."""
     return store.files.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
 
 
 def agrees(store: Store, catalog: Catalog, run: str) -> bool:
-    """Whether the catalog lists every step of a run that has a COMMIT, and none that is gone."""
+    """Whether the catalog lists exactly the steps of a run that have a COMMIT."""
     listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
     return set(committed(store, run)) <= listed <= set(store.steps(run))
 
@@ -102,15 +102,14 @@ def load_manifest(tier: Readable, run: str, step: int) -> Manifest:
 
 
 def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: Absences | None = None) -> list[Unreadable]:
-    """Make the catalog say what the directories say; return what is on disk but cannot be listed.
+    """Update the catalog from the directories; return what is on disk but cannot be listed.
 
-    What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
-    listed no more. What is there and cannot be read stays listed, or becomes listed with what little is known, as damaged:
-    nothing vanishes silently. A run that the catalog knows stays known without a directory: its attempt numbers still fence
-    off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
-    again unless this is to be `thorough`. With `absences`, what is missing is not gone before they say so.
+    Found checkpoints become listed, unverified; unchanged ones keep their state; missing ones are delisted. Unreadable ones
+    stay listed, or become listed, as damaged: nothing vanishes silently. A known run stays known without a directory: its
+    attempt numbers still fence off older writers (I6). COMMIT and manifest with unchanged stamps are not read again unless
+    this is `thorough`. With `absences`, missing steps are gone only when those say so.
 
-    All runs are looked at, whatever request is the reason: to a token that sees a few, all others would look new.
+    All runs are read, whatever request is the reason: to a token that sees a few, all others would look new.
     """
     with limited_to(ALL):
         return _reconcile(store, catalog, thorough, absences or Absences())
@@ -133,7 +132,7 @@ def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: Absence
 
 
 def settings_of(tier: Readable, run: str, file: RunFile | None = None) -> RunSettings | None:
-    """What the run's files, or this run file, say of it as a whole; None where its file cannot be read."""
+    """The settings in the run's files, or in this run file; None where it cannot be read."""
     try:
         file = file or read_run_file(tier, run)
     except CheckpointError:
@@ -144,12 +143,12 @@ def settings_of(tier: Readable, run: str, file: RunFile | None = None) -> RunSet
 
 
 def stamp(store: Store, run: str, step: int) -> str | None:
-    """What storage says of a checkpoint's COMMIT and manifest; None without them."""
+    """A stamp of a checkpoint's COMMIT and manifest; None without them."""
     return store.stamps(run, step).get(step)
 
 
 def unlisted(store: Store, catalog: Catalog) -> list[tuple[str, int]]:
-    """Checkpoints' directories that the catalog does not list, because what vouches for them cannot be read."""
+    """Checkpoint directories that the catalog does not list, because COMMIT or manifest cannot be read."""
     found: list[tuple[str, int]] = []
     for run in runs(store.files):
         listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
@@ -182,7 +181,7 @@ def list_run(store: Store, catalog: Catalog, run: str, absences: Absences | None
 
 
 class Look(NamedTuple):
-    """What storage says of a run's directories: which stand as they were listed, and which have to be read."""
+    """The comparison of a run's directories with the catalog: unchanged ones, and those to read."""
 
     stands: set[int]
     unread: list[int]
@@ -190,7 +189,7 @@ class Look(NamedTuple):
 
 
 def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
-    """Compare the run's directories with the stamps of what is `listed`; nothing stands unread if this is `thorough`."""
+    """Compare the run's directories with the stamps of what is `listed`; all are to be read if `thorough`."""
     now = store.stamps(run)
     there = store.steps(run)
     stamps = {step: now[step] for step in there if step in now}
@@ -199,7 +198,7 @@ def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: boo
 
 
 def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorough: bool) -> list[Unreadable]:
-    """List what stands in the run's directory, reading what is not known to stand as it was listed."""
+    """List the checkpoints of the run's directory, reading the changed ones."""
     problems: list[Unreadable] = []
     before = catalog.stamps(run)
     stands, unread, stamps = look(store, run, before, thorough)
@@ -241,7 +240,7 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorou
 
 
 def _removed(store: Store, run: str, found: Collection[int], damaged: Collection[int]) -> list[int]:
-    """Which steps are gone from the directory meanwhile."""
+    """The steps that are gone from the directory meanwhile."""
     standing = set(store.steps(run)) if damaged else set()
     return [
         *(step for step in found if not has_commit(store, run, step)),
@@ -250,8 +249,8 @@ def _removed(store: Store, run: str, found: Collection[int], damaged: Collection
 
 
 def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged, before: Mapping[int, str | None]) -> None:
-    """Of a step that was replaced or mended at this moment, COMMIT and manifest may have been read of two checkpoints: it
-    has been listed again since `before`, and stays as it is listed.
+    """While a step is replaced or repaired, its COMMIT and manifest may be read of two checkpoints: one listed again since
+    `before` stays.
     """
     problem = {**error.problem(), "run": known.run, "step": known.step}
     if known.damage != problem:
@@ -259,7 +258,7 @@ def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged
 
 
 def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | None:
-    """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
+    """A row for a checkpoint whose COMMIT or manifest is damaged; None where it has neither."""
     directory = naming.checkpoint_path(run, step)
     if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
         return None
@@ -280,12 +279,11 @@ def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | 
 
 
 def was_unreadable(known: bodies.CheckpointInfo) -> bool:
-    """Whether it was marked because of COMMIT or manifest, which can be read now: then all else is looked at again."""
+    """Whether it was marked because of COMMIT or manifest; those can be read now, so all else is checked again."""
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
 
 def all_checkpoints(catalog: Catalog, run: str) -> list[bodies.CheckpointInfo]:
-    """Every checkpoint that the catalog lists of a run, newest step first."""
     items: list[bodies.CheckpointInfo] = []
     cursor = None
     while True:

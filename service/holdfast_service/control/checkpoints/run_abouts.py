@@ -1,6 +1,6 @@
-"""What is remembered of runs besides their checkpoints, and what people set of it: owner, notes, archived, a death seen.
+"""What is stored of runs besides their checkpoints: owner, notes, archived, an acknowledged death.
 
-run.json has what people set, launches.json what trainers said; the catalog is told, so that lists need neither.
+run.json has what people set, launches.json what trainers sent; both are copied to the catalog, so that lists need neither.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunAbouts:
         self._records = LaunchRecords(tier)
 
     def of(self, run: str, life: RunLife, since: str | None) -> RunAbout:
-        """What is remembered of a run that does this; `CorruptManifest` if its file cannot be read."""
+        """The description of a run in this state; `CorruptManifest` if its file cannot be read."""
         file, launches = self._files.read(run), launch_records.read(self._tier, run)
         seen = _seen(file, self._catalog.run(run).attempt)
         return RunAbout(
@@ -51,10 +51,10 @@ class RunAbouts:
         )
 
     def change(self, run: str, change: RunChange, life: RunLife, trains: bool, by: str) -> None:
-        """Set what the change says, as the person `by`; nothing of it where any of it is refused.
+        """Apply the change as the person `by`, all or nothing.
 
         Raises `InUse` to archive a run whose ranks are connected (`trains`), `InvalidRequest` to acknowledge the death of
-        one that has not died. Who has acknowledged it first stays.
+        one that has not died. The first acknowledgement stays.
         """
         attempt, before = self._catalog.run(run).attempt, self._files.read(run)
         seen = _seen(before, attempt)
@@ -88,7 +88,7 @@ class RunAbouts:
             self._events.add("run-changed", f"the run was changed: {', '.join(told)}", run, by=by, **said)
 
     def launched(self, run: str, made: RunLaunch) -> None:
-        """Remember what a launch says of itself; what cannot be remembered is logged. `CatalogUnavailable`: try again."""
+        """Store a launch's description; a failure is logged. `CatalogUnavailable`: try again."""
         refused = launch_records.check(made.info)
         if refused is not None:
             log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, refused)
@@ -100,12 +100,12 @@ class RunAbouts:
                 self._records.note(run, made)
             self._list(run)
         except CatalogUnavailable:
-            raise  # it is told again
+            raise  # the client sends it again
         except CheckpointError as error:
             log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, error.detail)
 
     def resumed(self, run: str) -> None:
-        """A new launch is there: what was put away is taken back. `CatalogUnavailable`: try again."""
+        """A new launch has begun: unarchive the run. `CatalogUnavailable`: try again."""
         try:
             if self._files.read(run).archived:
                 self._list(run, self._files.change(run, lambda file: file.model_copy(update={"archived": ""})))

@@ -35,8 +35,8 @@ class LinkDirectory(BaseModel):
 
 
 class RunFile(BaseModel):
-    """What run.json says. `keep_last` is what the trainer asked for, and counts while nobody has set a policy; of what was
-    committed by attempts before `keep_last_since`, which asked for it first, it lets nothing go.
+    """The content of run.json. `keep_last` is the trainer's, in force while no policy is set; it removes nothing that was
+    committed by attempts before `keep_last_since`, the first to set it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,26 +53,26 @@ class RunFile(BaseModel):
     archived: Annotated[str, Field(max_length=40)] = ""  # when
     acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen,
     acknowledged_by: Annotated[str, Field(max_length=BY_LENGTH_MAX)] = ""
-    acknowledged_at: Annotated[str, Field(max_length=40)] = ""  # by whom and when
+    acknowledged_at: Annotated[str, Field(max_length=40)] = ""  # person and time
 
     _usual: RetentionPolicy = PrivateAttr(default_factory=RetentionPolicy)  # not in the file
 
     @property
     def in_force(self) -> RetentionPolicy:
-        """The policy that holds: the one that was set, else the trainer's `keep_last`, with what is usual here."""
+        """The policy in force: the one that was set, else the trainer's `keep_last`, with the root's defaults."""
         if self.policy is not None:
             return self.policy
         last = None if self.keep_last is None else min(self.keep_last, COUNT_MAX)
         return self._usual.model_copy(update={"last": last})
 
     def with_usual(self, usual: RetentionPolicy) -> RunFile:
-        """The same file, where runs without a policy have this one besides `keep_last`."""
+        """With the root's defaults for runs without a policy."""
         self._usual = usual
         return self
 
     @property
     def tag(self) -> str:
-        """The strong validator (ETag) of the policy that holds."""
+        """The strong validator (ETag) of the policy in force."""
         stated = f"{self.policy is not None}{self.in_force.model_dump_json()}"
         return f'"{hashlib.sha256(stated.encode()).hexdigest()[:32]}"'
 
@@ -81,7 +81,7 @@ class RunFile(BaseModel):
 
 
 def read_run_file(tier: Readable, run: str) -> RunFile:
-    """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
+    """The content of run.json, the defaults without one; `CorruptManifest` when it cannot be read."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     try:
         data = vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX)
@@ -112,9 +112,9 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
 class RunFiles:
     """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
 
-    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any; it yields what raises once it is
-    lost. Of a run without a directory, `is_run` says whether it is one, such as a launch that has saved nothing, and
-    `has_saved` whether its newest launch has saved something: then it had a directory.
+    `elsewhere` is a lock of a run against the daemons of other nodes, if any; it yields a check that raises once it is lost.
+    For a run without a directory, `is_run` says whether it exists, such as a launch that has saved nothing, and `has_saved`
+    whether its newest launch has saved: then it had a directory.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -128,15 +128,15 @@ class RunFiles:
 
     @contextmanager
     def exclusively(self, run: str) -> Iterator[Callable[[], object]]:
-        """No node changes the run's file within the block. Call what it yields before the file is written: this
-        process may have stood still for so long that another node has changed it.
+        """Lock the run's file against all nodes within the block. Call what it yields before writing: this process may have
+        been suspended for so long that another node has changed the file.
         """
         with self.changing, self.elsewhere(run) as still:
             yield still
 
     @contextmanager
     def leaving(self, run: str) -> Iterator[None]:
-        """The run is deleted within the block: where its directory is gone, no change makes another."""
+        """The run is deleted within the block: where its directory is gone, changes do not create another."""
         with self.changing:
             self._leaving.add(run)
         try:
@@ -149,8 +149,8 @@ class RunFiles:
         return read_run_file(self._tier, run).with_usual(self.usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
-        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing. `NoSuchRun` if the
-        run was deleted or moved away, also after the caller has looked: a file would make another run of that name.
+        """Replace the run's file by what `act` makes of it; an unchanged one is not written. `NoSuchRun` if the run was
+        deleted or moved away, also after the caller's check: a file would create another run of that name.
         """
         before = self.read(run)
         if act(before) == before:
@@ -165,7 +165,7 @@ class RunFiles:
             return after
 
     def refuse_gone(self, run: str) -> None:
-        """`NoSuchRun` if there is no such run any more. Ask it `exclusively`, before a file of it is written."""
+        """`NoSuchRun` if the run is gone. Call it under `exclusively`, before its file is written."""
         if self._tier.list(run):
             return
         if run in self._leaving or not self.is_run(run):
@@ -217,7 +217,7 @@ def unlabelled(file: RunFile, step: int, label: str) -> RunFile:
 
 
 def differences(before: RunFile, after: RunFile) -> Iterator[tuple[int, str, str]]:
-    """What was done to pins and labels: step, a sentence, and the mark."""
+    """The changes of pins and labels: step, a sentence, and the mark."""
     for step in sorted({*before.pins} ^ {*after.pins}):
         yield step, f"step {step} was {'pinned' if step in after.pins else 'unpinned'}", "pin"
     for label in sorted({*before.labels} | {*after.labels}):
