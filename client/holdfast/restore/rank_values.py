@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from holdfast.state import rng
-from holdfast.state.optimizers import GROUP as OPTIM
+from holdfast.state.state_tensors import GROUP as OPTIM
 from holdfast.tensors import optimizer_documents
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest

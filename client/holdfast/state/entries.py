@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.left_out import LeftOutNote
-from holdfast.state import extras, loaders, optimizer_wrappers, optimizers, rng, streams
+from holdfast.state import extras, loaders, optimizer_wrappers, rng, state_tensors, streams
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
 from holdfast.state.given import Given
@@ -30,8 +30,8 @@ from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
-MASTER, EXTRA = optimizers.MASTER_GROUP, extras.GROUP
-GROUP_ORDER = (MODEL, MASTER, optimizers.GROUP, EMA, EXTRA)
+MASTER, EXTRA = state_tensors.MASTER_GROUP, extras.GROUP
+GROUP_ORDER = (MODEL, MASTER, state_tensors.GROUP, EMA, EXTRA)
 _RESERVED_KEYS = frozenset({rng.KEY, "ranks", unsaved.KEY})  # names of the group `extra` that are reserved
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.left_out import LeftOutNote
-from holdfast.state import extras, optimizers, rng
+from holdfast.state import extras, rng, state_tensors
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_trained
 from holdfast.tensors.json_values import referred
 from holdfast.tensors.leaves import Key, Leaf, covers, is_ignored
@@ -128,7 +128,7 @@ class Exclusion:
     def _refuse_trained(self, key: Key, why: Mapping[Key, str]) -> None:
         group, name = key
         reason = why.get(key)
-        if group in (optimizers.GROUP, optimizers.MASTER_GROUP):
+        if group in (state_tensors.GROUP, state_tensors.MASTER_GROUP):
             reason = "the optimizer could not go on without it"
         if reason is not None:
             raise InvalidRequest(

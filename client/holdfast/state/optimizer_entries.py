@@ -13,8 +13,8 @@ from holdfast.state.hyper_parameters import FirstRates
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_tensor, parameter_names, tied
 from holdfast.state.named import refuse_left_out
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
-from holdfast.state.optimizers import MASTER_GROUP as MASTER
 from holdfast.state.optimizers import OptimizerState
+from holdfast.state.state_tensors import MASTER_GROUP as MASTER
 from holdfast.tensors.fragments import Storable
 from holdfast_formats.errors import InvalidRequest
 

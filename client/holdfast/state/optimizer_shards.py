@@ -1,27 +1,30 @@
 """An optimizer by parameter name, for frameworks that keep its state in partitions of their own.
 
-It is stored as `optimizers` describes, so that a torch optimizer over whole parameters or DTensors, and any other partition,
-can read it, and vice versa.
+It is stored as `state_tensors` describes, so that a torch optimizer over whole parameters, over DTensors, and any other
+partition read it, and the other way round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.state import masters
-from holdfast.state.hyper_parameters import IMPLEMENTATION
-from holdfast.state.optimizers import (
+from holdfast.state.hyper_parameters import given_to
+from holdfast.state.state_tensors import (
     GROUP,
     MASTER_GROUP,
     MASTER_KEYS,
-    MESH,
-    PLAIN,
+    NewTensor,
     OptimizerDocument,
-    holds,
+    StateTensor,
+    collect_state,
+    device_of,
+    is_storable,
+    kind_of,
 )
 from holdfast.tensors.fragments import (
     Fragment,
@@ -30,11 +33,12 @@ from holdfast.tensors.fragments import (
     fragment_list,
     global_shape,
     holds_fragments,
-    is_dtensor,
     same_memory,
 )
-from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
+from holdfast.tensors.leaves import Content
+from holdfast.tensors.torch_dtypes import local_shape
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
 
 Group = Mapping[str, Any]
 Kept = Mapping[str, Any]  # what an optimizer keeps of a parameter, by key
@@ -109,13 +113,13 @@ class ShardedOptimizer(NamedTuple):
         """The current groups: hyper-parameters may change from save to save."""
         return _groups(self.key, self.shards)
 
-    def hyper(self) -> dict[str, dict[str, Any]]:
-        groups = {}
-        for position, group in enumerate(self.groups_of_parameters()):
-            names = list(group["params"])
-            kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
-            groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
-        return groups
+    def names_of_groups(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        return [group["params"] for group in self.groups_of_parameters()]
+
+    def user_given(self) -> frozenset[str]:
+        """The hyper-parameters that its user gives; the framework's own schedule moves the learning rates."""
+        return given_to(self.shards.hooks) - {"lr"}
 
     def began(self) -> dict[str, float]:
         """The framework's own scheduler sets the learning rates."""
@@ -132,35 +136,37 @@ class ShardedOptimizer(NamedTuple):
             for name, before in self.given.items()
         )
 
-    def entries(self) -> Iterator[tuple[str, str, Storable]]:
-        for name in self.kept:
-            yield from self.entries_of(name)
+    def parameters(self) -> Iterator[ShardParameter]:
+        return (ShardParameter(self.key, name, self.weights[name], kept, self.shards) for name, kept in self.kept.items())
 
-    def entries_of(self, name: str) -> Iterator[tuple[str, str, Storable]]:
-        for key, value in self.kept[name].items():
-            if is_storable(value):
-                yield name, key, value
+    def entries(self) -> Iterator[StateTensor]:
+        """Every tensor that is kept of a parameter."""
+        for name, kept in self.kept.items():
+            weight = self.weights[name]
+            for key, value in kept.items():
+                if is_storable(value):
+                    master = _is_master(weight, key, value)
+                    target = (MASTER_GROUP, name) if master else (GROUP, f"{name}/{key}")
+                    yield StateTensor(name, key, target, value, None, kind_of(weight, value))
 
     def tensors(self) -> Iterator[Storable]:
-        return (value for _, _, value in self.entries())
+        return (entry.value for entry in self.entries())
+
+    def wrappers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        """None: an optimizer that says what it keeps says it in plain tensors."""
+        return ()
 
     def has_masters(self) -> bool:
-        return any(self.is_master(*entry) for entry in self.entries())
-
-    def is_master(self, name: str, key: str, value: Storable) -> bool:
-        return key in MASTER_KEYS and global_shape(value) == global_shape(self.weights[name])
-
-    def target(self, name: str, key: str, value: Storable) -> Key:
-        return (MASTER_GROUP, name) if self.is_master(name, key, value) else (GROUP, f"{name}/{key}")
+        return any(entry.target[0] == MASTER_GROUP for entry in self.entries())
 
     def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
         entries = list(self.entries())
         odd: set[str] = set()  # keys under which copies are, without being called so
-        for name, key, value in entries:
-            if key not in odd and not self.is_master(name, key, value):
+        for name, key, target, value, *_ in entries:
+            if key not in odd and target[0] != MASTER_GROUP:
                 odd |= {key} if masters.is_kept_by_fragments(name, self.weights[name], value) else set()
-        for name, key, value in entries:
-            if self.is_master(name, key, value) or (key in odd and masters.is_wider(value, self.weights[name])):
+        for name, key, target, value, *_ in entries:
+            if target[0] == MASTER_GROUP or (key in odd and masters.is_wider(value, self.weights[name])):
                 yield name, self.weights[name], value
 
     def collect(self, content: Content) -> None:
@@ -168,28 +174,56 @@ class ShardedOptimizer(NamedTuple):
         self.collect_tensors(content).collect(content)
 
     def collect_tensors(self, content: Content) -> OptimizerDocument:
-        """Add every tensor. Return the document's part about them, which is valid until there are others."""
-        document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
-        for name, kept in self.kept.items():
-            plain = {key: value for key, value in kept.items() if not is_storable(value)}
-            if plain:
-                document["state"][name] = plain
-        for name, key, value in self.entries():
-            group, stored = self.target(name, key, value)
-            if kind := _kind(self.weights[name], value):
-                document["kinds"].setdefault(key, kind)
-            if group == MASTER_GROUP:
-                document["masters"].setdefault(key, []).append(name)
-            if not holds(content, (group, stored), value):  # the mapping `master` may hold the identical tensor
-                content.add(group, stored, value)
-        return OptimizerDocument(self, document)
+        """Add every tensor. Return the part of the document about them, which is valid until there are others."""
+        return OptimizerDocument(self, collect_state(content, self.kept, self.entries(), ()))
 
-    def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
-        """Want all selected tensors that are not done yet."""
-        for name, key, value in self.entries():
-            target = self.target(name, key, value)
-            if target not in done and selection.takes(*target):
-                plan.want(*target, value)
+    def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
+        self.shards.install(groups, values)
+
+
+class ShardParameter(NamedTuple):
+    """A parameter of an optimizer that says by itself what it keeps."""
+
+    optimizer: str
+    name: str
+    weight: Storable
+    kept: Kept
+    shards: OptimizerShards
+
+    @property
+    def value(self) -> Storable:
+        return self.weight
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Never: one that this rank has no part of has empty Fragments."""
+        return False
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        return None
+
+    def fresh(self, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> NewTensor:
+        """A new tensor: the optimizer's own; or where the parameter's full-precision copy lies, else the parameter itself;
+        a whole one if its shape is another.
+        """
+        made = self._fresh(key, dtype, local_shape(dtype, whole))
+        return NewTensor(made.given if isinstance(made, FragmentList) else made, made)
+
+    def _fresh(self, key: str, dtype: torch.dtype, shape: Shape) -> Storable:
+        known = [v for k, v in self.kept.items() if is_storable(v) and _is_master(self.weight, k, v)]
+        like = (known or [self.weight])[0]
+        if self.shards.new is not None and shape == global_shape(like) and (shape or key != "step"):
+            return checked(self.shards.new(self.name, key, dtype), f"{self.optimizer}.new({self.name!r}, {key!r})")
+        if not shape:
+            return torch.zeros((), dtype=dtype)
+        if shape != global_shape(like):
+            return torch.empty(shape, dtype=dtype, device=device_of(like))
+        if isinstance(like, FragmentList):
+            return like.with_new_memory(dtype)
+        if isinstance(like, Fragment):
+            return like.with_tensor(torch.empty_like(like.tensor.detach(), dtype=dtype))
+        return torch.empty_like(like.detach(), dtype=dtype)
 
 
 def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> ShardedOptimizer:
@@ -240,10 +274,6 @@ def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Ke
     shards.kept_for_good |= new
 
 
-def is_storable(value: object) -> TypeGuard[Storable]:
-    return isinstance(value, torch.Tensor | Fragment | FragmentList)
-
-
 def checked(value: Any, path: str) -> Storable:
     """A tensor, Fragment or list of Fragments; `InvalidRequest` with the path for anything else."""
     found = fragment_list(value, path) or value
@@ -280,14 +310,8 @@ def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
     return found
 
 
-def _kind(weight: Storable, value: Storable) -> str:
-    """The kind of a tensor, for restores into a sharded parameter, if the shape alone would suggest another one."""
-    if not is_dtensor(weight) or isinstance(value, Fragment | FragmentList):
-        return ""
-    alike = global_shape(value) == global_shape(weight)
-    if is_dtensor(value):
-        return "" if alike else MESH
-    return PLAIN if alike and value.dim() else ""
+def _is_master(weight: Storable, key: str, value: Storable) -> bool:
+    return key in MASTER_KEYS and global_shape(value) == global_shape(weight)
 
 
 def _same(now: Any, before: Any) -> bool:

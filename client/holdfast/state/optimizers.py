@@ -1,28 +1,31 @@
 """Optimizer state by parameter: `layers.0.q.weight/exp_avg`, never by index, so that it survives regrouping.
 
-Per optimizer the group `optim` holds one JSON document under the optimizer's key in the state:
-
-    {"groups": {first name: {"params": [names], "lr": …}}, "state": {name: {key: value}},
-     "masters": {key: [names]}, "kinds": {key: kind}, "wrapped": {name: {key: description}},
-     "began": {first name: lr}}
-
-`groups` are the hyper-parameters, by the group's first parameter; `state` is what is kept per parameter besides tensors;
-`masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
-key's tensors what a restore cannot see from their shape. `wrapped`, if there is any, says what the wrapper tensors are whose
-inner tensors are stored as `name/key.attribute`, such as those of quantised optimizers. `began` has the learning rate that
-a group began with, if the user's own loop has set another one since.
+`state_tensors` describes the document beside the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.state import masters
-from holdfast.state.hyper_parameters import IMPLEMENTATION, FirstRates
-from holdfast.tensors import trees, wrapped
+from holdfast.state.hyper_parameters import FirstRates, given_to
+from holdfast.state.state_tensors import (
+    GROUP,
+    LOCAL,
+    MASTER_GROUP,
+    MASTER_KEYS,
+    MESH,
+    PLAIN,
+    NewTensor,
+    OptimizerDocument,
+    StateTensor,
+    collect_state,
+    kind_of,
+)
+from holdfast.tensors import wrapped
 from holdfast.tensors.fragments import (
     Fragment,
     FragmentList,
@@ -31,24 +34,15 @@ from holdfast.tensors.fragments import (
     is_dtensor,
     is_sharded,
     local_tensor,
-    local_tensors,
 )
-from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
-from holdfast.tensors.optimizer_documents import BEGAN, WRAPPED
-from holdfast.tensors.torch_dtypes import has_memory, memory_span
+from holdfast.tensors.leaves import Content, Key
+from holdfast.tensors.optimizer_documents import WRAPPED
+from holdfast.tensors.torch_dtypes import local_shape
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign import optimizer_state
-
-GROUP = "optim"
-MASTER_GROUP = masters.MASTER_GROUP
-
-MASTER_KEYS = optimizer_state.MASTER_KEYS
-
-_SCALARS = frozenset({bool, int, float, str, type(None)})  # immutable, compared by `repr`
+from holdfast_formats.region import Shape
 
 NESTED_MAX = 4  # mappings in mappings of a parameter's state in which copies are looked for
 
-LOCAL, PLAIN, MESH = "local", "plain", "mesh"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SHARDED = "blocks of quantised values cross the edges of shards, so no other layout could be restored"
 _WHOLE = "keep it in an optimizer of whole parameters, or save without it: save(groups=…)"
@@ -67,6 +61,46 @@ class Parameter(NamedTuple):
     def local(self) -> torch.Tensor:
         """This rank's memory, which has the shape of its state."""
         return self.tensor.detach() if isinstance(self.value, FragmentList) else local_tensor(self.value)
+
+    @property
+    def weight(self) -> Storable:
+        """What its full-precision copy is one of: the tensor, if its Fragments are a list of views of it."""
+        return self.tensor if isinstance(self.value, FragmentList) else self.value
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks hold all of it. Under FSDP1 they alone step it, and this rank has no state of it."""
+        value = self.value
+        return isinstance(value, Fragment) and local_tensor(value).numel() == 0 and 0 not in global_shape(value)
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """That of its state, if the optimizer's step refuses another, as those of torch's optimizers do."""
+        return self.tensor.dtype if type(self.optimizer).__module__.startswith("torch.optim.") else None
+
+    def fresh(self, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> NewTensor:
+        """A state tensor as the optimizer would have made it itself, to be filled completely."""
+        made, shard = self._fresh(key, dtype, local_shape(dtype, whole), kind)
+        return NewTensor(made, *placed(self, made, shard))
+
+    def _fresh(self, key: str, dtype: torch.dtype, shape: Shape, kind: str) -> tuple[torch.Tensor, bool]:
+        """The tensor, and whether, though plain, it is this rank's shard of the state of a sharded parameter."""
+        value, held = self.value, self.tensor.detach()
+        if key == "step" and not shape:
+            on_device = self.group.get("capturable") or self.group.get("fused")
+            return torch.zeros((), dtype=dtype, device=held.device if on_device else "cpu"), False
+        if shape == global_shape(value) and kind != PLAIN:
+            if isinstance(value, FragmentList):
+                return torch.zeros_like(held, dtype=dtype), True  # padding is in no Fragment and stays 0
+            shard = kind == LOCAL or isinstance(value, Fragment)
+            return torch.empty_like(self.local if shard else held, dtype=dtype), shard
+        plain = torch.empty(shape, dtype=dtype, device=held.device)
+        if kind == MESH and is_dtensor(held):
+            from torch.distributed.tensor import DTensor, Replicate
+
+            mesh = held.device_mesh  # type: ignore[attr-defined]
+            plain = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return plain, False
 
 
 class OptimizerState(NamedTuple):
@@ -105,6 +139,14 @@ class OptimizerState(NamedTuple):
         for optimizer in self.optimizers:
             yield from optimizer.param_groups
 
+    def names_of_groups(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        return [[self.names[id(tensor)][0] for tensor in group["params"]] for group in self.groups_of_parameters()]
+
+    def user_given(self) -> frozenset[str]:
+        """The hyper-parameters that its user gives."""
+        return given_to(self.optimizers)
+
     def has_masters(self) -> bool:
         held = (parameter.optimizer.state.get(parameter.tensor, {}) for parameter in self.parameters())
         return any(not MASTER_KEYS.isdisjoint(state) for state in held)
@@ -125,13 +167,11 @@ class OptimizerState(NamedTuple):
                 if key not in keys and masters.is_copy(local, parameter.local) and masters.is_varied(parameter.local):
                     keys.add(key)
         for parameter, values in kept:
-            # The Fragments of a list are views of the parameter, which has the form of the copy.
-            weight = parameter.tensor if isinstance(parameter.value, FragmentList) else parameter.value
             for key, value in values:
                 local = masters.in_form_of(local_tensor(value), parameter.local)
                 found = key in keys and local.shape == parameter.local.shape and masters.is_wider(local, parameter.local)
                 if is_master(parameter, key, value) or found or (not keys and masters.is_copy(local, parameter.local)):
-                    yield parameter.name, weight, value if is_dtensor(value) else local
+                    yield parameter.name, parameter.weight, value if is_dtensor(value) else local
 
     def tensors(self) -> Iterator[Storable]:
         for optimizer in self.optimizers:
@@ -140,50 +180,50 @@ class OptimizerState(NamedTuple):
                 for value in values:
                     yield from wrapped.inner(value, self.key).values() if wrapped.is_wrapped(value) else (value,)
 
-    def wrappers(self) -> Iterator[tuple[Parameter, str, torch.Tensor]]:
-        """The wrapper tensors that it keeps, such as quantised state: parameter, key and tensor."""
+    def wrappers(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The wrapper tensors that it keeps, such as quantised state: name, key and tensor."""
         for parameter in self.parameters():
             for key, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
                 if wrapped.is_wrapped(value):
-                    yield parameter, key, value
+                    yield parameter.name, key, value
+
+    @property
+    def kept(self) -> Mapping[str, Mapping[str, Any]]:
+        """What is kept of each parameter, by name and key."""
+        return {parameter.name: self.state_of(parameter) for parameter in self.parameters()}
+
+    def entries(self) -> Iterator[StateTensor]:
+        """Every tensor that is kept of a parameter."""
+        shards = self.shard_keys()
+        for parameter in self.parameters():
+            for key, value in self.state_of(parameter).items():
+                if isinstance(value, torch.Tensor):
+                    kind = kind_of(parameter.value, value, key in shards)
+                    place = placed(parameter, value, key in shards)
+                    yield StateTensor(parameter.name, key, target(parameter, key, value), *place, kind)
 
     def collect(self, content: Content) -> None:
         """Add every state tensor under its parameter's name, and the document with everything that is not a tensor."""
         self.collect_tensors(content).collect(content)
 
     def collect_tensors(self, content: Content) -> OptimizerDocument:
-        """Add every state tensor. Return the document's part about them, which is valid until there are others."""
-        parameters = list(self.parameters())
-        self._refuse_ownerless(parameters)
-        shards = self.shard_keys()
-        document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
-        for parameter in parameters:
-            for key, value in self.state_of(parameter).items():
-                if not isinstance(value, torch.Tensor):
-                    document["state"].setdefault(parameter.name, {})[key] = value
-                    continue
-                group, name = target(parameter, key, value)
-                if kind := _kind(parameter, value, key in shards):
-                    document["kinds"].setdefault(key, kind)
-                if group == MASTER_GROUP:
-                    document["masters"].setdefault(key, []).append(parameter.name)
-                if is_elsewhere(parameter) and value.dim() == 0:
-                    continue  # a count from before: other ranks have the one that goes on
-                if not holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
-                    content.add(group, name, *placed(parameter, value, key in shards))
-        for parameter, key, value in self.wrappers():
-            said = wrapped.describe(value, f"{self.key}: {parameter.name}/{key}")
-            document.setdefault(WRAPPED, {}).setdefault(parameter.name, {})[key] = said
+        """Add every state tensor. Return the part of the document about them, which is valid until there are others."""
+        self._refuse_ownerless()
+        elsewhere = {parameter.name for parameter in self.parameters() if parameter.is_elsewhere}
+        document = collect_state(content, self.kept, self.entries(), elsewhere)
+        for name, key, value in self.wrappers():
+            said = wrapped.describe(value, f"{self.key}: {name}/{key}")
+            document.setdefault(WRAPPED, {}).setdefault(name, {})[key] = said
         return OptimizerDocument(self, document)
 
-    def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
-        shards = self.shard_keys()
+    def install(self, groups: Sequence[Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take restored hyper-parameters, and state by name and key."""
+        # Not with load_state_dict: it would cast every state tensor to its parameter's dtype.
         for parameter in self.parameters():
-            for key, value in self.state_of(parameter).items():
-                if isinstance(value, torch.Tensor):
-                    group, name = target(parameter, key, value)
-                    if (group, name) not in done and selection.takes(group, name):
-                        plan.want(group, name, *placed(parameter, value, key in shards))
+            if parameter.name in values:
+                parameter.optimizer.state[parameter.tensor].update(values[parameter.name])
+        for group, restored in zip(self.groups_of_parameters(), groups, strict=True):
+            group.update(restored)
 
     def shard_keys(self) -> frozenset[str]:
         """Keys whose plain tensors are this rank's shards, as in optimizers that work on local tensors.
@@ -231,9 +271,9 @@ class OptimizerState(NamedTuple):
             found |= parts
         return found
 
-    def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
-        """Refuse state of anything but the parameters: it would have no name in the checkpoint."""
-        owned = {(id(parameter.optimizer), id(parameter.tensor)) for parameter in parameters}
+    def _refuse_ownerless(self) -> None:
+        """Refuse state that belongs to anything but the parameters: it would have no name in the checkpoint."""
+        owned = {(id(parameter.optimizer), id(parameter.tensor)) for parameter in self.parameters()}
         for optimizer in self.optimizers:
             for key, kept in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
@@ -246,51 +286,11 @@ class OptimizerState(NamedTuple):
                         hint="add the tensor to a param_group, or remove its state: del optimizer.state[tensor]",
                     )
 
-    def hyper(self) -> dict[str, dict[str, Any]]:
-        groups = {}
-        for position, group in enumerate(self.groups_of_parameters()):
-            names = [self.names[id(tensor)][0] for tensor in group["params"]]
-            kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
-            groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
-        return groups
-
     def began(self) -> dict[str, float]:
         """Initial learning rates of groups whose rate the user's own loop has changed, by the first parameter."""
         first = {self.names[id(group["params"][0])][0]: group for group in self.groups_of_parameters() if group["params"]}
         found = {name: self.rates.moved(group) for name, group in first.items()}
         return {name: lr for name, lr in found.items() if lr is not None}
-
-
-class Documented(Protocol):
-    @property
-    def key(self) -> str: ...
-    def groups_of_parameters(self) -> Iterable[Mapping[str, Any]]: ...
-    def hyper(self) -> dict[str, dict[str, Any]]: ...
-    def began(self) -> dict[str, float]: ...
-
-
-class OptimizerDocument:
-    """An optimizer's state except tensors, as JSON: hyper-parameters may change from save to save."""
-
-    def __init__(self, state: Documented, known: Mapping[str, Any]) -> None:
-        self._state, self._known = state, known
-        kept = [value for values in known["state"].values() for value in values.values()]
-        self._constant = all(type(value) in _SCALARS for value in kept)
-        self._written: tuple[str, trees.Tree] | None = None
-
-    def collect(self, content: Content) -> None:
-        """Add the document, encoded again if anything in it may have changed."""
-        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self._state.groups_of_parameters()]
-        plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
-        seen = repr(hyper) if plain else ""
-        if self._written is None or not plain or self._written[0] != seen:
-            began = self._state.began()
-            document = {"groups": self._state.hyper(), **self._known, **({BEGAN: began} if began else {})}
-            self._written = seen, trees.grow(document, self._state.key, self._state.key)
-        tree = self._written[1]
-        content.add_value(GROUP, self._state.key, tree.text)
-        for name, tensor in tree.tensors.items():
-            content.add(GROUP, name, tensor)
 
 
 def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,25 +301,6 @@ def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterat
         elif isinstance(value, Mapping | list | tuple) and depth < NESTED_MAX:
             items = value if isinstance(value, Mapping) else {str(i): item for i, item in enumerate(value)}
             yield from _inside(items, f"{path}{key}.", depth + 1)
-
-
-def is_elsewhere(parameter: Parameter) -> bool:
-    """Whether other ranks hold all of a parameter. Under FSDP1 only they step it."""
-    value = parameter.value
-    return isinstance(value, Fragment) and local_tensor(value).numel() == 0 and 0 not in global_shape(value)
-
-
-def _is_scalar(value: object) -> bool:
-    return all(type(item) in _SCALARS for item in (value if type(value) is tuple else (value,)))
-
-
-def holds(content: Content, key: Key, value: Storable) -> bool:
-    leaf = content.leaves.get(key)
-    if leaf is None or not all(map(has_memory, memory := local_tensors(value))):
-        return False
-    held = [memory_span(local) for local in memory]
-    spans = (memory_span(piece.tensor) for piece in leaf.pieces)
-    return all(any(mine.start <= span.start and span.stop <= mine.stop for mine in held) for span in spans)
 
 
 def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
@@ -334,15 +315,3 @@ def is_master(parameter: Parameter, key: str, value: torch.Tensor) -> bool:
 
 def target(parameter: Parameter, key: str, value: torch.Tensor) -> Key:
     return (MASTER_GROUP, parameter.name) if is_master(parameter, key, value) else (GROUP, f"{parameter.name}/{key}")
-
-
-def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:
-    """How a restore creates such a tensor, if the shape alone would suggest another kind."""
-    if not is_dtensor(parameter.value):
-        return ""
-    alike = tuple(value.shape) == global_shape(parameter.value)
-    if is_dtensor(value):
-        return "" if alike else MESH
-    if shard:
-        return LOCAL
-    return PLAIN if alike and value.dim() else ""

@@ -35,11 +35,10 @@ from holdfast.state import (
     extras,
     masters,
     optimizer_resume,
-    optimizer_shards_resume,
     optimizer_wrappers,
-    optimizers,
     rng,
     sharding_marks,
+    state_tensors,
 )
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
@@ -57,8 +56,8 @@ from holdfast.state.modules import (
 from holdfast.state.named import Named, modules_of
 from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
-from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
+from holdfast.state.state_tensors import OptimizerDocument
 from holdfast.state.temporaries import Temporaries
 from holdfast.state.untracked import unsaved
 from holdfast.state.untracked.load_hooks import LoadHooks
@@ -71,7 +70,7 @@ from holdfast_formats.errors import InvalidRequest
 
 __all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
-MASTER, OPTIM, EXTRA = optimizers.MASTER_GROUP, optimizers.GROUP, extras.GROUP
+MASTER, OPTIM, EXTRA = state_tensors.MASTER_GROUP, state_tensors.GROUP, extras.GROUP
 
 
 class Snapshot(NamedTuple):
@@ -123,12 +122,7 @@ class Parts(NamedTuple):
     def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
         """What each entry wants from the checkpoint."""
         named = [part.plan(stored, selection) for part in self.named]
-        resumed = [
-            optimizer_resume.plan(part, stored, selection, self.keeper)
-            if isinstance(part, OptimizerState)
-            else optimizer_shards_resume.plan(part, stored, selection, self.keeper)
-            for part in self.optimizers
-        ]
+        resumed = [optimizer_resume.plan(part, stored, selection, self.keeper) for part in self.optimizers]
         return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
 
 

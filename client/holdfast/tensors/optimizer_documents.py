@@ -1,7 +1,6 @@
 """Renames the parameters in an optimizer's document, and merges the documents of several ranks.
 
-It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state`, `masters` and
-`wrapped`.
+It works on the JSON text that `state_tensors` describes: parameters are named in `groups`, `state`, `masters` and `wrapped`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from holdfast.left_out import LeftOutNote
-from holdfast.state import fsdp1, optimizer_wrappers, optimizers
+from holdfast.state import fsdp1, optimizer_wrappers, state_tensors
 from holdfast.state.entries import module_groups
 from holdfast.state.modules import unwrap
 from holdfast.state.named import modules_of
@@ -63,7 +63,7 @@ class LoadHooks(NamedTuple):
                         written += found
             elif isinstance(value, OptimizerShards) or not optimizer_wrappers.is_optimizer(value):
                 continue
-            elif _is_restored(optimizers.GROUP, stored, selection):
+            elif _is_restored(state_tensors.GROUP, stored, selection):
                 for optimizer in optimizer_wrappers.find(value).optimizers:
                     written += _hooks_of(key, optimizer)
                     if found := list(_overridden(key, optimizer)):
