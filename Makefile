@@ -25,16 +25,13 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo nodes serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
+.PHONY: help demo serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to two minutes on two cores; it says)
-	$(BIN)/python -m holdfast.demo --steps $(STEPS) --device $(DEVICE)
-
-nodes: $(READY) ## three nodes on this machine train, one is lost for good, the others go on exactly (two to four minutes)
-	$(BIN)/python -m holdfast.demo --nodes 3
+demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to two minutes on two cores)
+	$(BIN)/holdfast demo --steps $(STEPS) --device $(DEVICE)
 
 serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)

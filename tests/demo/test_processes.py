@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,9 +18,7 @@ from holdfast.demo.processes import (
     identify,
     is_alive,
     leaving_in_order,
-    stop_earlier_daemon,
 )
-from holdfast_formats.naming import DAEMON_FILE
 
 SLEEP = "import time; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
@@ -66,39 +60,6 @@ def test_a_free_port_can_be_listened_at() -> None:
     """The port that is offered is not in use."""
     with socket.create_server(("127.0.0.1", free_port())) as server:
         assert server.getsockname()[1] > 0
-
-
-@contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has begun (its command line can be read), and ends with the block."""
-    command = [sys.executable, "-c", f"print('begun', flush=True); {SLEEP}", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_an_innocent_process_is_not_taken_for_an_earlier_daemon(tmp_path: Path) -> None:
-    """A stale file that names a living process of another kind stops nothing."""
-    with running() as other:
-        (tmp_path / DAEMON_FILE).write_text(json.dumps({"pid": other.pid, "socket": "s", "url": "u"}))
-        assert not stop_earlier_daemon(tmp_path)
-        assert other.poll() is None
-
-
-def test_the_daemon_of_an_earlier_demo_is_stopped(tmp_path: Path) -> None:
-    """The process that serves the very directory is ended."""
-    with running("--root", str(tmp_path)) as earlier:
-        (tmp_path / DAEMON_FILE).write_text(json.dumps({"pid": earlier.pid, "socket": "s", "url": "u"}))
-        assert stop_earlier_daemon(tmp_path)
-        assert earlier.wait() == -signal.SIGTERM
-
-
-def test_without_a_file_there_is_no_earlier_daemon(tmp_path: Path) -> None:
-    """A fresh directory has nobody to stop."""
-    assert not stop_earlier_daemon(tmp_path)
 
 
 def test_sigterm_leaves_in_order_and_only_inside_the_block() -> None:

@@ -28,7 +28,7 @@ def test_a_log_is_shown_up_to_torchruns_own_report(tmp_path: Path) -> None:
 
 
 def test_generated_text_keeps_its_lines_and_loses_its_empty_end() -> None:
-    """Long lines are cut at the panel's edge, trailing blanks are left out."""
+    """Long lines are folded at the panel's edge, trailing blanks are left out."""
     console = printed()
     report.print_text(console, "x" * 100 + "\n  y\n" + " " * 200)
     inside = [line.strip("│").rstrip() for line in console.export_text().splitlines()[1:-1]]
@@ -55,11 +55,3 @@ def test_the_losses_of_both_runs_stand_side_by_side() -> None:
         ["8", "2.000000", "2.000000"],
     ]
     assert [" ".join(cell for cell in row if cell.isalpha()) for row in rows] == ["", "resumed from here", "killed here", ""]
-
-
-def test_the_bars_fall_with_the_loss() -> None:
-    """The longest bar is the highest loss, and half the loss is half as long."""
-    console = printed()
-    launch = LaunchRecord(0, {1: 4.0, 2: 2.0, 3: 1.0}, [2])
-    report.print_losses(console, 1, [[launch]] * 2, [[launch, LaunchRecord(2, {3: 1.0}, [])]] * 2)
-    assert [line.count("█") for line in console.export_text().splitlines() if "█" in line] == [16, 8, 4]

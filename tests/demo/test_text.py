@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 
-from holdfast.demo.text import BEGIN, VOCABULARY, ShuffledWindows, read_text
+from holdfast.demo.model import build_tokenizer
+from holdfast.demo.text import FIRST_BYTE, VOCABULARY, ShuffledWindows, read_text
 
 TEXT = np.arange(4000) % 251
 
@@ -18,10 +21,12 @@ def seeded(seed: int) -> None:
 
 
 def test_the_text_is_the_standard_library_in_the_models_vocabulary() -> None:
-    """Tokens are bytes and the three special tokens, beginning with a file's beginning."""
+    """Tokens are the bytes, in the numbers of the demo's tokenizer, and the ends of files."""
     text = read_text(5000)
     assert len(text) == 5000
-    assert text[0] == BEGIN
+    first = min(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=str).read_bytes()
+    assert bytes((text[: len(first)] - FIRST_BYTE).astype(np.uint8)) == first[:5000]
+    assert build_tokenizer()(first[:10].decode(), add_special_tokens=False)["input_ids"] == text[:10].tolist()
     assert text.min() >= 0 and text.max() < VOCABULARY
 
 

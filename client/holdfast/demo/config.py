@@ -7,7 +7,6 @@ import sys
 
 RANKS = 2  # on a processor; with CUDA a rank a device, as NCCL lets no two share one
 STEPS = 90
-PREFERRED_PORT = 8420
 DAEMON_IDLE_S = 900  # a daemon left behind ends itself after this long without visitors
 LAUNCH_S_MAX = 600
 COMMIT_S_MAX = 60

@@ -27,7 +27,7 @@ def main(checkpoint: str, result: str) -> None:
         name: digest(weight.detach().contiguous().view(-1).view(torch.uint8).numpy())
         for name, weight in model.named_parameters()
     }
-    prompt = tokenizer(PROMPT, return_tensors="pt")
+    prompt = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)
     model.eval()
     with torch.no_grad():
         tokens = model.generate(

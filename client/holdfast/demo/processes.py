@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -13,14 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NamedTuple
 
 import httpx
 
-from holdfast_formats.naming import DAEMON_FILE
-
-from .config import DAEMON_IDLE_S, DAEMON_START_S_MAX, PREFERRED_PORT, child_environment
+from .config import DAEMON_IDLE_S, DAEMON_START_S_MAX, child_environment
 
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's own limit for a unix socket's path is 108
 KILL_S_MAX = 10.0
@@ -39,10 +36,7 @@ class DemoFailed(Exception):
 def leaving_in_order() -> Iterator[None]:
     """Inside the block SIGTERM raises an exception, so that started processes are ended too."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -72,10 +66,6 @@ class LaunchedJob:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
-
-    @property
-    def pid(self) -> int:
-        return self._launcher.pid
 
     def poll(self) -> int | None:
         """The launcher's exit status, None while it runs. Records new descendants."""
@@ -126,13 +116,12 @@ def descendants(pid: int) -> Iterator[ProcessId]:
 
 
 class DemoDaemon(NamedTuple):
-    """A daemon that runs: its process, its addresses and what it keeps."""
+    """A daemon that runs: its addresses, what it keeps, and its process."""
 
-    pid: int
     url: str
     socket: Path
     root: Path
-    process: subprocess.Popen[bytes] | None = None  # where it is our own child
+    process: subprocess.Popen[bytes]
 
 
 def start_daemon(directory: Path) -> DemoDaemon:
@@ -145,42 +134,29 @@ def start_daemon(directory: Path) -> DemoDaemon:
     command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
-    daemon = DemoDaemon(process.pid, f"http://{address}", path, root, process)
+    daemon = DemoDaemon(f"http://{address}", path, root, process)
+    deadline = time.monotonic() + DAEMON_START_S_MAX
     try:
-        wait_for_answer(daemon, process, log)
+        while not answers(daemon.url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise DemoFailed(f"the daemon did not start (exit status {process.poll()})", log)
+            time.sleep(POLL_S)
     except BaseException:
         stop_daemon(daemon)
         raise
     return daemon
 
 
-def socket_path(directory: Path, name: str = "holdfast") -> Path:
-    """A path for a daemon's socket: in the directory, or in a temporary one where that path is too long."""
-    path = directory / f"{name}.sock"
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        path = Path(tempfile.mkdtemp(prefix="holdfast-")) / path.name
-    return path
-
-
-def wait_for_answer(daemon: DemoDaemon, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DAEMON_START_S_MAX
-    while not answers(daemon.url):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise DemoFailed(f"the daemon did not start (exit status {process.poll()})", log)
-        time.sleep(POLL_S)
+def socket_path(directory: Path) -> Path:
+    """A path for the daemon's socket: in the directory, or in a temporary one where that path is too long."""
+    path = directory / "holdfast.sock"
+    too_long = len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX
+    return Path(tempfile.mkdtemp(prefix="holdfast-")) / path.name if too_long else path
 
 
 def free_port() -> int:
-    """The daemon's usual port, or any free one when it is taken."""
-    for port in (PREFERRED_PORT, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise DemoFailed("no free port on 127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
@@ -191,27 +167,10 @@ def answers(url: str) -> bool:
 
 
 def stop_daemon(daemon: DemoDaemon) -> None:
-    """Ask the daemon to end; kill it after a while."""
-    identity = identify(daemon.pid)
-    for ask in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + KILL_S_MAX
-        if identity and is_alive(identity):
-            os.kill(daemon.pid, ask)
-        while identity and is_alive(identity) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-    if daemon.process is not None:
-        daemon.process.wait(KILL_S_MAX)
-
-
-def stop_earlier_daemon(root: Path) -> bool:
-    """Stop the daemon that an earlier demo left at `root`, if it still runs and is really that one."""
+    """Ask the daemon to end, insist after a while."""
+    daemon.process.terminate()
     try:
-        told = json.loads((root / DAEMON_FILE).read_text())
-        daemon = DemoDaemon(int(told["pid"]), str(told["url"]), Path(told["socket"]), root)
-        command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    if os.fsencode(root) not in command:
-        return False
-    stop_daemon(daemon)
-    return True
+        daemon.process.wait(KILL_S_MAX)
+    except subprocess.TimeoutExpired:
+        daemon.process.kill()
+        daemon.process.wait(KILL_S_MAX)

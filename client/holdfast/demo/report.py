@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.bar import Bar
 from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
@@ -17,9 +16,8 @@ from .processes import DemoDaemon
 from .proof import Claim, LaunchRecord
 
 LOG_LINES = 25
-TORCHRUN_REPORT = "torch/distributed/elastic/"  # in each line that torchrun logs about a failed rank
-TEXT_COLUMNS = 76
-BAR_COLUMNS = 16
+TORCHRUN_REPORT = "torch/distributed/elastic/"  # stands in each line that torchrun logs about a failed rank
+TEXT_COLUMNS = 80
 
 
 def print_losses(
@@ -36,10 +34,9 @@ def print_losses(
     for title in ("step", "uninterrupted", "killed", "resumed"):
         table.add_column(title, justify="right")
     table.add_column()
-    table.add_column()
     for step in sorted({1, *notes, *(step for step in whole if step % save_every == 0)}):
         losses = [f"{run[step]:.6f}" if step in run else "" for run in (whole, before, after)]
-        table.add_row(str(step), *losses, Bar(max(whole.values()), 0, whole[step], width=BAR_COLUMNS), notes.get(step, ""))
+        table.add_row(str(step), *losses, notes.get(step, ""))
     console.print()
     console.print(Padding(table, (0, 0, 1, 3)))
 
@@ -61,14 +58,10 @@ def print_claims(console: Console, claims: Sequence[Claim]) -> None:
 
 
 def print_text(console: Console, text: str) -> None:
-    """Print the generated text, cut at the panel's edge: it has no words yet."""
-    lines = [
-        line[at : at + TEXT_COLUMNS]
-        for line in text.rstrip().splitlines()
-        for at in range(0, max(len(line), 1), TEXT_COLUMNS)
-    ]
+    """The generated text. Long lines are folded, as there are no words yet to break them at."""
     title = "what the last checkpoint writes (greedy)"
-    console.print(Panel(Text("\n".join(lines), no_wrap=True), title=title, title_align="left", width=TEXT_COLUMNS + 4))
+    panel = Panel(Text(text.rstrip(), overflow="fold"), title=title, title_align="left", width=TEXT_COLUMNS)
+    console.print(panel)
 
 
 def print_log(console: Console, log: Path | None) -> None:
@@ -87,4 +80,6 @@ def print_farewell(console: Console, daemon: DemoDaemon) -> None:
     console.print(
         f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True
     )
-    console.print(f"Stop it:  kill {daemon.pid}   (it ends by itself after 15 minutes without visitors)", soft_wrap=True)
+    console.print(
+        f"Stop it:  kill {daemon.process.pid}   (it ends by itself after 15 minutes without visitors)", soft_wrap=True
+    )

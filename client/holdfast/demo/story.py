@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,8 +20,6 @@ from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
 
 from . import report
 from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
-from .forecast import Forecast
-from .precision import ProductTimes, measure_products
 from .processes import (
     POLL_S,
     DemoDaemon,
@@ -31,25 +28,20 @@ from .processes import (
     leaving_in_order,
     start_daemon,
     stop_daemon,
-    stop_earlier_daemon,
 )
-from .progress import RunProgress
 from .proof import Claim, LaunchRecord, compare_losses, compare_states, compare_weights, parse_journal
 
 UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
 STEPS_MIN = 8
-_OUTPUT_DIRECTORY = re.compile(r"demo-(\d{3,})")
 
 
 class Stage(NamedTuple):
-    """The demo's directory, daemon, length, precision, forecast and console."""
+    """Where the demo runs and prints: its directory, its daemon, how many steps, on which device and how many ranks."""
 
     directory: Path
     daemon: DemoDaemon
     steps: int
     console: Console
-    products: ProductTimes
-    forecast: Forecast
     device: str = "cpu"
     ranks: int = RANKS
 
@@ -82,21 +74,21 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: 
     if device == "cuda" and not torch.cuda.is_available():
         console.print("[red]There is no CUDA device here that torch can use.[/red]")
         return 2
-    began = time.monotonic()
     with leaving_in_order():
-        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console, Forecast(steps, began), device)
+        return perform(fresh_directory(directory), steps, keep_daemon, console, device)
 
 
-def perform(place: Path, steps: int, keep_daemon: bool, console: Console, forecast: Forecast, device: str) -> int:
-    """Start the daemon, play, report failures, and clean up."""
+def perform(place: Path, steps: int, keep_daemon: bool, console: Console, device: str) -> int:
+    """Start the daemon, train and compare, print failures, and leave only what is to stay."""
     daemon: DemoDaemon | None = None
     proven = False
     try:
         daemon = start_daemon(place)
         ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
-        stage = Stage(place, daemon, steps, console, measure_products(device), forecast, device, ranks)
+        stage = Stage(place, daemon, steps, console, device, ranks)
         console.print(
-            f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, checkpoints in {daemon.root}", soft_wrap=True
+            f"[bold]1[/bold]  Daemon: process {daemon.process.pid}, {daemon.url}, checkpoints in {daemon.root}",
+            soft_wrap=True,
         )
         proven = play(stage)
         if proven and keep_daemon:
@@ -112,30 +104,20 @@ def perform(place: Path, steps: int, keep_daemon: bool, console: Console, foreca
     return 0 if proven else 1
 
 
-def prepare(directory: Path, console: Console) -> Path:
-    """A fresh directory, after removing an earlier demo's, its daemon included."""
+def fresh_directory(directory: Path) -> Path:
+    """A new directory for a demo, with one for each run."""
     directory.mkdir(parents=True, exist_ok=True)
-    earlier = {int(match[1]): path for path in directory.iterdir() if (match := _OUTPUT_DIRECTORY.fullmatch(path.name))}
-    for path in earlier.values():
-        if stop_earlier_daemon(path / "data"):
-            console.print(f"Stopped the daemon that the earlier demo left in {path}", soft_wrap=True)
-        shutil.rmtree(path)
-    place = directory / f"demo-{max(earlier, default=0) + 1:03d}"
+    place = Path(tempfile.mkdtemp(prefix="demo-", dir=directory.resolve()))
     for run in (UNINTERRUPTED, RESUMED):
-        (place / run).mkdir(parents=True)
+        (place / run).mkdir()
     return place
 
 
 def play(stage: Stage) -> bool:
-    """Train three times, compare, load, and print the claims; True if all hold."""
-    say = partial(stage.console.print, soft_wrap=True)
-    ranks = "1 rank" if stage.ranks == 1 else f"{stage.ranks} ranks"
-    say(
-        f"[bold]2[/bold]  {stage.steps} steps on {ranks} ({device_name(stage.device)}) without interruption, "
-        f"a checkpoint every {stage.save_every} steps"
-    )
-    say(f"   {stage.products.describe()}")
-    stage.forecast.launch(time.monotonic())
+    """Train three times, compare, load, and print what was shown; True when every claim holds."""
+    say, began = partial(stage.console.print, soft_wrap=True), time.monotonic()
+    where = f"{stage.ranks} rank{'s' * (stage.ranks > 1)} ({stage.device})"
+    say(f"[bold]2[/bold]  {stage.steps} steps on {where} without interruption, a save every {stage.save_every} steps")
     finish(stage, UNINTERRUPTED)
     say("[bold]3[/bold]  The same run again, to be killed")
     killed = train_and_kill(stage)
@@ -159,19 +141,14 @@ def play(stage: Stage) -> bool:
     report.print_losses(stage.console, stage.save_every, whole, resumed)
     report.print_claims(stage.console, claims)
     report.print_text(stage.console, loaded["text"])
-    say(f"   {stage.forecast.elapsed_s(time.monotonic()):.0f} s in all")
+    say(f"   {time.monotonic() - began:.0f} s in all")
     return all(claim.holds for claim in claims)
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
 
 
 def command(stage: Stage, run: str) -> list[str]:
     numbers = ["--steps", str(stage.steps), "--save-every", str(stage.save_every)]
     places = ["--socket", str(stage.daemon.socket), "--directory", str(stage.place(run))]
-    computing = ["--compute-dtype", stage.products.compute_dtype, "--device", stage.device]
-    return trainer_command(stage.ranks, "--name", run, *numbers, *computing, *places)
+    return trainer_command(stage.ranks, "--name", run, *numbers, "--device", stage.device, *places)
 
 
 def finish(stage: Stage, run: str) -> None:
@@ -201,17 +178,18 @@ def train_and_kill(stage: Stage) -> Killed:
 
 
 def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
-    """Show the run's progress, until it ends or `until(all ranks' launches)`."""
-    before = len(journals(stage, run)[0])
+    """Show how far the run is, until it ends or `until` says so of all ranks' launches."""
+    before, saved = len(journals(stage, run)[0]), None
     deadline = time.monotonic() + LAUNCH_S_MAX
-    with RunProgress(stage.console, run, stage.steps, stage.save_every) as progress:
+    with stage.console.status(f"{run}: starting") as shown:
         while job.poll() is None:
             launches = journals(stage, run)
             if all(len(rank) > before for rank in launches):
-                step, now = min(launch.step for launch in last(launches)), time.monotonic()
-                if stage.forecast.note(step, now):
-                    stage.console.print(f"   about {stage.forecast.whole_s:.0f} s in all on this machine")
-                progress.show(step, stage.forecast.left_s(now))
+                step = min(launch.step for launch in last(launches))
+                shown.update(f"{run}: step {step} of {stage.steps}")
+                if saved is not None and step - step % stage.save_every > saved:
+                    stage.console.print(f"   step {step - step % stage.save_every} of {stage.steps}")
+                saved = step - step % stage.save_every
                 if until(last(launches)):
                     return
             if time.monotonic() > deadline:

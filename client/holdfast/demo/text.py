@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 TEXT_BYTES = 200_000
-VOCABULARY = 259  # every byte, then the three special tokens
-BEGIN, END, PAD = 256, 257, 258
+PAD, END, FIRST_BYTE = 0, 1, 3  # tokens of `ByT5Tokenizer`
+VOCABULARY = FIRST_BYTE + 256
 NOISE = 0.02  # share of input bytes replaced, so that numpy's generator matters
 
 
@@ -23,7 +23,7 @@ def read_text(limit: int = TEXT_BYTES) -> np.ndarray:
         if length >= limit:
             break
         source = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
-        pieces.append(np.concatenate([[BEGIN], source, [END]]))
+        pieces.append(np.append(source + FIRST_BYTE, END))
         length += len(pieces[-1])
     return np.concatenate(pieces)[:limit]
 
@@ -35,43 +35,29 @@ class ShuffledWindows:
     """
 
     def __init__(self, text: np.ndarray, window: int, batch: int, seed: int) -> None:
-        self._text = text
-        self._window = window
-        self._batch = batch
-        self._shuffler = random.Random(seed)
-        self._epoch = -1
-        self._begin_epoch()
+        self._text, self._window, self._batch, self._seed = text, window, batch, seed
+        self._begin_epoch(0)
 
     def next_batch(self, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's inputs, a few bytes of them replaced by noise, and targets of the next global batch."""
         if self._position + self._batch * world > len(self._order):
-            self._begin_epoch()
+            self._begin_epoch(self._epoch + 1)
         mine = self._order[self._position + rank : self._position + self._batch * world : world]
         self._position += self._batch * world
         starts = [index * self._window + random.randrange(self._window) for index in mine]
         targets = np.stack([self._text[start : start + self._window] for start in starts])
         noise = np.random.random(targets.shape) < NOISE
-        return np.where(noise, np.random.randint(0, 256, targets.shape), targets), targets
+        return np.where(noise, np.random.randint(FIRST_BYTE, VOCABULARY, targets.shape), targets), targets
 
     def state_dict(self) -> dict[str, Any]:
-        version, words, gauss = self._epoch_began
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "shuffler": {"version": version, "words": list(words), "gauss": gauss},
-        }
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        shuffler = state["shuffler"]
-        self._shuffler.setstate((shuffler["version"], tuple(shuffler["words"]), shuffler["gauss"]))
-        self._epoch = state["epoch"] - 1
-        self._begin_epoch()
+        self._seed = state["seed"]
+        self._begin_epoch(state["epoch"])
         self._position = state["position"]
 
-    def _begin_epoch(self) -> None:
-        """Shuffle for the next epoch; a checkpoint has the generator's state before that."""
-        self._epoch_began = self._shuffler.getstate()
-        self._epoch += 1
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
         self._order = list(range(len(self._text) // self._window - 1))
-        self._shuffler.shuffle(self._order)
-        self._position = 0
+        random.Random(f"{self._seed} {epoch}").shuffle(self._order)

@@ -6,8 +6,8 @@
 
 Kill it whenever you like; the same command goes on where the last checkpoint stands. Everything that a training run may
 hold is here: bf16 weights sharded by FSDP2, FP32 masters, AdamW, a schedule, an EMA, a data order, dropout. Forward and
-backward compute in float32, as bf16 products are very slow on processors that have no instructions for them; where yours
-has, say `--compute-dtype bfloat16`. The state is the same. `--device cuda` trains on CUDA devices, one a rank.
+backward compute in float32, as bf16 products are very slow on processors that have no instructions for them. `--device cuda`
+trains on CUDA devices, one a rank, and computes in bfloat16. The state is the same.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ EMA_DECAY = 0.98
 class Trainer:
     """Model, masters, optimizer, schedule, EMA and data of one rank, and the step that moves them all."""
 
-    def __init__(self, steps: int, compute_dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, steps: int, device: str = "cpu") -> None:
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), device
         self.model = build_model(SEED).to(device)
         mesh = init_device_mesh(device, (self.world,), mesh_dim_names=("dp",))
         # The sharded weights stay bf16. FSDP casts what it gathers of them, and gradients back to bf16 after reducing them.
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
@@ -142,12 +143,6 @@ def main() -> None:
     parser.add_argument("--name", default="demo", help="name of the run; checkpoints go to ROOT/RUN")
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--save-every", type=int, default=15, metavar="STEPS")
-    parser.add_argument(
-        "--compute-dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="what forward and backward compute in; with another dtype a resumed run computes other losses",
-    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with cuda, a device of its own a rank")
     parser.add_argument("--socket", type=Path, help="the daemon's unix socket")
     parser.add_argument("--directory", type=Path, default=Path("."), help="where losses and digests are written")
@@ -158,7 +153,7 @@ def main() -> None:
         prepare_cuda()
     else:
         dist.init_process_group("gloo")
-    trainer = Trainer(options.steps, getattr(torch, options.compute_dtype), options.device)
+    trainer = Trainer(options.steps, options.device)
     assets = [trainer.model.config, build_tokenizer()]
     with Checkpointer(options.name, trainer.state(), at=options.socket, assets=assets) as checkpointer:
         train(checkpointer, trainer, options)
