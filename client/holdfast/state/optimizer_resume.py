@@ -106,7 +106,7 @@ class _Resumption:
         return self.plan
 
     def _wrappers(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
-        """Wrapper tensors are filled in place if they are what was stored, or put together; else `StateMismatch`."""
+        """Wrapper tensors are filled in place if they match the stored ones, or rebuilt; else `StateMismatch`."""
         wrappers = {(name, key): value for name, key, value in self.state.wrappers()}
         for name, kept in stored.items():
             for key, found in kept.items():
@@ -129,7 +129,7 @@ class _Resumption:
                 raise StateMismatch(f"{self.state.key}: {name}/{key}: {other}", hint=OTHER_OPTIMIZER)
 
     def _masters(self, masters: Mapping[str, list[str]], kinds: Mapping[str, str]) -> None:
-        """Claim the full-precision copies, whatever the key that the optimizer which saved them had for them."""
+        """Claim the full-precision copies, whatever key the saving optimizer had for them."""
         own = {entry.name: entry.key for entry in self.live.values() if entry.target[0] == MASTER_GROUP}
         for key, names in masters.items():
             for name in (name for name in names if name in self.kept):
@@ -140,8 +140,8 @@ class _Resumption:
                     self._lack(name, key, kinds.get(key, ""))
 
     def _lack(self, name: str, key: str, kind: str) -> None:
-        """The optimizer that was saved had a copy of this parameter. One that has no state yet needs one to go on; one that
-        has state without a copy keeps none.
+        """The saved optimizer had a copy of this parameter. One without state needs one to continue; one with state but
+        without a copy keeps none.
         """
         parameter, dtype = self.parameters[name], stored_dtype(self.stored, name)
         if self.kept[name] or dtype.itemsize <= parameter.weight.dtype.itemsize:
@@ -180,8 +180,8 @@ class _Resumption:
             self.plan.want(*target, made.value, made.local)
 
     def _dtype_to_make(self, parameter: Parameter | ShardParameter, stored: str, shape: Shape, target: Key) -> torch.dtype:
-        """The stored dtype. With `cast`, what torch's optimizers keep in their parameter's dtype has the live one's: their
-        step refuses another.
+        """The stored dtype. With `cast`, state that torch's optimizers keep in their parameter's dtype has the live one's:
+        their step refuses another.
         """
         live, inner = parameter.state_dtype, parameter.name.partition(".")
         weight = self.stored.spec(MODEL, parameter.name) or self.stored.spec(inner[0], inner[2])
@@ -191,7 +191,7 @@ class _Resumption:
         return torch_dtype(stored, target[1])
 
     def _values(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the stored JSON values, and which live ones the checkpoint lacks."""
+        """Record the stored JSON values, and live ones that the checkpoint lacks."""
         for name, kept in self.kept.items():
             offered = stored.get(name, {})
             self.values[name] = dict(offered)

@@ -1,7 +1,7 @@
 """An optimizer by parameter name, for frameworks that keep its state in partitions of their own.
 
-It is stored as `state_tensors` describes, so that a torch optimizer over whole parameters, over DTensors, and any other
-partition read it, and the other way round.
+It is stored as `state_tensors` describes, so that a torch optimizer over whole parameters or DTensors, and any
+other partition, can read it, and vice versa.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ShardedOptimizer(NamedTuple):
         return (entry.value for entry in self.entries())
 
     def wrappers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
-        """None: an optimizer that says what it keeps says it in plain tensors."""
+        """None: this interface has plain tensors only."""
         return ()
 
     def has_masters(self) -> bool:
@@ -182,7 +182,7 @@ class ShardedOptimizer(NamedTuple):
 
 
 class ShardParameter(NamedTuple):
-    """A parameter of an optimizer that says by itself what it keeps."""
+    """A parameter of an `OptimizerShards`."""
 
     optimizer: str
     name: str
@@ -204,8 +204,8 @@ class ShardParameter(NamedTuple):
         return None
 
     def fresh(self, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> NewTensor:
-        """A new tensor: the optimizer's own; or where the parameter's full-precision copy lies, else the parameter itself;
-        a whole one if its shape is another.
+        """A new tensor: from the optimizer; or with the place of the parameter's full-precision copy, else of the parameter;
+        a whole one for another shape.
         """
         made = self._fresh(key, dtype, local_shape(dtype, whole))
         return NewTensor(made.given if isinstance(made, FragmentList) else made, made)

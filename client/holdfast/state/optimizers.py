@@ -64,12 +64,12 @@ class Parameter(NamedTuple):
 
     @property
     def weight(self) -> Storable:
-        """What its full-precision copy is one of: the tensor, if its Fragments are a list of views of it."""
+        """What its full-precision copy corresponds to: the tensor, if its Fragments are views of it."""
         return self.tensor if isinstance(self.value, FragmentList) else self.value
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other ranks hold all of it. Under FSDP1 they alone step it, and this rank has no state of it."""
+        """Whether other ranks hold all of it. Under FSDP1 only they step it, and this rank has no state of it."""
         value = self.value
         return isinstance(value, Fragment) and local_tensor(value).numel() == 0 and 0 not in global_shape(value)
 

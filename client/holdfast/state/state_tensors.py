@@ -1,4 +1,4 @@
-"""What optimizers of any kind are stored as: tensors by parameter and key, and a document of everything else.
+"""The form in which optimizers of every kind are stored: tensors by parameter and key, and a document of everything else.
 
 Per optimizer the group `optim` holds one JSON document under the optimizer's key in the state:
 
@@ -33,12 +33,12 @@ GROUP = "optim"
 MASTER_GROUP = masters.MASTER_GROUP
 MASTER_KEYS = optimizer_state.MASTER_KEYS
 LOCAL, PLAIN, MESH = "local", "plain", "mesh"
-_SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # immutable, compared by `repr`
 
 
 class StateTensor(NamedTuple):
-    """A tensor that an optimizer keeps of a parameter, and where it is stored. `local` is its memory, if `value` only says
-    its place; `kind` what a restore must know to create it, if the shape alone would suggest another kind.
+    """A tensor of an optimizer's state, and where it is stored. `local` is its memory, if `value` only gives its place;
+    `kind` says how a restore creates it, if the shape alone would suggest another kind.
     """
 
     name: str
@@ -50,7 +50,7 @@ class StateTensor(NamedTuple):
 
 
 class NewTensor(NamedTuple):
-    """A tensor for state that an optimizer lacks: as the optimizer gets it, and as a `StateTensor` has it."""
+    """A tensor for state that an optimizer lacks: as passed to the optimizer, and as a `StateTensor` has it."""
 
     given: Any
     value: Storable
@@ -58,8 +58,6 @@ class NewTensor(NamedTuple):
 
 
 class Documented(Protocol):
-    """An optimizer, or several, with the hyper-parameters that it has now."""
-
     @property
     def key(self) -> str: ...
     def groups_of_parameters(self) -> Iterable[Mapping[str, Any]]: ...
@@ -68,7 +66,7 @@ class Documented(Protocol):
 
 
 class OptimizerDocument:
-    """Everything of an optimizer's state that is not a tensor, as JSON: hyper-parameters may change from save to save."""
+    """An optimizer's state except tensors, as JSON: hyper-parameters may change from save to save."""
 
     def __init__(self, state: Documented, known: Mapping[str, Any]) -> None:
         self._state, self._known = state, known
@@ -126,7 +124,7 @@ def collect_state(
 
 
 def want_live(entries: Iterable[StateTensor], plan: PartPlan, selection: Selection, done: Collection[Key]) -> None:
-    """Want all tensors that are selected and not done yet."""
+    """Want all selected tensors that are not done yet."""
     for entry in entries:
         if entry.target not in done and selection.takes(*entry.target):
             plan.want(*entry.target, entry.value, entry.local)
@@ -156,8 +154,8 @@ def holds(content: Content, key: Key, value: Storable) -> bool:
 
 
 def kind_of(weight: Storable, value: Storable, shard: bool = False) -> str:
-    """What a restore must know to create such a tensor, if the shape alone would suggest another kind; `shard` says that it
-    is this rank's part, though plain.
+    """How a restore creates such a tensor, if the shape alone would suggest another kind; `shard`: though plain, it is this
+    rank's part.
     """
     if not is_dtensor(weight) or isinstance(value, Fragment | FragmentList):
         return ""
