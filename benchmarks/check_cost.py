@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_service.daemon.checking import layout_trials
-from holdfast_service.daemon.checking.verifier import examine, read_manifest
+from holdfast_service.daemon.checking.verifier import examine
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 
@@ -45,11 +46,13 @@ def main() -> None:
         path = root / naming.checkpoint_path("r", 1)
         build(path, {"model": arrays}, run="r", step=1, file_bytes_max=2**30, extent_bytes=2**18)
         tier, directory = PosixTier(root), naming.checkpoint_path("r", 1)
-        made = read_manifest(tier, directory)
+        made = open_checkpoint(tier, directory).manifest
         parts = {
             "read back and prove": measured(lambda: examine(tier, directory)),
             "other layouts": measured(lambda: layout_trials.try_layouts(tier, directory, made)),
-            "compare with the one before": measured(lambda: layout_trials.identical(made, read_manifest(tier, directory))),
+            "compare with the one before": measured(
+                lambda: layout_trials.identical(made, open_checkpoint(tier, directory).manifest)
+            ),
         }
     whole = statistics.median(parts["read back and prove"])
     print(f"{made.bytes / 2**20:.0f} MiB, {TENSORS} tensors, {ROUNDS} rounds")

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import Going, carry, read_pair
+from holdfast_service.daemon.copying.copies import Going, carry
 from holdfast_service.daemon.copying.repair import Elsewhere, RepairOutcome, mend
 from holdfast_service.storage import PosixStore, PosixTier
 from tests.checkpoints import build, flip
@@ -177,7 +178,7 @@ def test_every_call_of_a_copy_fails() -> None:
     """Nothing partial stands in the other tier, and the next try makes a sound copy."""
     with in_memory() as directory:
         pair = Pair(directory, 4)
-        read = read_pair(pair.here, DIRECTORY)
+        read = open_checkpoint(pair.here, DIRECTORY)
         failed, at = set(), 1
         while True:
             target = PosixTier(directory / f"copy-{at}")
@@ -206,7 +207,7 @@ def test_every_call_of_a_copy_fails() -> None:
 
 def copy(pair: Pair, target: PosixTier, read) -> None:
     """What a replica's worker does with one checkpoint."""
-    carry(pair.here, DIRECTORY, target, PLACE.path, read.made, Going())
+    carry(pair.here, DIRECTORY, target, PLACE.path, read.manifest, Going())
     publish_copy(PosixStore(target), PLACE, read.encoded, read.commit)
 
 
@@ -220,7 +221,7 @@ class Story:
         recorder = power.Recorder(root)
         self.file = next(f.name for f in self.pair.built.manifest.files if f.header_bytes)
         with steered(recorder):
-            copy(self.pair, target, read_pair(self.pair.here, DIRECTORY))
+            copy(self.pair, target, open_checkpoint(self.pair.here, DIRECTORY))
             self.sound = self.pair.files[self.file]
             at = len(self.sound) - 9
             path = root / DIRECTORY / self.file

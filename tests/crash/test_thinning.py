@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast_files import opened
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest, thinning
 from holdfast_formats.errors import CheckpointError
@@ -23,7 +24,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control import root_care
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.copying.compactor import stage_compact
-from holdfast_service.daemon.copying.copies import Going, read_pair
+from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.daemon.copying.thinner import stage
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
@@ -63,8 +64,8 @@ def save(tier: PosixTier) -> None:
 
 def thin(tier: PosixTier) -> None:
     """What the worker and control do with the files, in their order."""
-    store, pair = PosixStore(tier), read_pair(tier, DIRECTORY)
-    made = thinning.thin(pair.made, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
+    store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
+    made = thinning.thin(pair.manifest, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
     stage(tier, store, PLACE, made, Going())
     encoded = manifest.encode(made.made)
     commit.publish_copy(store, PLACE, encoded, manifest.encode_commit(made.made, encoded), over=True)
@@ -72,7 +73,7 @@ def thin(tier: PosixTier) -> None:
 
 def compact(tier: PosixTier) -> None:
     """The same, of one that is stored in fewer bytes."""
-    store, pair = PosixStore(tier), read_pair(tier, DIRECTORY)
+    store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
     made = stage_compact(tier, store, PLACE, pair, "int8", Going())
     encoded = manifest.encode(made)
     commit.publish_copy(store, PLACE, encoded, manifest.encode_commit(made, encoded), over=True)

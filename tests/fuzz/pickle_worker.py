@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from holdfast_formats.errors import LEAVES, CheckpointError
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import pickles
-from holdfast_formats.foreign.listing import ForeignFiles
 
 from . import pickle_seeds
 
@@ -51,7 +51,7 @@ class InMemory:
         return ["f"]
 
 
-def read_one(files: ForeignFiles, torch_file: bool) -> str:
+def read_one(files: Files, torch_file: bool) -> str:
     """What became of it; any error but one of ours goes on."""
     read = pickles.read_torch if torch_file else pickles.read_pickle
     try:

@@ -25,9 +25,10 @@ from holdfast_formats.errors import (
     NoSpace,
     StateMismatch,
 )
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face, optimizer_state
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
 from holdfast_formats.rest.operations import JobRequest
@@ -74,7 +75,7 @@ def a_training(directory: Path) -> Path:
     return directory
 
 
-def _read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def _read(files: Files, options: ReadOptions) -> ForeignListing:
     def tensor(group: str, name: str, piece: ForeignPiece) -> ForeignTensor:
         return ForeignTensor(TensorSpec(group, name, "F32", piece.box.shape), (piece,))
 
@@ -341,7 +342,7 @@ def a_fused_training(directory: Path) -> PosixTier:
     return PosixTier(directory)
 
 
-def _read_fused(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def _read_fused(files: Files, options: ReadOptions) -> ForeignListing:
     def tensor(group: str, name: str, file: str, shape: tuple[int, ...]) -> ForeignTensor:
         piece = ForeignPiece(file, 0, whole(shape), (4, 1) if shape else ())
         return ForeignTensor(TensorSpec(group, name, "F32", shape), (piece,))

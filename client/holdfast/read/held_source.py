@@ -118,6 +118,9 @@ class HeldSlotsSource:
                 at = end
         return at - offset
 
+    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self.read_into(name, offset, buffer)
+
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         """A range inside one tensor and one part in a slot; None for any other range."""
         placed = self._files.get(name, [])
@@ -217,6 +220,12 @@ class HeldSlotsSource:
                     found[box] = HeldPiece(holding, slot, BoxOrigin(rank, box, offset, held_as))
                 offset += size
         return tuple(found.values())
+
+    def stamp(self, name: str) -> str:
+        return self._base.stamp(name)
+
+    def list(self, path: str) -> list[str]:
+        return self._base.list(path)
 
 
 def is_of(table: SlotTable, manifest: Manifest) -> bool:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from holdfast.read import coded_load, verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import DirectorySource, Source
+from holdfast_files import opened
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
@@ -29,7 +30,6 @@ from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import (
     CheckpointError,
-    CorruptManifest,
     Damaged,
     InUse,
     NoSuchResource,
@@ -119,7 +119,7 @@ class CheckpointReader:
         for _ in range(REPLACED_MAX):
             commit_bytes = _read_commit(source)
             try:
-                manifest_bytes = _read_manifest(source, commit_bytes)
+                manifest_bytes = opened.read_manifest(source, "", commit_bytes)
                 reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
                 for file in reader.manifest.files if complete else ():
                     verification.check_size(reader.manifest, file.name, source.size(file.name))
@@ -334,17 +334,6 @@ class CheckpointReader:
         return known
 
 
-def read_placement(source: Source) -> manifests.Placement:
-    """The place of a checkpoint among others of its run; raises what opening a reader raises."""
-    return manifests.placement(*_read_vouching(source))
-
-
-def _read_vouching(source: Source) -> tuple[bytes, bytes]:
-    """The manifest and COMMIT, which comes first (I5)."""
-    commit_bytes = _read_commit(source)
-    return _read_manifest(source, commit_bytes), commit_bytes
-
-
 def _replaced(source: Source) -> InUse:
     return InUse(
         f"{source.label} was replaced or removed while it was read",
@@ -354,34 +343,15 @@ def _replaced(source: Source) -> InUse:
 
 def _read_commit(source: Source) -> bytes:
     try:
-        return _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
-    except NoSuchResource as error:
+        return opened.read_commit(source)
+    except NotCommitted as error:
+        if source.size(naming.COMMIT) is not None:
+            raise
         raise NotCommitted(
-            f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
+            f"{error.detail}, so it is not a checkpoint",
             hint="`holdfast ls` lists the committed checkpoints",
             file=naming.COMMIT,
         ) from error
-
-
-def _read_manifest(source: Source, commit_bytes: bytes) -> bytes:
-    try:
-        found = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
-    except NoSuchResource as error:
-        raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
-    manifests.check_directory(found, commit_bytes, source.label)
-    return found
-
-
-def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:
-    """COMMIT or a manifest, read whole; `CorruptManifest` for a file that is too long to be one."""
-    size = source.size(name)
-    if size is not None and size > bytes_max:
-        raise CorruptManifest(
-            f"{name} in {source.label} has {size} bytes, over the limit of {bytes_max}",
-            hint="Holdfast writes no file of this size; restore another step",
-            file=name,
-        )
-    return source.read(name, 0, size)
 
 
 def _refuse(piece: Piece, error: CheckpointError) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from holdfast.read.reader import CheckpointReader, read_placement
+from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource, HttpSource
+from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
 from holdfast_formats.errors import DaemonGone, Damaged, Denied, NoSuchCheckpoint
 

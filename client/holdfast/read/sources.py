@@ -16,6 +16,7 @@ from holdfast_files.direct import PageCacheState
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.files import Files
 
 if TYPE_CHECKING:
     from holdfast.rest.api import Api
@@ -28,33 +29,16 @@ FILE_CHUNK_BYTES = 2**19
 HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 
 
-class Source(Protocol):
-    """The files of one checkpoint, by plain name. Thread-safe; `label` is for messages. The best read size is
-    `chunk_bytes`.
-    """
+class Source(Files, Protocol):
+    """The files of one checkpoint, by plain name, and what a fast load asks of them. The best read size is `chunk_bytes`."""
 
     @property
-    def label(self) -> str: ...
-    @property
     def chunk_bytes(self) -> int: ...
-    def size(self, name: str) -> int | None: ...  # None when there is no such file
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
-    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # immutable memory; None: read it
+    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
     def file(self, name: str) -> int | None: ...  # the descriptor that is read from; None: files are not what is read
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
     def close(self) -> None: ...
-
-
-def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
-    if length is None:
-        size = source.size(name)
-        if size is None:
-            raise NoSuchResource(f"{source.label} has no file {name!r}")
-        length = max(size - offset, 0)
-    buffer = bytearray(length)
-    return bytes(buffer[: source.read_into(name, offset, memoryview(buffer))])
 
 
 class DirectorySource:
@@ -103,7 +87,20 @@ class DirectorySource:
         return done
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        return _read(self, name, offset, length)
+        return _read(self, os.fstat(self._descriptor(name)).st_size, name, offset, length)
+
+    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self.read_into(name, offset, buffer)  # as a load reads it
+
+    def stamp(self, name: str) -> str:
+        with suppress(NoSuchResource), self._translated(name):
+            status = os.stat(self._path(name), follow_symlinks=False)
+            return f"{status.st_size:x}.{status.st_mtime_ns:x}.{status.st_ino:x}"
+        return ""
+
+    def list(self, path: str) -> list[str]:
+        with self._translated(path):
+            return sorted(os.listdir(self.path)) if not path and self.path.is_dir() else []
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None  # the page cache is read: mapping it costs a fault for every few pages
@@ -222,16 +219,28 @@ class HttpSource:
         return f"{self._api.url}/v1/runs/{self._run}/checkpoints/{self._step}"
 
     def size(self, name: str) -> int | None:
+        return self._stored().get(name)
+
+    def stamp(self, name: str) -> str:
+        return ""  # a service says nothing of that
+
+    def list(self, path: str) -> list[str]:
+        return sorted(name for name, size in self._stored().items() if size is not None and not path)
+
+    def _stored(self) -> dict[str, int | None]:
         with self._lock:
             if self._sizes is None:
                 self._sizes = {file.name: file.stored for file in self._api.files(self._run, self._step)}
-        return self._sizes.get(name)
+            return self._sizes
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         return self._api.file_range(self._run, self._step, name, offset, buffer)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        return _read(self, name, offset, length)
+        return _read(self, self.size(name), name, offset, length)
+
+    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self.read_into(name, offset, buffer)
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None
@@ -247,3 +256,11 @@ class HttpSource:
 
     def close(self) -> None:
         self._api.close()
+
+
+def _read(source: Source, size: int | None, name: str, offset: int, length: int | None) -> bytes:
+    if size is None:
+        raise NoSuchResource(f"{source.label} has no file {name!r}", file=name)
+    there = max(size - offset, 0)
+    buffer = bytearray(there if length is None else min(length, there))
+    return bytes(buffer[: source.read_into(name, offset, memoryview(buffer))])

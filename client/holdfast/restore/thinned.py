@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, suppress
 
 from holdfast.link.session import Choice
-from holdfast.read.reader import read_placement
 from holdfast.read.root_directory import committed_steps
 from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
+from holdfast_files.opened import read_placement
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.thinning import USABLE_FOR

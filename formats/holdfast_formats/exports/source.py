@@ -15,9 +15,10 @@ from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.packing import pack
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.exports.coded_tensors import decoded
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.committed import CommittedFiles, same_bytes
 from holdfast_formats.foreign.filling import elements
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import same
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import whole
@@ -35,7 +36,7 @@ class ExportSource(NamedTuple):
     the bytes of two tensors.
     """
 
-    files: ForeignFiles
+    files: Files
     listing: ForeignListing
     equal: Callable[[TensorKey, TensorKey], bool]
     aliases: Mapping[str, Mapping[str, str]] = {}
@@ -89,7 +90,7 @@ def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
     return ExportSource(verified, listing, equal, shown.aliases, ranked)
 
 
-def of_listing(files: ForeignFiles, listing: ForeignListing) -> ExportSource:
+def of_listing(files: Files, listing: ForeignListing) -> ExportSource:
     """Another program's checkpoint, with its tensors in the order that an import would store them in.
 
     Reads nothing; comparisons read later. `StateMismatch` and `InvalidRequest` for impossible names of tensors and
@@ -116,7 +117,7 @@ def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
     return {group: {key: json.loads(text) for key, text in held.items()} for group, held in stored.values.items()}
 
 
-def _equal(files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], one: TensorKey, other: TensorKey) -> bool:
+def _equal(files: Files, tensors: Mapping[TensorKey, ForeignTensor], one: TensorKey, other: TensorKey) -> bool:
     """Whether two tensors hold the same bytes, by reading both: NaN equals itself."""
     spec, theirs = tensors[one].spec, tensors[other].spec
     if (spec.dtype, spec.shape) != (theirs.dtype, theirs.shape):

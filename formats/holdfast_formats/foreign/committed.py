@@ -17,7 +17,8 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignTensor
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import ForeignTensor
 
 KEPT_BYTES_MAX = 64 * 2**20  # verified extents that are kept: rows of a transposed tensor are in the same ones
 
@@ -29,15 +30,17 @@ class CommittedFiles:
     the caller's memory and checked there. Raises `Damaged` with file, tensor and range for other bytes.
     """
 
-    def __init__(
-        self, files: ForeignFiles, made: Manifest, directory: str = "", kept_bytes_max: int = KEPT_BYTES_MAX
-    ) -> None:
+    def __init__(self, files: Files, made: Manifest, directory: str = "", kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._files, self._made, self._directory = files, made, directory
         self._pieces = verification.pieces(made)
         self._starts = {file: [piece.start for piece in listed] for file, listed in self._pieces.items()}
         self._kept: OrderedDict[tuple[str, int], NDArray[np.uint8]] = OrderedDict()
         self._kept_bytes, self._kept_bytes_max = 0, kept_bytes_max
         self._lock = Lock()
+
+    @property
+    def label(self) -> str:
+        return self._directory or self._files.label
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Verified bytes of a file; fewer than `length` only at its end."""

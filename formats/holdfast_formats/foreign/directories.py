@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.files import Files
 
 LEVELS_MAX = 3
 LISTED_MAX = 1000  # names of a directory and all below it
@@ -23,7 +23,7 @@ _TENSORS = re.compile(
 )
 
 
-def why_unused(files: ForeignFiles, name: str) -> str:
+def why_unused(files: Files, name: str) -> str:
     """Why a name that is no regular file is not imported; `StateMismatch` if it may hold tensors."""
     if name.startswith("."):
         return "a hidden directory, of a cache or of a version control"
@@ -43,7 +43,7 @@ def why_unused(files: ForeignFiles, name: str) -> str:
     return "no regular file, and no directory with tensors; links are not followed"
 
 
-def _first(files: ForeignFiles, directory: str) -> str | None:
+def _first(files: Files, directory: str) -> str | None:
     """The first file with tensors among a limited number of names; a directory of very many names counts as one."""
     waiting, listed = [(directory, 1)], 0
     while waiting:

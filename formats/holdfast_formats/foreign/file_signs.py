@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest
-from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.files import Files
 
 HEAD_BYTES = 64
 _POINTER = b"version https://git-lfs"
@@ -11,7 +11,7 @@ _PAGES = (b"<!doctype html", b"<html")
 _ARCHIVES = (".nemo", ".tar", ".tar.gz", ".tgz", ".zip")
 
 
-def absent(files: ForeignFiles, path: str, why: str = "") -> CheckpointError:
+def absent(files: Files, path: str, why: str = "") -> CheckpointError:
     """The error for a file that is missing, or is not a regular file. `why` it is needed."""
     directory, _, name = path.rpartition("/")
     if name in files.list(directory):

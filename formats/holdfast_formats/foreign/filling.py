@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign.listing import Decoder, ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, narrowed
 from holdfast_formats.region import Box, Shape, flat_boxes, intersect, whole
 
@@ -23,7 +24,7 @@ SPARSE = 4  # gaps are read too, unless they are so many times as long as what i
 
 
 def elements(
-    files: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTensor, start: int, stop: int
+    files: Files, tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTensor, start: int, stop: int
 ) -> NDArray[Any]:
     """Elements [start, stop) of a mapped tensor, row-major, flat, in its dtype.
 
@@ -56,9 +57,7 @@ def elements(
     return made
 
 
-def fetched(
-    files: ForeignFiles, tensor: ForeignTensor, box: Box | None = None, into: NDArray[Any] | None = None
-) -> NDArray[Any]:
+def fetched(files: Files, tensor: ForeignTensor, box: Box | None = None, into: NDArray[Any] | None = None) -> NDArray[Any]:
     """A box of a tensor, or all of it, in its dtype: `into`, if it is given, or a new array."""
     wanted = whole(tensor.spec.shape) if box is None else box
     made = np.empty(wanted.shape, dtypes.to_numpy(tensor.spec.dtype)) if into is None else into
@@ -76,7 +75,7 @@ def _decoder_of_all(tensors: Mapping[TensorKey, ForeignTensor], mapped: MappedTe
     return source.decoder if straight and not move.stepped and source.spec.shape == mapped.spec.shape else None
 
 
-def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> None:
+def fill(files: Files, tensor: ForeignTensor, box: Box, into: NDArray[Any]) -> None:
     """Write a box of a tensor into an array of its shape, of any strides and dtype; errors as of `elements`."""
     if tensor.decoder is not None:
         assign(into, tensor.decoder.decode(box, partial(fetched, files)), tensor.spec.name)
@@ -91,7 +90,7 @@ def fill(files: ForeignFiles, tensor: ForeignTensor, box: Box, into: NDArray[Any
         raise StateMismatch(f"{box.volume - filled} elements of tensor {tensor.spec.name!r} are in no file")
 
 
-def _fill_steps(files: ForeignFiles, tensor: ForeignTensor, box: Box, step: Shape, into: NDArray[Any]) -> None:
+def _fill_steps(files: Files, tensor: ForeignTensor, box: Box, step: Shape, into: NDArray[Any]) -> None:
     """`fill` with a step: reads the elements between, too, in parts of about `SPAN_BYTES_MAX`."""
     outer = next((d for d, (n, by) in enumerate(zip(box.shape, step, strict=True)) if n > 1 and by > 1), 0)
     spanned = [(n - 1) * by + 1 for n, by in zip(box.shape, step, strict=True)]
@@ -158,7 +157,7 @@ def _as_source(place: NDArray[Any], axes: tuple[int | None, ...], dimensions: in
     return turned[(*(slice(None) if d in known else None for d in range(dimensions)), ...)]
 
 
-def _read(files: ForeignFiles, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
+def _read(files: Files, piece: ForeignPiece, dtype: np.dtype[Any], box: Box, into: NDArray[Any], name: str) -> None:
     within = box.within(piece.box).offset
     first = piece.start + sum(i * step for i, step in zip(within, piece.strides, strict=True)) * dtype.itemsize
     direct = into.dtype == dtype and into.flags.c_contiguous and _row_major(piece.strides, box.shape)
@@ -201,6 +200,6 @@ def _row_major(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(n == 1 or step == prod(shape[d + 1 :]) for d, (n, step) in enumerate(zip(shape, steps, strict=True)))
 
 
-def _whole(files: ForeignFiles, file: str, start: int, buffer: NDArray[np.uint8]) -> None:
+def _whole(files: Files, file: str, start: int, buffer: NDArray[np.uint8]) -> None:
     if files.read_into(file, start, buffer) != buffer.nbytes:
         raise CorruptManifest(f"{file} became shorter while it was read", hint="import it when nobody writes it", file=file)

@@ -14,9 +14,10 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import directories, file_signs, hugging_face_names, sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import whole
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
@@ -31,12 +32,12 @@ _NOT_ASSETS = (_ENDING, ".safetensors.index.json", ".bin", ".bin.index.json", ".
 _HINT = "pass the directory of a Hugging Face model with regular files"
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     """Whether there are weights at all; `last`, since other programs leave such files beside their own."""
     return any(name.endswith(_ENDING) for name in files.list(""))
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """Every tensor of the model, from the files' headers; an index must agree.
 
     Raises `StateMismatch` for anything beyond such a model, and if headers and index disagree; `InvalidRequest` if there is
@@ -85,7 +86,7 @@ def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[Fo
         raise StateMismatch(f"{index} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
 
 
-def _weight_map(files: ForeignFiles, index: str) -> Mapping[str, str]:
+def _weight_map(files: Files, index: str) -> Mapping[str, str]:
     if (files.size(index) or 0) > INDEX_BYTES_MAX:
         raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
     try:
@@ -107,7 +108,7 @@ class _Index(msgspec.Struct):
 _decode_index = decoder(_Index)
 
 
-def in_file(files: ForeignFiles, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
+def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
     """The tensors of one safetensors file, from its header. `why` it is needed."""
     size = files.size(file)
     if size is None:
@@ -146,7 +147,7 @@ def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], optio
     return TakenTensors(tuple(sixteen_bits.with_bfloat16(one, dtype) for one in tensors), (sixteen_bits.note(dtype),))
 
 
-def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
+def assets_of(files: Files, names: Iterable[str]) -> tuple[str, ...]:
     """The plain files beside the weights, except names of the format itself."""
     found = []
     for name in names:
@@ -161,7 +162,7 @@ def assets_of(files: ForeignFiles, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def why_unused(files: ForeignFiles, name: str) -> str:
+def why_unused(files: Files, name: str) -> str:
     """Why a name beside the weights is not copied, if it is not a file with tensors. `StateMismatch` for a directory that
     may have some.
     """

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, Refused, StateMismatch
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import FileUse
 from holdfast_formats.tensors import TensorSpec
 
 CONFIG = "config.json"
@@ -126,7 +127,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
             )
 
 
-def read_config(source: ForeignFiles) -> Mapping[str, Any]:
+def read_config(source: Files) -> Mapping[str, Any]:
     """The model's config.json, empty without one; `CorruptManifest` if it cannot be read."""
     size = source.size(CONFIG)
     if size is None:

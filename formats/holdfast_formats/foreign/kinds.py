@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
+from holdfast_formats.foreign.listing import ForeignListing
 
 
 class ReadOptions(NamedTuple):
@@ -30,12 +31,12 @@ class ForeignKind(NamedTuple):
 
     name: str
     title: str
-    recognises: Callable[[ForeignFiles], bool]
-    read: Callable[[ForeignFiles, ReadOptions], ForeignListing]
+    recognises: Callable[[Files], bool]
+    read: Callable[[Files, ReadOptions], ForeignListing]
     last: bool = False
 
 
-def choose(files: ForeignFiles, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
+def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     """The kind of a directory, or the `wanted` one.
 
     Raises `InvalidRequest` for an unknown kind, `StateMismatch` if none fits, or more than one.

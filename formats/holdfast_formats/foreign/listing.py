@@ -18,22 +18,6 @@ from holdfast_formats.tensors import TensorSpec
 _OF_RANK = re.compile(r"ranks/[0-9]+/")
 
 
-class ForeignFiles(Protocol):
-    """The directory of a foreign checkpoint. Paths are relative, with `/`; a link out of it counts as missing."""
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file; fewer than `length` only at its end."""
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        """Fill a contiguous `buffer`; the number of bytes read, fewer than it holds only at the file's end."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file, None if there is no file at `path`."""
-
-    def list(self, path: str) -> list[str]:
-        """The names in a directory, sorted; empty for anything but a directory."""
-
-
 class TensorKey(NamedTuple):
     group: str
     name: str

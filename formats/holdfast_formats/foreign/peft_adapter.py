@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face, hugging_face_names, torch_values
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing
+from holdfast_formats.foreign.listing import FileUse, ForeignListing
 from holdfast_formats.foreign.pickles import read_torch
 
 GROUP = "adapter"
@@ -17,11 +18,11 @@ CONFIG_BYTES_MAX = 2**24
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     return files.size(CONFIG) is not None and any(files.size(name) is not None for name in (SAFE, PICKLED))
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The adapter's tensors under PEFT's names, in group `adapter`; its configuration is an asset.
 
     Raises `StateMismatch` for other content, `CorruptManifest` for an unreadable configuration.
@@ -48,7 +49,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     return ForeignListing(KIND.name, {tensor.key: tensor for tensor in found}, tuple(uses), assets=assets, notes=notes)
 
 
-def _check_config(files: ForeignFiles) -> None:
+def _check_config(files: Files) -> None:
     size = files.size(CONFIG)
     if size is None:
         raise StateMismatch(f"there is no {CONFIG}, without which nobody knows what the adapter belongs to", file=CONFIG)

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickled import torch_files, zip_members
 from holdfast_formats.foreign.pickled.dtypes import TORCH as TORCH_DTYPES
 from holdfast_formats.foreign.pickled.machine import PickleMachine
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def read_pickle(files: ForeignFiles, path: str, allowed: Collection[str] = ()) -> Any:
+def read_pickle(files: Files, path: str, allowed: Collection[str] = ()) -> Any:
     """The value of a file that is one pickle. `allowed` are classes (`module.Class`) whose objects become records."""
     stream = PickleStream(files, path, 0, _size(files, path))
     file_signs.check_head(path, files.read(path, 0, file_signs.HEAD_BYTES))
@@ -45,7 +45,7 @@ def read_pickle(files: ForeignFiles, path: str, allowed: Collection[str] = ()) -
     return value
 
 
-def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None) -> Any:
+def read_torch(files: Files, path: str, allowed: Collection[str] = (), at: tuple[int, int] | None = None) -> Any:
     """The value of a file of `torch.save`, a zip file or in the older form; `allowed` as of `read_pickle`.
 
     `at` is the first byte and the length of a zip file inside the file.
@@ -63,7 +63,7 @@ def read_torch(files: ForeignFiles, path: str, allowed: Collection[str] = (), at
     raise StateMismatch(f"{path} is no file of torch.save: it begins with {head[:8]!r}", file=path)
 
 
-def _size(files: ForeignFiles, path: str) -> int:
+def _size(files: Files, path: str) -> int:
     size = files.size(path)
     if size is None:
         raise file_signs.absent(files, path)

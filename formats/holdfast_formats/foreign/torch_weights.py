@@ -11,10 +11,11 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face, hugging_face_names, optimizer_state, torch_optimizer, torch_values
 from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickles import read_torch
 
 GROUP = "model"
@@ -27,18 +28,18 @@ _BARE = re.compile(r".+\.(pt|pth|bin|ckpt)")
 _NO_WEIGHTS = {"training_args.bin"}
 
 
-def recognises_directory(files: ForeignFiles) -> bool:
+def recognises_directory(files: Files) -> bool:
     """A Hugging Face directory with torch files, and without the same in safetensors."""
     names = files.list("")
     return any(_WEIGHTS.fullmatch(name) or name == INDEX for name in names) and not hugging_face.recognises(files)
 
 
-def recognises_file(files: ForeignFiles) -> bool:
+def recognises_file(files: Files) -> bool:
     """A directory with a torch file, and none of those that Hugging Face writes."""
     return bool(_bare(files.list(""))) and not recognises_directory(files) and not hugging_face.recognises(files)
 
 
-def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
     """Every tensor of the model; an index must agree.
 
     Raises `StateMismatch` for anything beyond such a model, and `CorruptManifest` for truncated files.
@@ -63,7 +64,7 @@ def read_directory(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     return _listing(DIRECTORY_KIND, files, found, used)
 
 
-def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
     tensors and plain values, which become documents. Raises `StateMismatch` for anything else.
     """
@@ -89,7 +90,7 @@ def read_file(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
 
 
 def _with_values(
-    files: ForeignFiles, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
+    files: Files, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
 ) -> ForeignListing:
     """The listing with an optimizer, tensors and plain values that are beside the model."""
     found = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
@@ -131,7 +132,7 @@ def _optimizers_in(key: Any, value: Any) -> list[Any]:
 
 
 def _listing(
-    kind: ForeignKind, files: ForeignFiles, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
+    kind: ForeignKind, files: Files, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
 ) -> ForeignListing:
     """The listing, with the use of every file of the directory."""
     names = files.list("")
@@ -173,7 +174,7 @@ class _Index(msgspec.Struct):
 _decode_index = decoder(_Index)
 
 
-def _weight_map(files: ForeignFiles) -> dict[str, str]:
+def _weight_map(files: Files) -> dict[str, str]:
     if (files.size(INDEX) or 0) > hugging_face.INDEX_BYTES_MAX:
         raise LimitExceeded(f"{INDEX} is over the limit of {hugging_face.INDEX_BYTES_MAX} bytes", file=INDEX)
     try:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import moments, naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
 from holdfast_formats.moments import utc_now
@@ -26,7 +27,6 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
-from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
@@ -247,12 +247,12 @@ class CheckJobs:
             raise InvalidRequest("a check needs a run and a step", hint="pass `run` and `step`")
         directory = naming.checkpoint_path(job.run, job.step)
         try:
-            total = read_manifest(self._tier, directory).bytes
+            total = open_checkpoint(self._tier, directory).manifest.bytes
         except Damaged:  # the check reports or repairs it
             total = 0
         with _stopping():
             check = self._checker.check(job.run, job.step, self._scrub.heed(_Sum(progress, total).add, paced=False))
-        made = read_manifest(self._tier, directory)
+        made = open_checkpoint(self._tier, directory).manifest
         tensors = sum(len(listed) for listed in made.tensors.values())
         return {**check, "files": len(made.files), "tensors": tensors}
 

@@ -7,7 +7,7 @@ from .posix import PosixTier
 from .posix_store import PosixStore
 from .snapshot import HubSnapshot
 from .store import CommitContents, Publication, StagedCheckpoint, Store
-from .tier import Buffer, FileWriter, Readable, Tier
+from .tier import Buffer, FileWriter, Tier
 
 __all__ = [
     "Buffer",
@@ -18,7 +18,6 @@ __all__ = [
     "PosixStore",
     "PosixTier",
     "Publication",
-    "Readable",
     "RootLock",
     "StagedCheckpoint",
     "Store",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
 
-from .tier import Buffer, check_range, octets, split_leaf, split_path
+from .tier import THE_DIRECTORY, Buffer, check_range, octets, split_leaf, split_path
 
 CAPACITY_BYTES = 2**40
 _Path = tuple[str, ...]
@@ -30,6 +30,10 @@ class MemoryTier:
         self._held: set[_Path] = set()
         self._changed = time.monotonic()
         self._lock = threading.RLock()
+
+    @property
+    def label(self) -> str:
+        return THE_DIRECTORY
 
     def create(self, path: str, size: int) -> MemoryFile:
         if size < 0:

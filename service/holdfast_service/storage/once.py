@@ -6,15 +6,16 @@ import mmap
 import threading
 
 from holdfast_files.direct import ALIGNMENT
+from holdfast_formats.files import Files
 
 from .posix import DIRECT_BYTES_MIN, PosixTier
 from .snapshot import HubSnapshot
-from .tier import Buffer, Readable, octets
+from .tier import Buffer, octets
 
 SCRATCH_BYTES = 2**23  # of each thread that reads
 
 
-def read_once(place: Readable) -> Readable:
+def read_once(place: Files) -> Files:
     """The same place, for a caller that reads all of it once."""
     return _ReadOnce(place) if isinstance(place, (PosixTier, HubSnapshot)) else place
 
@@ -33,7 +34,7 @@ class _ReadOnce:
     """A directory on POSIX. Cached ranges are read from the page cache."""
 
     def __init__(self, place: PosixTier | HubSnapshot) -> None:
-        self._place = place
+        self._place, self.label = place, place.label
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self._place.read(path, offset, length)

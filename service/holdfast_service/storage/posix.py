@@ -23,7 +23,7 @@ from .directories import DIRECTORY, absent, check_same, identity_of, newest_chan
 from .held_names import held
 from .pacing import Pace
 from .stamps import stamps
-from .tier import Buffer, check_position, check_range, octets, split_leaf, split_path
+from .tier import THE_DIRECTORY, Buffer, check_position, check_range, octets, split_leaf, split_path
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
 
@@ -55,6 +55,10 @@ class PosixTier:
         self._replacing = threading.Lock()
         make_root(root)
         self._at = identity_of(os.stat(root))
+
+    @property
+    def label(self) -> str:
+        return THE_DIRECTORY
 
     def create(self, path: str, size: int) -> PosixFile:
         if size < 0:

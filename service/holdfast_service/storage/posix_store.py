@@ -21,10 +21,11 @@ from holdfast_formats.errors import (
     NoSuchResource,
     StorageFailed,
 )
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 
 from .store import Alone, CommitContents, Publication
-from .tier import FileWriter, Readable, Tier
+from .tier import FileWriter, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
@@ -38,7 +39,7 @@ class PosixStore:
         self._tier = tier
 
     @property
-    def files(self) -> Readable:
+    def files(self) -> Files:
         return self._tier
 
     def begin(self, place: Place) -> PosixStaged:

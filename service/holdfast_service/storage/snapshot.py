@@ -10,8 +10,10 @@ import os
 import re
 from pathlib import Path
 
+from holdfast_formats.files import Files
+
 from .posix import PosixTier
-from .tier import Buffer, Readable
+from .tier import Buffer
 
 _TARGET = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 
@@ -22,6 +24,7 @@ class HubSnapshot:
     def __init__(self, directory: Path) -> None:
         self._snapshot = f"{directory.parent.name}/{directory.name}"
         self._cache = PosixTier(directory.parent.parent)
+        self.label = self._cache.label
 
     def size(self, path: str) -> int | None:
         return self._cache.size(self._found(path))
@@ -54,7 +57,7 @@ class HubSnapshot:
         return f"blobs/{target[1]}" if target else there
 
 
-def opened(directory: Path) -> Readable:
+def opened(directory: Path) -> Files:
     """A directory to read; if it is a snapshot in a hub's cache, its links are followed."""
     snapshot = directory.parent.name == "snapshots" and (directory.parent.parent / "blobs").is_dir()
     return HubSnapshot(directory) if snapshot else PosixTier(directory)

@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 
-from .tier import FileWriter, Readable
+from .tier import FileWriter
 
 Alone = Callable[[str], AbstractContextManager[object]]
 
@@ -76,7 +77,7 @@ class Store(Protocol):
     """Checkpoints of many runs, and staged saves. Used by several nodes at once."""
 
     @property
-    def files(self) -> Readable:
+    def files(self) -> Files:
         """Files of committed checkpoints, by their paths `RUN/checkpoints/step-N/FILE`."""
 
     def begin(self, place: Place) -> StagedCheckpoint:

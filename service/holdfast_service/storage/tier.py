@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.files import Files
 
+THE_DIRECTORY = "the directory"  # `label` of a tier: callers name its root themselves, and not to everyone
 NAME_BYTES_MAX = 255  # of every file system
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
@@ -38,29 +40,7 @@ class FileWriter(Protocol):
         """Close without a promise about the bytes; does nothing on a closed file."""
 
 
-class Readable(Protocol):
-    """The interface of a place that is only read. Every failure is one of those of `Tier`."""
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file; fewer than `length` only at its end."""
-
-    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        """Fill `buffer` from a file; return the number of bytes read, fewer than it holds only at the file's end."""
-
-    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
-        """`read_into` for verification of stored bytes: past any cache if offset, length and memory are aligned."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file, None if there is no file at `path`."""
-
-    def list(self, path: str) -> list[str]:
-        """The names in a directory, sorted; empty for anything but a directory."""
-
-    def stamp(self, path: str) -> str:
-        """A text that changes when the file at `path` is written, replaced or made again; empty if there is no file."""
-
-
-class Tier(Readable, Protocol):
+class Tier(Files, Protocol):
     """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""
 
     def create(self, path: str, size: int) -> FileWriter:

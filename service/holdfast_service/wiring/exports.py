@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted
+from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.copying import converting, exporting, foreign_export, streaming
 from holdfast_service.daemon.copying.converting import Conversion
-from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import Tier
 from holdfast_service.wiring.progress import Progress, going
 
 
@@ -41,7 +42,7 @@ class Exporter:
     def copy(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
         """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
-            size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
+            size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
             ahead = going(progress, 2 * size)
             with exporting.alone(place, wanted.target) as staging:
                 made = None
@@ -73,9 +74,9 @@ class ExportWork(NamedTuple):
     again: bool = False
 
 
-def converted(tier: Readable, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
+def converted(tier: Files, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
     """Export the checkpoint in a directory of `tier`; the report."""
-    planned = foreign_export.plan_export(tier, directory, read_pair(tier, directory).made, terms)
+    planned = foreign_export.plan_export(tier, directory, open_checkpoint(tier, directory).manifest, terms)
     _written(planned, work, lambda: None)
     return {"to": work.target, **foreign_export.report(planned)}
 

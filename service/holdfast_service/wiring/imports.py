@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
+from holdfast_formats.files import Files
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import import_report, importing, streaming
-from holdfast_service.daemon.copying.copies import read_back, read_pair
+from holdfast_service.daemon.copying.copies import read_back
 from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import Tier
 from holdfast_service.wiring.progress import Progress, going
 
 
@@ -41,7 +43,7 @@ class Importer:
     def __init__(self, tier: Tier, decisions: Decisions) -> None:
         self._tier, self._decisions = tier, decisions
 
-    def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+    def bring(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`, or report a dry run; it is verified."""
         ours = _is_ours(source, wanted.options)
         if wanted.dry_run:
@@ -110,20 +112,20 @@ class Importer:
             raise taken
         return self._done(planned, dict(told), self._verified(wanted.run, wanted.step))
 
-    def _copy(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+    def _copy(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
         imports, run, step = self._decisions.imports(), wanted.run, wanted.step
-        pair = read_pair(source, "")
+        pair = open_checkpoint(source, "")
         # A node that has lost its lease may still write, and must not meet the one that has taken its job.
         place = naming.job_place(run, step, digest(f"{self._decisions.node_of_many} ".encode() + pair.commit))
-        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt), place.path, imports.way(run))
-        plan = importing.counted(pair.made)
+        goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), place.path, imports.way(run))
+        plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))
         self._tier.remove_tree(place.path)
         try:
             ahead = going(progress, 2 * plan.bytes)
             copied = importing.copy_in(source, self._tier, goal, ahead)
-            read_back(self._tier, place.path, copied.made, ahead)
+            read_back(self._tier, place.path, copied.manifest, ahead)
             made = imports.publish(place, copied.encoded, copied.commit)
         except BaseException:
             self._tier.remove_tree(place.path)
@@ -139,16 +141,16 @@ class Importer:
 OURS = "holdfast"
 
 
-def foretold(source: Readable, wanted: WantedImport) -> dict[str, Any]:
+def foretold(source: Files, wanted: WantedImport) -> dict[str, Any]:
     """A dry run of an import. Names and headers are read, and nothing is written; raises what the import would."""
     if _is_ours(source, wanted.options):
-        said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(read_pair(source, "").made)}
+        said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(open_checkpoint(source, "").manifest)}
         return {"run": wanted.run, "step": wanted.step, "dry_run": True, **said}
     planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.options)
     return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
 
 
-def _is_ours(source: Readable, options: ImportOptions) -> bool:
+def _is_ours(source: Files, options: ImportOptions) -> bool:
     """Whether a source is a Holdfast checkpoint, which is copied. Raises for an incomplete one, and for options that do not
     apply to it.
     """

@@ -8,16 +8,17 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.merging.planning import names_of, plan_merge
 from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
 from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
-from holdfast_service.storage import Readable, Tier
+from holdfast_service.storage import Tier
 from holdfast_service.wiring.imports import Importer, WantedImport
 from holdfast_service.wiring.progress import Progress
 
-OpenDirectory = Callable[[str], Readable]  # the directory of a model that a recipe names by its path
+OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
 
 
 class Merger:

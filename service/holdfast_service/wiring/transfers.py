@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs, sixteen_bits
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
@@ -18,7 +19,7 @@ from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.daemon.copying.replicas import Replicator
-from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
+from holdfast_service.storage import PosixTier, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wiring.exports import Exporter, ForeignExport
 from holdfast_service.wiring.imports import OURS, Importer, WantedImport
@@ -103,7 +104,7 @@ class Transfers:
             return self._exporter.copy(place, wanted, progress)
         return self._exporter.convert(place, wanted, progress)
 
-    def bring(self, source: Readable, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+    def bring(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`, or report a dry run."""
         return self._importer.bring(source, wanted, progress)
 
@@ -136,14 +137,14 @@ class Transfers:
         check_output_place(place.root / wanted.target)
         return place
 
-    def _reach_snapshot(self, below: str) -> Readable:
+    def _reach_snapshot(self, below: str) -> Files:
         """A directory below `place`, or a snapshot in a hub's cache there."""
-        source: Readable = self._reach(below)
+        source: Files = self._reach(below)
         if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
             source = snapshot.opened(self._place / below)
         return source
 
-    def _model(self, path: str) -> Readable:
+    def _model(self, path: str) -> Files:
         """The directory that a recipe names, below `place`."""
         return self._reach_snapshot(str(PurePosixPath(path)))
 
@@ -171,7 +172,7 @@ def check_directory(path: Path) -> None:
     raise InvalidRequest(f"{path} is not a directory, but a file", hint=hint)
 
 
-def open_source(path: Path) -> Readable:
+def open_source(path: Path) -> Files:
     """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
     check_directory(path)
     return snapshot.opened(path.resolve())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing
+from holdfast_formats.foreign.listing import ForeignListing
 from tests.formats.foreign.test_filling import InMemory
 
 
 def _kind(name: str, ending: str) -> ForeignKind:
-    def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+    def read(files: Files, options: ReadOptions) -> ForeignListing:
         return ForeignListing(name, {}, ())
 
     return ForeignKind(name, name.upper(), lambda files: any(file.endswith(ending) for file in files.list("")), read)

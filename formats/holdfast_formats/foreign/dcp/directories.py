@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from holdfast_formats import naming
 from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.dcp.metadata import METADATA, SavedState
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+from holdfast_formats.foreign.listing import FileUse
 
 FILES_MAX = 2**20
 DEPTH_MAX = 8
@@ -19,7 +20,7 @@ _EARLIER = "metadata does not name it: it is of an earlier save into the same di
 _UNFINISHED = "it was left by a save that did not end"
 
 
-def walk(files: ForeignFiles, directory: str = "", depth: int = 0) -> Iterator[str]:
+def walk(files: Files, directory: str = "", depth: int = 0) -> Iterator[str]:
     """The paths of all files. Raises `LimitExceeded` for too many or too deep directories."""
     for position, name in enumerate(files.list(directory)):
         path = f"{directory}/{name}" if directory else name
@@ -31,7 +32,7 @@ def walk(files: ForeignFiles, directory: str = "", depth: int = 0) -> Iterator[s
             yield from walk(files, path, depth + 1)
 
 
-def uses(files: ForeignFiles, saved: SavedState, directory: str, known: Mapping[str, FileUse]) -> tuple[FileUse, ...]:
+def uses(files: Files, saved: SavedState, directory: str, known: Mapping[str, FileUse]) -> tuple[FileUse, ...]:
     """The use of every file. `known` are those read besides the metadata and its files."""
     of_tensors = {chunk.at.file for tensor in saved.tensors.values() for chunk in tensor.chunks}
     of_values = {at.file for at in saved.values.values()}

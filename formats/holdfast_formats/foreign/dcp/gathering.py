@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, Refused, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import json_values, pickles
 from holdfast_formats.foreign.dcp.metadata import StoredAt
 from holdfast_formats.foreign.json_values import Trail
-from holdfast_formats.foreign.listing import Decoder, ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickled.calls import LatinBytes
 from holdfast_formats.foreign.pickles import PickledArray, PickledBytes, PickledGlobal, PickledRecord
 from holdfast_formats.region import whole
@@ -39,7 +40,7 @@ class ValuePlace(NamedTuple):
 class GatheredListing:
     """Tensors, documents and notes of a directory, collected during reading."""
 
-    def __init__(self, files: ForeignFiles, allowed: Collection[str] = PLAIN) -> None:
+    def __init__(self, files: Files, allowed: Collection[str] = PLAIN) -> None:
         self.files = files
         self.tensors: dict[TensorKey, ForeignTensor] = {}
         self.documents: dict[str, dict[str, Any]] = {}

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from holdfast_formats.errors import NotCommitted, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.dcp import directories, metadata, sharded_safetensors
 from holdfast_formats.foreign.dcp.arrangement import EXTRA, StateDictArrangement
 from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread
@@ -13,7 +14,7 @@ from holdfast_formats.foreign.dcp.megatron import ALLOWED, MegatronArrangement
 from holdfast_formats.foreign.dcp.metadata import METADATA, StoredAt
 from holdfast_formats.foreign.dcp.payloads import Payloads
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing
+from holdfast_formats.foreign.listing import FileUse, ForeignListing
 
 LIGHTNING = "meta.pt"
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -21,7 +22,7 @@ WEIGHTS, CONTEXT = "weights", "context"
 _BACKEND = "torch_dist"
 
 
-def is_dcp(files: ForeignFiles) -> bool:
+def is_dcp(files: Files) -> bool:
     """Whether a directory has the files of a DCP save, complete or not, or safetensors in shards."""
     names = files.list("")
     if CONFIG in names and _backend(files, "") is not None:
@@ -33,15 +34,15 @@ def is_dcp(files: ForeignFiles) -> bool:
     )
 
 
-def is_megatron(files: ForeignFiles) -> bool:
+def is_megatron(files: Files) -> bool:
     return _backend(files, "") is not None
 
 
-def is_nemo(files: ForeignFiles) -> bool:
+def is_nemo(files: Files) -> bool:
     return _backend(files, WEIGHTS) is not None
 
 
-def read_dcp(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
     """A directory of `dcp.save`. Errors by key and file: `StateMismatch`, `NotCommitted`, `CorruptManifest`."""
     names = files.list("")
     if METADATA not in names:
@@ -70,17 +71,17 @@ def read_dcp(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     )
 
 
-def read_megatron(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read_megatron(files: Files, options: ReadOptions) -> ForeignListing:
     """A directory `iter_…` of Megatron-LM in the format torch_dist."""
     return _megatron(files, options, "megatron", "")
 
 
-def read_nemo(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read_nemo(files: Files, options: ReadOptions) -> ForeignListing:
     """A directory of NeMo 2: weights/ is Megatron-core's, context/ configures the model."""
     return _megatron(files, options, "nemo", WEIGHTS)
 
 
-def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: str) -> ForeignListing:
+def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> ForeignListing:
     backend = _backend(files, directory)
     if backend is None:
         raise NotCommitted(
@@ -108,7 +109,7 @@ def _megatron(files: ForeignFiles, options: ReadOptions, kind: str, directory: s
     )
 
 
-def _backend(files: ForeignFiles, directory: str) -> str | None:
+def _backend(files: Files, directory: str) -> str | None:
     """The format in metadata.json of Megatron-core; None without this file."""
     path = _below(directory, CONFIG)
     if files.size(path) is None:
@@ -121,7 +122,7 @@ def _backend(files: ForeignFiles, directory: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _of_lightning(files: ForeignFiles, gathered: GatheredListing) -> FileUse:
+def _of_lightning(files: Files, gathered: GatheredListing) -> FileUse:
     """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
     made = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
     if isinstance(made, Unread):

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 from holdfast_formats.errors import NotCommitted, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import pickles
-from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickles import PickledGlobal, PickledRecord
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
 
@@ -78,7 +78,7 @@ class SavedState(NamedTuple):
         return frozenset(of_tensors | {at.file for at in self.values.values()})
 
 
-def read(files: ForeignFiles, directory: str = "") -> SavedState:
+def read(files: Files, directory: str = "") -> SavedState:
     """Read `.metadata`. Raises `NotCommitted` without one, `StateMismatch` by key and file for contradictions."""
     path = _below(directory, METADATA)
     if files.size(path) is None:
@@ -132,7 +132,7 @@ class EntryKey(NamedTuple):
 Places = dict[EntryKey, StoredAt]
 
 
-def _places(files: ForeignFiles, directory: str, found: Any, path: str) -> Places:
+def _places(files: Files, directory: str, found: Any, path: str) -> Places:
     places: Places = {}
     sizes: dict[str, int | None] = {}
     for index, info in _dict(found, "storage_data", path).items():

@@ -11,9 +11,10 @@ from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs, pickles
 from holdfast_formats.foreign.dcp.metadata import SavedChunk, SavedState, SavedTensor
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece
+from holdfast_formats.foreign.listing import ForeignPiece
 from holdfast_formats.foreign.pickles import PickledArray
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape, flat_boxes
@@ -33,7 +34,7 @@ class SafetensorsPart(NamedTuple):
 class Payloads:
     """Finds the pieces of a directory's tensors. Reads each safetensors part once."""
 
-    def __init__(self, files: ForeignFiles, saved: SavedState) -> None:
+    def __init__(self, files: Files, saved: SavedState) -> None:
         self._files, self._saved = files, saved
         self._parts: dict[tuple[str, int], SafetensorsPart] = {}
 
@@ -71,7 +72,7 @@ class Payloads:
         return ForeignPiece(at.file, part.data + found.start, chunk.box, strides(chunk.box.shape))
 
 
-def safetensors_part(files: ForeignFiles, file: str, start: int = 0) -> SafetensorsPart:
+def safetensors_part(files: Files, file: str, start: int = 0) -> SafetensorsPart:
     """The safetensors in a file from byte `start` on. `CorruptManifest` if they do not fill it."""
     stored = files.size(file)
     if stored is None:

@@ -5,11 +5,12 @@ header has the place of each shard in its tensor.
 from __future__ import annotations
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.dcp import directories
 from holdfast_formats.foreign.dcp.gathering import GatheredListing
 from holdfast_formats.foreign.dcp.metadata import SavedState, check_tiled
 from holdfast_formats.foreign.dcp.payloads import safetensors_part
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignPiece
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
@@ -17,7 +18,7 @@ from holdfast_formats.tensors import TensorSpec
 _NOTE = "the shape of a tensor is the extent of its shards"
 
 
-def read(files: ForeignFiles, shards: int | None) -> ForeignListing:
+def read(files: Files, shards: int | None) -> ForeignListing:
     """All shards together, as group model; `shards` is the number of ranks that wrote some.
 
     `StateMismatch` if they overlap, leave gaps, or differ in dtype, and for another number of shards: the directory does not
@@ -51,7 +52,7 @@ def read(files: ForeignFiles, shards: int | None) -> ForeignListing:
     return ForeignListing("dcp", gathered.tensors, found, assets=directories.assets(found), notes=(_NOTE,))
 
 
-def _check_count(files: ForeignFiles, shards: int | None) -> None:
+def _check_count(files: Files, shards: int | None) -> None:
     found = sorted({int(match[1]) for file in files.list("") if (match := directories.SHARD.fullmatch(file))})
     if shards == len(found):
         return

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import torch_values
-from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_torch
 
 LATEST = "latest"
@@ -41,7 +41,7 @@ class ZeroFiles(NamedTuple):
         return f"{self.directory}/{name}" if self.directory else name
 
 
-def tag(files: ForeignFiles) -> str | None:
+def tag(files: Files) -> str | None:
     """The directory of the checkpoint: the one in `latest`, or the only one; None without one."""
     names = files.list("")
     if any(_OPTIMIZER.fullmatch(name) for name in names):
@@ -53,11 +53,11 @@ def tag(files: ForeignFiles) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_checkpoint(files: ForeignFiles, directory: str) -> bool:
+def _is_checkpoint(files: Files, directory: str) -> bool:
     return any(_OPTIMIZER.fullmatch(name) for name in files.list(directory))
 
 
-def sort_out(files: ForeignFiles, directory: str) -> ZeroFiles:
+def sort_out(files: Files, directory: str) -> ZeroFiles:
     """The files of a tag's directory by rank; `StateMismatch` for any other file."""
     models: dict[int | None, str] = {}
     optimizers: dict[int, str] = {}
@@ -90,7 +90,7 @@ def sort_out(files: ForeignFiles, directory: str) -> ZeroFiles:
     return ZeroFiles(directory, tuple(ordered), tuple(optimizers[rank] for rank in range(len(optimizers))))
 
 
-def read(files: ForeignFiles, path: str) -> dict[str, Any]:
+def read(files: Files, path: str) -> dict[str, Any]:
     value = read_torch(files, path, _RECORDS)
     if not isinstance(value, dict):
         raise refused(path, "does not hold what DeepSpeed writes")

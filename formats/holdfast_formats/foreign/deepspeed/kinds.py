@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import optimizer_state, torch_values
 from holdfast_formats.foreign.deepspeed import files as zero_files
 from holdfast_formats.foreign.deepspeed import leftovers, zero_partitions
@@ -16,7 +17,7 @@ from holdfast_formats.foreign.deepspeed.files import ZeroFiles, dict_in, flat, l
 from holdfast_formats.foreign.deepspeed.optimizer import ZeroRank, optimizer_tensors, parameter_groups, rank_state
 from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import rounded
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray
@@ -40,12 +41,12 @@ class _Saved(NamedTuple):
         return self.held.path(self.held.models[0])
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     """A directory `global_stepN` with optimizer states by rank, or such a directory itself."""
     return zero_files.tag(files) is not None
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of the checkpoint in `latest`; `StateMismatch` and `CorruptManifest` by file and key."""
     directory = zero_files.tag(files)
     if directory is None:
@@ -71,7 +72,7 @@ def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
     return ForeignListing(KIND.name, listed, uses, documents, assets, tuple(notes), step)
 
 
-def _read(files: ForeignFiles, held: ZeroFiles) -> _Saved:
+def _read(files: Files, held: ZeroFiles) -> _Saved:
     """All files, checked to be of one step and of the stated number of ranks."""
     models = [zero_files.read(files, held.path(name)) for name in held.models]
     ranks = [rank_state(zero_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import directories, hugging_face, json_values, torch_values
 from holdfast_formats.foreign.deepspeed.files import LATEST, ZeroFiles, refused
 from holdfast_formats.foreign.deepspeed.optimizer import ZeroRank
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+from holdfast_formats.foreign.listing import FileUse
 from holdfast_formats.foreign.pickles import PickledGlobal
 
 GROUP = "extra"
@@ -52,7 +53,7 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
     return {GROUP: made}
 
 
-def uses(files: ForeignFiles, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str, ...]]:
+def uses(files: Files, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str, ...]]:
     """The use of every file, and copied ones; `StateMismatch` for one that may hold more of the training."""
     found = [FileUse(held.path(name), "tensors") for name in (*held.models, *held.optimizers)]
     own = {*held.models, *held.optimizers} if not held.directory else {held.directory}

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats import dtypes
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import optimizer_state, torch_values
 from holdfast_formats.foreign.deepspeed import files as zero_files
 from holdfast_formats.foreign.deepspeed import zero_partitions
 from holdfast_formats.foreign.deepspeed.files import dict_in, flat, list_in
 from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import scalar
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord
@@ -123,7 +124,7 @@ def _fragments(given: Any, path: str) -> list[dict[str, tuple[int, int]]] | None
 
 
 def optimizer_tensors(
-    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], stage: int, files: ForeignFiles
+    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], stage: int, files: Files
 ) -> Iterator[ForeignTensor]:
     """The optimizer's state by parameter: flat kinds are cut as the masters are, numbers are those of the group."""
     first = ranks[0]
@@ -158,7 +159,7 @@ def _flat_kind(
 
 
 def _number(
-    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], kind: str, files: ForeignFiles
+    parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRank], kind: str, files: Files
 ) -> Iterator[ForeignTensor]:
     """A number of each group, equal on all ranks, as a scalar tensor of each of its parameters."""
     values = []
@@ -172,7 +173,7 @@ def _number(
         yield scalar(key, values[0][parameter.group])
 
 
-def _value(rank: ZeroRank, group: int, kind: str, files: ForeignFiles) -> float:
+def _value(rank: ZeroRank, group: int, kind: str, files: Files) -> float:
     """A number of the state, or of the parameter group, where fused optimizers have the step."""
     value = rank.state[group].get(kind)
     if value is None and kind == STEP:

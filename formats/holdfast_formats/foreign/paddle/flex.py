@@ -13,8 +13,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor
+from holdfast_formats.foreign.listing import ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.foreign.paddle import leftovers, progress
 from holdfast_formats.foreign.paddle.gathering import Gathering, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import RECORDS, read_dict, refuse_rest
@@ -32,11 +33,11 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F
 _STALE = "the metadata may be of an earlier save into this directory, which Paddle keeps: import another step"
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     return any(_FILE.fullmatch(name) for state in GROUPS for name in files.list(state))
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of a FlexCheckpoint; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     there = {state: files.list(state) for state in GROUPS if state in names}
@@ -100,7 +101,7 @@ class DescribedShard(NamedTuple):
 class StateReader:
     """Reads one of the directories, such as `optimizer_state`. `arrays` are those of each file by key."""
 
-    def __init__(self, files: ForeignFiles, state: str, names: Sequence[str]) -> None:
+    def __init__(self, files: Files, state: str, names: Sequence[str]) -> None:
         self._files, self._state = files, state
         self.arrays: dict[str, dict[str, LocalTensorParts]] = {}
         for name in names:

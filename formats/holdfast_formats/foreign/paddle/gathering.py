@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import agreement, computed, leftovers, progress
 from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
@@ -31,7 +32,7 @@ _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 class Gathering:
     """The tensors of a directory, by key. `config` is its config.json, if there is one."""
 
-    def __init__(self, files: ForeignFiles, options: ReadOptions) -> None:
+    def __init__(self, files: Files, options: ReadOptions) -> None:
         self.files, self.options = files, options
         self.config = read_json(files, CONFIG) if CONFIG in files.list("") else None
         self.progress = progress.read(files)
@@ -186,7 +187,7 @@ def renamed(tensor: ForeignTensor, group: str, name: str) -> ForeignTensor:
     return tensor._replace(spec=type(spec)(group, name, spec.dtype, spec.shape))
 
 
-def read_json(files: ForeignFiles, path: str) -> dict[str, Any]:
+def read_json(files: Files, path: str) -> dict[str, Any]:
     """A JSON object; `CorruptManifest` for anything else, `LimitExceeded` beyond the size of any model's."""
     size = files.size(path)
     if size is None:

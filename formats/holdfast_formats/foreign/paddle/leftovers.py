@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import directories
-from holdfast_formats.foreign.listing import FileUse, ForeignFiles
+from holdfast_formats.foreign.listing import FileUse
 
 _SIGNAL = re.compile(r"(saved_signal_|\.(?:model|master|optimizer)_weight\.done\.)(-?\d+)")
 _DONE = frozenset({".model_done", ".optimizer_done", ".checkpoint_done"})
@@ -42,7 +43,7 @@ class Leftovers(NamedTuple):
     assets: tuple[str, ...]
 
 
-def sort_out(files: ForeignFiles, names: Iterable[str], used: Collection[str]) -> Leftovers:
+def sort_out(files: Files, names: Iterable[str], used: Collection[str]) -> Leftovers:
     """The use of each name that is not in `used`. `StateMismatch` for one that may hold tensors."""
     uses: list[FileUse] = []
     assets: list[str] = []

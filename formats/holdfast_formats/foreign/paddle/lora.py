@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor
+from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor
 from holdfast_formats.foreign.paddle import leftovers
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
@@ -49,12 +50,12 @@ _UNDERSTOOD = frozenset(
 _PREFIX = "base_model.model."
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     names = files.list("")
     return any(is_of_set(name, _STEM) for name in names) or PICKLE in names
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of an adapter; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     if CONFIG not in names:

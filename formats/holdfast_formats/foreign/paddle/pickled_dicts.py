@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignFiles, ForeignTensor
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import LatinArray, PickledArray, read_pickle
@@ -39,7 +40,7 @@ class SavedDict(NamedTuple):
     rest: Mapping[str, Any]
 
 
-def read_dict(files: ForeignFiles, path: str, nested: Collection[str] = ()) -> SavedDict:
+def read_dict(files: Files, path: str, nested: Collection[str] = ()) -> SavedDict:
     """The tensors of a file; those of the dicts under the keys `nested` in `inner`. `StateMismatch` by file and key."""
     value = read_pickle(files, path, RECORDS)
     if not isinstance(value, dict):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_pickle
@@ -40,7 +40,7 @@ class TrainingProgress(NamedTuple):
     learning_rate: float | None = None
 
 
-def read(files: ForeignFiles) -> TrainingProgress:
+def read(files: Files) -> TrainingProgress:
     """The directory's training progress; `StateMismatch` if a number is not one."""
     documents: dict[str, Any] = {}
     used, step, rate = [], None, None
@@ -68,7 +68,7 @@ def document(value: Any) -> Any:
     return json_values.encode(value, lambda _, other: repr(other))
 
 
-def _trainer_state(files: ForeignFiles, path: str) -> Any:
+def _trainer_state(files: Files, path: str) -> Any:
     if not path.endswith(".json"):
         return _plain(files, read_pickle(files, path, _RECORDS))
     if (files.size(path) or 0) > STATE_BYTES_MAX:
@@ -79,7 +79,7 @@ def _trainer_state(files: ForeignFiles, path: str) -> Any:
         raise StateMismatch(f"{path} is not JSON: {error}", file=path) from error
 
 
-def _plain(files: ForeignFiles, value: Any) -> Any:
+def _plain(files: Files, value: Any) -> Any:
     """The value with records and small arrays as dicts and lists."""
     if isinstance(value, PickledRecord):
         return _plain(files, value.state if value.state is not None else value.items)
@@ -92,12 +92,12 @@ def _plain(files: ForeignFiles, value: Any) -> Any:
     return value
 
 
-def small_values(files: ForeignFiles, array: PickledArray) -> Any:
+def small_values(files: Files, array: PickledArray) -> Any:
     stored = StoredArray(array.file, "", array.dtype, array.shape, array.offset, array.strides)
     return fetched(files, stored.tensor("extra", "value")).tolist()
 
 
-def betas(files: ForeignFiles, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:
+def betas(files: Files, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:
     """β1 and β2, from the beta powers after `step` steps; None if they are too small.
 
     Raises `StateMismatch` for a power of no β after so many steps, or of another β than the others.

@@ -13,8 +13,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import sixteen_bits
-from holdfast_formats.foreign.listing import ForeignFiles
 from holdfast_formats.foreign.paddle.gathering import CONFIG, read_json
 from holdfast_formats.foreign.paddle.static_names import every_place
 from holdfast_formats.foreign.paddle.stored import StoredArray, read_safetensors
@@ -64,7 +64,7 @@ def is_of_set(name: str, stem: str) -> bool:
     return rest == ".safetensors.index.json" or bool(_NUMBERED.fullmatch(rest) or _OF_RANK.fullmatch(rest))
 
 
-def find_set(files: ForeignFiles, names: Iterable[str], stem: str, int16: str | None) -> FileSet:
+def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -> FileSet:
     """The set of this stem; empty if there is none. Raises `CorruptManifest` if index and files disagree, `StateMismatch`
     for 16-bit integers that may be numbers or bfloat16, unless `int16` decides.
     """
@@ -106,14 +106,14 @@ def find_set(files: ForeignFiles, names: Iterable[str], stem: str, int16: str | 
     return made
 
 
-def is_paddles(files: ForeignFiles, names: Iterable[str]) -> bool:
+def is_paddles(files: Files, names: Iterable[str]) -> bool:
     """Whether Paddle wrote a directory, by its config.json, or by files that no other program leaves beside weights."""
     if CONFIG in names and any(key in read_json(files, CONFIG) for key in _VERSIONS):
         return True
     return any(_OF_PADDLE.fullmatch(name) for name in names)
 
 
-def _bits(files: ForeignFiles, names: Iterable[str], arrays: dict[str, list[StoredArray]], int16: str | None) -> str | None:
+def _bits(files: Files, names: Iterable[str], arrays: dict[str, list[StoredArray]], int16: str | None) -> str | None:
     """The integer dtype that represents bfloat16 in a set, whose arrays become BF16."""
     stored = [StoredDtype(array.key, array.dtype, array.file) for held in arrays.values() for array in held]
     if not any(one.dtype.endswith("16") for one in stored):

@@ -13,8 +13,9 @@ from math import prod
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, tensor_parallel
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
@@ -28,12 +29,12 @@ MASTERS, SCHEDULER = "master_weights", "LR_Scheduler"
 _FILE = re.compile(r"(model_state|optimizer|ema)((?:[._](?:tp|pp|shard|sharding|moe|ep)\d+)*)\.(pdparams|pdopt)")
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     found = {match[1] for name in files.list("") if (match := _FILE.fullmatch(name))}
     return "optimizer" in found or "model_state" in found
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of such a directory; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     held = {name: match for name in names if (match := _FILE.fullmatch(name))}

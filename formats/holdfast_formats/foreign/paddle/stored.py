@@ -8,8 +8,9 @@ from typing import NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, StoredMember
+from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, StoredMember
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.region import Box, Shape, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
@@ -61,7 +62,7 @@ class SafetensorsFile(NamedTuple):
     format: str | None
 
 
-def read_safetensors(files: ForeignFiles, path: str) -> SafetensorsFile:
+def read_safetensors(files: Files, path: str) -> SafetensorsFile:
     """The arrays of a safetensors file; `CorruptManifest` for an invalid or missing one."""
     size = files.size(path)
     if size is None:

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, quantised, tensor_parallel
 from holdfast_formats.foreign.paddle.gathering import Gathering
 from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set, is_paddles
@@ -27,7 +28,7 @@ POWER = (1,)  # the shape of a beta power
 _STAGES = (None, "O0", "O1", "O2")
 
 
-def recognises(files: ForeignFiles) -> bool:
+def recognises(files: Files) -> bool:
     """An optimizer or masters with a unified checkpoint's names; or a model alone that Hugging Face would not write: in
     Paddle's layout, or in a directory of Paddle with bfloat16 as U16.
     """
@@ -50,7 +51,7 @@ def _has_bits(found: SafetensorsFile) -> bool:
     return any(array.dtype == "U16" for array in found.arrays)
 
 
-def read(files: ForeignFiles, options: ReadOptions) -> ForeignListing:
+def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of a unified checkpoint; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     sets = {stem: find_set(files, names, stem, options.int16) for stem in _KINDS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles
+from holdfast_formats.files import Files
 
 READ_BYTES_MIN = 4096
 READ_BYTES_MAX = 2**18
@@ -15,7 +15,7 @@ AGAIN = "save it again with the program that wrote it, as tensors and plain valu
 class PickleStream:
     """A cursor over bytes [start, stop) of a file. Errors name the file and the byte of the last opcode."""
 
-    def __init__(self, files: ForeignFiles, path: str, start: int, stop: int) -> None:
+    def __init__(self, files: Files, path: str, start: int, stop: int) -> None:
         self.path, self.stop = path, stop
         self.opcode_at = start
         self._files, self._start, self._skipped = files, start, 0

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.foreign.listing import ForeignFiles, StoredMember
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import StoredMember
 from holdfast_formats.foreign.pickled import zip_members
 from holdfast_formats.foreign.pickled.calls import Unfit
 from holdfast_formats.foreign.pickled.dtypes import STORAGES
@@ -112,7 +113,7 @@ class _ZipStorages:
         return _values(storage, stored.start, self._zip.path, stored if stored.crc else None)
 
 
-def read_legacy(files: ForeignFiles, path: str, size: int, allowed: Collection[str]) -> Any:
+def read_legacy(files: Files, path: str, size: int, allowed: Collection[str]) -> Any:
     """The value of a file in the older form. Its pickle is read twice, because the storages' places follow it."""
     at = 0
     heads = []
@@ -152,7 +153,7 @@ class _LegacyStorages:
         storage = _storage_id(given, 6)
         return _values(storage, self._starts[storage.key], self._path)
 
-    def place(self, files: ForeignFiles, order: Any, stream: PickleStream) -> None:
+    def place(self, files: Files, order: Any, stream: PickleStream) -> None:
         """Find the storages that follow in this order, each after its number of elements."""
         known = isinstance(order, list) and all(type(key) is str for key in order)
         if not known or len(order) != len(self._named) or set(order) != self._named.keys():

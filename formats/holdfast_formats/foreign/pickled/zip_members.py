@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import ForeignFiles, StoredMember
+from holdfast_formats.files import Files
+from holdfast_formats.foreign.listing import StoredMember
 
 MEMBERS_MAX = 2**17
 DIRECTORY_BYTES_MAX = 2**25
@@ -43,7 +44,7 @@ class ZipMember(NamedTuple):
 class ZipWindow(NamedTuple):
     """Bytes [start, stop) of a file, which are a zip file."""
 
-    files: ForeignFiles
+    files: Files
     path: str
     start: int
     stop: int

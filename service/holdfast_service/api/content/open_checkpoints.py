@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import json
 import threading
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast_files import opened
 from holdfast_formats import naming
 from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
@@ -29,7 +29,7 @@ from holdfast_service.api.reading import hold
 from holdfast_service.api.services import Services
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings import missing
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
 LATEST = "latest"
@@ -123,8 +123,8 @@ class OpenedCheckpoints:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        manifest_bytes, manifest = self._decoded(run, step, commit)
-        contents = Contents(naming.checkpoint_path(run, step), manifest, hashlib.sha256(manifest_bytes).hexdigest())
+        manifest = manifests.decode(self._encoded(run, step, commit), commit)
+        contents = Contents(naming.checkpoint_path(run, step), manifest, manifests.stated_sha256(commit))
         with self._lock:
             self._held[key] = contents
             if len(self._held) > OPENED_MAX:
@@ -135,17 +135,16 @@ class OpenedCheckpoints:
         """The stored COMMIT, read before everything else (I5), so reading begins here."""
         directory = naming.checkpoint_path(run, step)
         hold(self._readers, run, step)
-        return vouched.read_commit(self._tier, directory)
+        return opened.read_commit(self._tier, directory)
 
     def manifest_bytes(self, run: str, step: int, commit: bytes) -> bytes:
         """The stored manifest, checked against this COMMIT."""
-        encoded = vouched.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
+        encoded = self._encoded(run, step, commit)
         manifests.check_bytes(encoded, commit)
         return encoded
 
-    def _decoded(self, run: str, step: int, commit: bytes) -> tuple[bytes, Manifest]:
-        encoded = vouched.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
-        return encoded, manifests.decode(encoded, commit)
+    def _encoded(self, run: str, step: int, commit: bytes) -> bytes:
+        return opened.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
 
 
 def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:

@@ -13,10 +13,11 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
 from holdfast_formats.rest.observed import Life
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ class Attempts:
 def read(tier: Tier, path: str) -> dict[str, RunAttempts] | None:
     """The content of a file of attempts; None where it is missing or unreadable."""
     try:
-        data = vouched.read_whole(tier, path, FILE_BYTES_MAX)
+        data = read_bounded(tier, path, FILE_BYTES_MAX)
         return None if data is None else _File.model_validate_json(data).runs
     except (ValidationError, Damaged) as error:
         log.error("cannot read %s, rebuilding it from the catalog: %s", path, str(error)[:200])

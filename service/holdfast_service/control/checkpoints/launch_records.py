@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.files import Files
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX, RunLaunch
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
-from holdfast_service.storage import Readable, Tier, vouched
+from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +56,10 @@ class LaunchRecords:
             return True
 
 
-def read(tier: Readable, run: str) -> list[RunLaunch]:
+def read(tier: Files, run: str) -> list[RunLaunch]:
     """The stored launches of a run, the newest last; empty where they cannot be read."""
     try:
-        data = vouched.read_whole(tier, _path(run), FILE_BYTES_MAX)
+        data = read_bounded(tier, _path(run), FILE_BYTES_MAX)
         return [] if data is None else list(_File.model_validate_json(data).launches)
     except (ValidationError, CheckpointError) as error:
         log.error("cannot read %s: %s", _path(run), str(error)[:200])

@@ -10,12 +10,13 @@ import hashlib
 import threading
 from typing import NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, verification
+from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.storage import Readable, vouched
 
 KNOWN_MAX = 10_000  # file lists that are kept
 _PAIR = (naming.COMMIT, naming.MANIFEST)
@@ -29,7 +30,7 @@ class _Listed(NamedTuple):
 class Looks:
     """Looks at the checkpoints of one root. Thread-safe. Manifests are cached by their stamp."""
 
-    def __init__(self, files: Readable) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], _Listed] = {}
@@ -61,8 +62,7 @@ class Looks:
     def is_whole(self, place: Place) -> bool:
         """Whether the kept checkpoint at this place has all its files, at their lengths."""
         try:
-            commit = vouched.read_commit(self._files, place.path)
-            made = manifest.decode(vouched.read_manifest(self._files, place.path, commit), commit)
+            made = open_checkpoint(self._files, place.path).manifest
         except (Damaged, NoSuchResource):
             return False
         sizes = {file.name: self._files.size(f"{place.path}/{file.name}") for file in made.files}

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest
+from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.storage import Readable, Store, Tier
+from holdfast_service.storage import Store, Tier
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # run.json last: it makes the directory a run
 _OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
@@ -38,7 +39,7 @@ def unlink(store: Store, removed: str) -> CheckpointError | None:
     return None
 
 
-def foreign_files(tier: Readable, made: Manifest) -> list[str]:
+def foreign_files(tier: Files, made: Manifest) -> list[str]:
     """Names inside a checkpoint's directory that its manifest does not list: foreign files, so it is not removed."""
     known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
     return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]

@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session, aliased
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
@@ -27,7 +28,7 @@ from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
-from holdfast_service.storage import PosixStore, Tier, vouched
+from holdfast_service.storage import PosixStore, Tier
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class ReplicaBook:
         made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
         path = f"{made.run}/{naming.RUN_FILE}"
         try:
-            data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
+            data = read_bounded(self._tier, path, RUN_FILE_BYTES_MAX)
         except Damaged as error:  # the copy keeps the last one that could be read
             log.error("%s could not be copied to the replica: %s", path, error.detail)
             return
@@ -298,7 +299,7 @@ class RepairBook:
         """Publish a staged and proven checkpoint that was gone; with the run's file, if that is gone too."""
         path = f"{place.run}/{naming.RUN_FILE}"
         if self._tier.size(path) is None:
-            data = vouched.read_whole(source, path, RUN_FILE_BYTES_MAX)
+            data = read_bounded(source, path, RUN_FILE_BYTES_MAX)
             if data is not None:
                 self._tier.replace(path, data)
         made = commit.publish_copy(PosixStore(self._tier), place, encoded, commit_bytes)
@@ -358,7 +359,7 @@ def _forget_deleted(session: Session, run: str) -> None:
 
 def _holds(tier: Tier, path: str, data: bytes) -> bool:
     try:
-        return vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX) == data
+        return read_bounded(tier, path, RUN_FILE_BYTES_MAX) == data
     except Damaged:
         return False
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint
+from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
@@ -19,7 +20,7 @@ from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import launch_records
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.database.visible import ALL, limited_to
-from holdfast_service.storage import Readable, Store, vouched
+from holdfast_service.storage import Store
 
 
 class Unreadable(NamedTuple):
@@ -54,7 +55,7 @@ class Absences:
         return {step for step, at in since.items() if now - at >= self.patience_s}
 
 
-def runs(tier: Readable) -> list[str]:
+def runs(tier: Files) -> list[str]:
     """The names of all runs below the root: directories with a run's name that hold checkpoints/ or run.json."""
     marks = {naming.CHECKPOINTS, naming.RUN_FILE}
     return [name for name in tier.list("") if naming.is_run_name(name) and marks & set(tier.list(name))]
@@ -76,22 +77,16 @@ def agrees(store: Store, catalog: Catalog, run: str) -> bool:
     return set(committed(store, run)) <= listed <= set(store.steps(run))
 
 
-def load_manifest(tier: Readable, run: str, step: int) -> Manifest:
+def load_manifest(tier: Files, run: str, step: int) -> Manifest:
     """The manifest of a checkpoint, in the order of I5: COMMIT first.
 
     Raises `NoSuchCheckpoint` when there is no directory, `NotCommitted` when COMMIT is missing or unreadable, and
     `CorruptManifest` when the manifest is missing, is not what COMMIT states, or belongs to another run or step.
     """
     directory = naming.checkpoint_path(run, step)
-    names = tier.list(directory)
-    if not names:
+    if not tier.list(directory):
         raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
-    if naming.COMMIT not in names:
-        raise NotCommitted(f"{directory} has no {naming.COMMIT}", hint="restore another step", file=naming.COMMIT)
-    if naming.MANIFEST not in names:
-        raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", hint="restore another step", file=naming.MANIFEST)
-    commit = vouched.read_commit(tier, directory)
-    made = manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
+    made = open_checkpoint(tier, directory).manifest
     if (made.run, made.step) != (run, step):
         raise CorruptManifest(
             f"{directory} contains {made.run}@{made.step}",
@@ -131,7 +126,7 @@ def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: Absence
     return problems
 
 
-def settings_of(tier: Readable, run: str, file: RunFile | None = None) -> RunSettings | None:
+def settings_of(tier: Files, run: str, file: RunFile | None = None) -> RunSettings | None:
     """The settings in the run's files, or in this run file; None where it cannot be read."""
     try:
         file = file or read_run_file(tier, run)
@@ -257,7 +252,7 @@ def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged
         catalog.list_damaged(known.model_copy(update={"verified": False, "damage": problem}), before)
 
 
-def _unreadable(tier: Readable, run: str, step: int) -> bodies.CheckpointInfo | None:
+def _unreadable(tier: Files, run: str, step: int) -> bodies.CheckpointInfo | None:
     """A row for a checkpoint whose COMMIT or manifest is damaged; None where it has neither."""
     directory = naming.checkpoint_path(run, step)
     if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):

@@ -12,11 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchRun, PreconditionFailed
+from holdfast_formats.files import Files
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX
-from holdfast_service.storage import Readable, Tier, vouched
+from holdfast_service.storage import Tier
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
@@ -80,11 +82,11 @@ class RunFile(BaseModel):
         return tuple(sorted(label for label, steps in self.labels.items() if step in steps))
 
 
-def read_run_file(tier: Readable, run: str) -> RunFile:
+def read_run_file(tier: Files, run: str) -> RunFile:
     """The content of run.json, the defaults without one; `CorruptManifest` when it cannot be read."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     try:
-        data = vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX)
+        data = read_bounded(tier, path, RUN_FILE_BYTES_MAX)
     except CorruptManifest as error:
         raise _unreadable(path, error.detail) from error
     if data is None:

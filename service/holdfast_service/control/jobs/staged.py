@@ -8,18 +8,18 @@ from sqlalchemy import select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.jobs.catalog import GOES_ON
-from holdfast_service.storage import Readable
 
 log = logging.getLogger(__name__)
 
 KINDS = ("import", "merge")
 
 
-def wanted_places(database: Database, files: Readable) -> list[Place]:
+def wanted_places(database: Database, files: Files) -> list[Place]:
     """The places of staging that a sweep has to spare; all places of jobs if the catalog cannot be asked."""
     there = _places(files)
     if not there:
@@ -34,7 +34,7 @@ def wanted_places(database: Database, files: Readable) -> list[Place]:
     return [place for place in there if (place.run, place.step) in found]
 
 
-def _places(files: Readable) -> list[Place]:
+def _places(files: Files) -> list[Place]:
     found = set()
     for run in filter(naming.is_run_name, files.list("")):
         for name in files.list(f"{run}/{naming.STAGING}"):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.choosing import lacking
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
@@ -20,7 +21,7 @@ from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.lost import LostCheckpoints
 from holdfast_service.observe.tracing import span
-from holdfast_service.storage import Readable, Store
+from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +267,6 @@ class Choices:
         self.lost.refuse(run)
 
 
-def stands(tier: Readable, run: str, step: int) -> bool:
+def stands(tier: Files, run: str, step: int) -> bool:
     """Whether a checkpoint of this step stands in the directory."""
     return tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None

@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
-from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
 from holdfast_formats.lineage import Intent, Key, Way
@@ -21,7 +21,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.lines import ListedCheckpoint
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.launches.choosing import stands
-from holdfast_service.storage import Store, vouched
+from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,5 @@ class Standing:
 
     def _placed(self, run: str, step: int) -> ListedCheckpoint:
         directory = naming.checkpoint_path(run, step)
-        commit = vouched.read_commit(self._store.files, directory)
-        placed = manifest.placement(vouched.read_manifest(self._store.files, directory, commit), commit)
+        placed = read_placement(self._store.files, directory)
         return ListedCheckpoint(step, placed.attempt, placed.turn, placed.rewinds, groups=placed.groups)

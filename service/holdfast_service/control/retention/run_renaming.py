@@ -15,6 +15,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import delete, update
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import (
@@ -37,7 +38,7 @@ from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
-from holdfast_service.storage import PosixStore, Tier, vouched
+from holdfast_service.storage import PosixStore, Tier
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ class RunRenaming:
     def _mark(self, run: str) -> _Mark | None:
         path = f"{run}/{naming.RENAMED_FILE}"
         try:
-            data = vouched.read_whole(self._tier, path, MARK_BYTES_MAX)
+            data = read_bounded(self._tier, path, MARK_BYTES_MAX)
             return None if data is None else _Mark.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", path, str(error)[:200])

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import moments, naming
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, InUse, NoSpace, NoSuchResource
 from holdfast_formats.moments import later, seconds_of, utc_now
@@ -30,7 +31,7 @@ from holdfast_service.control.database.visible import visible
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.trash_ages import Ages, TrashAges
-from holdfast_service.storage import Store, Tier, vouched
+from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +340,7 @@ class RunTrash:
     def _note(self, directory: str) -> _Note | None:
         path = f"{directory}/{naming.DELETED_FILE}"
         try:
-            data = vouched.read_whole(self._tier, path, NOTE_BYTES_MAX)
+            data = read_bounded(self._tier, path, NOTE_BYTES_MAX)
             return None if data is None else _Note.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", path, str(error)[:200])

@@ -12,9 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class TrashAges:
     def read(self) -> Ages | None:
         """As of the last look; None where there is none, or it cannot be read: then ages begin again."""
         try:
-            data = vouched.read_whole(self._tier, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
+            data = read_bounded(self._tier, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
             return None if data is None else Ages.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", naming.RUN_TRASH_AGES, str(error)[:200])

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
@@ -25,7 +26,7 @@ from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
+from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ class Checker:
         if before is None:
             return None
         try:
-            other = read_manifest(self._tier, naming.checkpoint_path(made.run, before))
+            other = open_checkpoint(self._tier, naming.checkpoint_path(made.run, before)).manifest
         except CheckpointError as error:  # it may be about to be removed; its own check reports what is wrong with it
             log.info("cannot compare %s@%s with step %s: %s", made.run, made.step, before, error.detail)
             return None

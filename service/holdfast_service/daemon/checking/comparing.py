@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import codings, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
@@ -21,7 +22,6 @@ from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
 from holdfast_formats.rest.observed import Difference
-from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.storage import Tier
 
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
@@ -77,7 +77,7 @@ class _Decoded:
 
     @cached_property
     def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
-        made = read_manifest(self._tier, self._side.directory)
+        made = open_checkpoint(self._tier, self._side.directory).manifest
         files = CommittedFiles(self._tier, made, self._side.directory)
         return files, of_committed(files, made).listing.tensors
 

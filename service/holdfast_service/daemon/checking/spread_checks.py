@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
@@ -33,9 +34,9 @@ from holdfast_service.daemon.checking import health, portions
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.verifier import Heed, StoredCheckpoint, prove, read_manifest
+from holdfast_service.daemon.checking.verifier import Heed, StoredCheckpoint, prove
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -245,10 +246,8 @@ class SpreadChecks:
         return of.mine or of.age_s > NAMES_S
 
     def _read(self, run: str, step: int) -> tuple[Manifest, str]:
-        directory = naming.checkpoint_path(run, step)
-        commit = vouched.read_commit(self._tier, directory)
-        made = manifest.decode(vouched.read_manifest(self._tier, directory, commit), commit)
-        return made, manifest.stated_sha256(commit)
+        found = open_checkpoint(self._tier, naming.checkpoint_path(run, step))
+        return found.manifest, manifest.stated_sha256(found.commit)
 
     def _examination(self, of: CheckedCheckpoint, held: ExitStack) -> Examination | None:
         """The statistics of this node's portion; the previous checkpoint is protected meanwhile."""
@@ -263,7 +262,7 @@ class SpreadChecks:
         if of.before is None:
             return None
         try:
-            return read_manifest(self._tier, naming.checkpoint_path(of.run, of.before))
+            return open_checkpoint(self._tier, naming.checkpoint_path(of.run, of.before)).manifest
         except CheckpointError as error:
             log.warning("cannot compare %s@%s with step %s: %s", of.run, of.step, of.before, error.detail)
             return None

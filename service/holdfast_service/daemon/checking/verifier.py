@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats.disk import manifest, verification
+from holdfast_files.opened import open_checkpoint, read_commit
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 WORKERS = 2
 DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no news
@@ -63,7 +64,7 @@ def examine(
     Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as damaged.
     """
     try:
-        made = read_manifest(tier, directory)
+        made = open_checkpoint(tier, directory).manifest
     except Damaged as error:
         return Examined(None, (error,))
     listed = verification.pieces(made)
@@ -102,12 +103,6 @@ def prove(
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return damages[:DAMAGES_MAX]
-
-
-def read_manifest(tier: Tier, directory: str) -> Manifest:
-    """Read COMMIT, then the manifest that it confirms (I5); `NotCommitted` or `CorruptManifest`."""
-    commit = vouched.read_commit(tier, directory)
-    return manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
 
 
 class StoredCheckpoint(NamedTuple):
@@ -165,7 +160,7 @@ def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapp
 def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
     """The pieces of a batch that the disk cannot read. If it cannot read anything, that is no damage: `why` is raised."""
     try:
-        vouched.read_commit(tier, directory)
+        read_commit(tier, directory)
     except NotCommitted:
         raise why from None
     found: list[Damaged] = []

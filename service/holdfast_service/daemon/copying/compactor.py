@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast_files.opened import CommittedManifest
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import codings, compacting
@@ -30,7 +31,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.copying import second_names, streaming
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, read_back
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, read_back
 from holdfast_service.daemon.copying.finished_files import FinishedFile
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Store, Tier
@@ -62,13 +63,13 @@ class _Looked(NamedTuple):
     ties: NDArray[np.uint64]
 
 
-def stage_compact(tier: Tier, store: Store, place: Place, pair: ManifestPair, rule: str, going: Going) -> Manifest:
+def stage_compact(tier: Tier, store: Store, place: Place, pair: CommittedManifest, rule: str, going: Going) -> Manifest:
     """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; returns its manifest.
 
     Raises `StateMismatch` if that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or were not written
     correctly, `CopyStopped`, and what `second_names` raise.
     """
-    full, directory = pair.made, naming.checkpoint_path(place.run, place.step)
+    full, directory = pair.manifest, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)
     stored = of_committed(source, full).listing.tensors
     chosen = list(compacting.candidates(full, rule))

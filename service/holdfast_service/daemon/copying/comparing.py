@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, flat_boxes, intersect, whole
 from holdfast_service.daemon.copying.copies import CopyStopped, Going
 
 COMPARED_BYTES = 2**23  # at once
 
 
-def check_copy(source: ForeignFiles, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
+def check_copy(source: Files, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
     """`StateMismatch`, with the key and both files, unless a copy has the same bytes as the tensor's own pieces."""
     spec, twin = tensor.spec, tensor._replace(pieces=(copy,), copies=())
     for part in _parts(spec.dtype, copy.box.shape, going):
@@ -37,7 +38,7 @@ def check_copy(source: ForeignFiles, tensor: ForeignTensor, copy: ForeignPiece, 
 
 
 def check_equal(
-    source: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], equal: Iterable[Sequence[TensorKey]], going: Going
+    source: Files, tensors: Mapping[TensorKey, ForeignTensor], equal: Iterable[Sequence[TensorKey]], going: Going
 ) -> None:
     """`StateMismatch`, by name, unless the tensors of each group are equal, bit by bit."""
     for first, *others in equal:
@@ -53,9 +54,7 @@ def check_equal(
                 )
 
 
-def check_zeros(
-    source: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor], zeros: Iterable[TensorKey], going: Going
-) -> None:
+def check_zeros(source: Files, tensors: Mapping[TensorKey, ForeignTensor], zeros: Iterable[TensorKey], going: Going) -> None:
     """`StateMismatch`, by name, unless these tensors have no other value than zero."""
     for key in zeros:
         spec = tensors[key].spec

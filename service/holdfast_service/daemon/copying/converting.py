@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.exports.source import of_listing
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignListing
 from holdfast_service.daemon.copying import foreign_export, import_report, importing
-from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Readable, read_once
+from holdfast_service.storage import read_once
 
 OURS = "holdfast"
 
@@ -32,7 +33,7 @@ class Conversion(NamedTuple):
             self.watched.check_names()
 
 
-def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, terms: ExportTerms) -> Conversion:
+def plan_conversion(source: Files, kind: str | None, options: ReadOptions, terms: ExportTerms) -> Conversion:
     """Plan a conversion. Reads only tensors that a program assumes to be equal or zeros.
 
     Raises what reading a kind and planning an export raise.
@@ -43,7 +44,7 @@ def plan_conversion(source: Readable, kind: str | None, options: ReadOptions, te
             raise InvalidRequest(
                 "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat, --int16 and --shards out"
             )
-        return Conversion(foreign_export.plan_export(source, "", read_pair(source, "").made, terms), watched, None)
+        return Conversion(foreign_export.plan_export(source, "", open_checkpoint(source, "").manifest, terms), watched, None)
     if kind is None:
         importing.refuse_uncommitted(source)
     found: ForeignKind = choose(watched, kind, KINDS)

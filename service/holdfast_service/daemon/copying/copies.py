@@ -10,22 +10,15 @@ import numpy as np
 from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.verification import Piece
+from holdfast_formats.files import Files
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
-from holdfast_service.storage import FileWriter, Readable, Tier, vouched
+from holdfast_service.storage import FileWriter, Tier
 from holdfast_service.storage.pacing import Pace
 
 
 class CopyStopped(Exception):
     """The copy was stopped; its staging directory can be deleted."""
-
-
-class ManifestPair(NamedTuple):
-    """COMMIT and manifest of a checkpoint, as stored and decoded."""
-
-    commit: bytes
-    encoded: bytes
-    made: Manifest
 
 
 class Going(NamedTuple):
@@ -44,14 +37,7 @@ class Proven(NamedTuple):
     data: memoryview
 
 
-def read_pair(tier: Readable, directory: str) -> ManifestPair:
-    """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` if one is missing or they do not match."""
-    commit = vouched.read_commit(tier, directory)
-    encoded = vouched.read_manifest(tier, directory, commit)
-    return ManifestPair(commit, encoded, manifest.decode(encoded, commit))
-
-
-def carry(source: Readable, here: str, target: Tier, there: str, made: Manifest, going: Going) -> None:
+def carry(source: Files, here: str, target: Tier, there: str, made: Manifest, going: Going) -> None:
     """Copy every file in the manifest from `here` into a staging directory, durably, and read it back `there` (I7).
 
     Raises `Damaged`, with file, tensor and range, for bytes that fail their digest on either side; `CopyStopped`;
@@ -83,7 +69,7 @@ def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
         pass
 
 
-def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
+def proven(tier: Files, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
     """All bytes of all files, a window at a time and in order; each window is valid until the next iteration."""
     headers = verification.tensors_by_file(made)
     listed = (piece for pieces in verification.pieces(made).values() for piece in pieces)
@@ -108,7 +94,7 @@ class StoredBatch(NamedTuple):
         return self.data[piece.start - start : piece.stop - start]
 
 
-def stored(tier: Readable, directory: str, pieces: Iterable[Piece], going: Going) -> Iterator[StoredBatch]:
+def stored(tier: Files, directory: str, pieces: Iterable[Piece], going: Going) -> Iterator[StoredBatch]:
     """The bytes of pieces, by file and position, uncached and unverified: as many as fit a window are read at once.
 
     Each batch is valid until the next iteration. `CopyStopped`, and errors of the tier.

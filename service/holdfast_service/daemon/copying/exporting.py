@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bounded
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
 from holdfast_service.daemon.copying import streaming
-from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_back, read_pair
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.daemon.copying.copies import Going, carry, read_back
+from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf
 
 GROUP = "model"
@@ -34,8 +35,8 @@ class Export(NamedTuple):
 def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going) -> Manifest:
     """Put the copy, durable, at `staging`; returns its manifest. `Damaged` for bytes that fail their digest."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
-    pair = read_pair(source, directory)
-    made = only_model(pair.made) if wanted.model_only else pair.made
+    pair = open_checkpoint(source, directory)
+    made = only_model(pair.manifest) if wanted.model_only else pair.manifest
     streaming.discard(target, staging)
     try:
         carry(source, directory, target, staging, made, going)
@@ -52,14 +53,14 @@ def stands(source: Tier, target: Tier, wanted: Export, going: Going) -> Manifest
     """The manifest of the directory `wanted.target`, if it is this very copy, with every byte verified: a job that was
     killed before it reported success finds it so.
     """
-    pair = read_pair(source, naming.checkpoint_path(wanted.run, wanted.step))
-    made = only_model(pair.made) if wanted.model_only else pair.made
+    pair = open_checkpoint(source, naming.checkpoint_path(wanted.run, wanted.step))
+    made = only_model(pair.manifest) if wanted.model_only else pair.manifest
     beside = {} if wanted.model_only else {naming.MANIFEST: pair.encoded, naming.COMMIT: pair.commit}
     there = wanted.target
     if set(target.list(there)) != {file.name.partition("/")[0] for file in made.files} | beside.keys():
         return None
     try:
-        if any(vouched.read_whole(target, f"{there}/{name}", len(data)) != data for name, data in beside.items()):
+        if any(read_bounded(target, f"{there}/{name}", len(data)) != data for name, data in beside.items()):
             return None
         read_back(target, there, made, going)
     except Damaged:
@@ -113,6 +114,6 @@ def only_model(made: Manifest) -> Manifest:
     return msgspec.structs.replace(made, files=files, tensors={GROUP: tensors}, aliases={})
 
 
-def _vouch(target: Tier, staging: str, pair: ManifestPair) -> None:
+def _vouch(target: Tier, staging: str, pair: CommittedManifest) -> None:
     target.put(f"{staging}/{naming.MANIFEST}", pair.encoded)
     target.put(f"{staging}/{naming.COMMIT}", pair.commit)

@@ -10,10 +10,11 @@ from holdfast_formats.errors import CorruptExtent, NoSpace
 from holdfast_formats.exports import arranged, kinds, plan
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.exports.source import ExportSource, of_committed
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going
-from holdfast_service.storage import Readable, Tier, read_once
+from holdfast_service.storage import Tier, read_once
 
 NAMED_MAX = 200  # of what is left out, in a report
 
@@ -39,7 +40,7 @@ class PlannedExport(NamedTuple):
     """A checkpoint, its source files, and the files to make."""
 
     source: ExportSource
-    files: Readable
+    files: Files
     plan: ExportPlan
     kind: str
 
@@ -48,7 +49,7 @@ class PlannedExport(NamedTuple):
         return self.plan.bytes
 
 
-def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTerms) -> PlannedExport:
+def plan_export(tier: Files, directory: str, made: Manifest, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export of the checkpoint in `directory`.
 
     Raises `InvalidRequest`, `NoSuchResource` and `StateMismatch` for what has no place in the target; and `Damaged`.
@@ -57,7 +58,7 @@ def plan_export(tier: Readable, directory: str, made: Manifest, terms: ExportTer
     return planned_of(of_committed(files, made), files, terms)
 
 
-def planned_of(source: ExportSource, files: Readable, terms: ExportTerms) -> PlannedExport:
+def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export; `files` are those of the source. Raises as `plan_export`."""
     terms.check()
     program = None if terms.program is None else arranged.compiled(source, terms.program)

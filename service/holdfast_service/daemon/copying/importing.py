@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest, running
 from holdfast_formats.disk import manifest, state_json
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
@@ -29,10 +31,10 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_table import Blob
 from holdfast_service.daemon.copying import comparing, mapping, streaming
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_pair
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, carry
 from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Readable, Tier, read_once
+from holdfast_service.storage import Tier, read_once
 
 _WEIGHTS_ALONE = ({hugging_face.GROUP}, {hugging_face.DIFFUSERS})
 _BESIDE = "extra"  # the group of a trainer's other state, which it expects to exist
@@ -97,12 +99,12 @@ class PlannedImport(NamedTuple):
         return self.plan.bytes + sum(asset.blob.length for asset in self.plan.assets)
 
 
-def is_checkpoint(source: Readable) -> bool:
+def is_checkpoint(source: Files) -> bool:
     """Whether the source is a Holdfast checkpoint."""
     return source.size(naming.COMMIT) is not None
 
 
-def refuse_uncommitted(source: Readable) -> None:
+def refuse_uncommitted(source: Files) -> None:
     """`StateMismatch` for a Holdfast checkpoint without COMMIT."""
     there = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
     if there == [True, True, False]:
@@ -114,7 +116,7 @@ def refuse_uncommitted(source: Readable) -> None:
         )
 
 
-def plan_import(source: Readable, goal: Goal, options: ImportOptions) -> PlannedImport:
+def plan_import(source: Files, goal: Goal, options: ImportOptions) -> PlannedImport:
     """Plan an import, without reading tensors.
 
     Raises what `choose` and the kind's reader raise, `StateMismatch` for a source without tensors.
@@ -247,19 +249,19 @@ def _entry(layout: FilePlan) -> FileEntry:
     return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
 
 
-def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> ManifestPair:
+def copy_in(source: Files, target: Tier, goal: Goal, going: Going) -> CommittedManifest:
     """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
     `Damaged` if the source does not match its digests.
     """
-    pair = read_pair(source, "")
-    made, state = _renamed(pair.made, source.read(naming.STATE), goal)
-    carry(source, "", target, goal.staging, pair.made, going)
-    if made == pair.made:
+    pair = open_checkpoint(source, "")
+    made, state = _renamed(pair.manifest, source.read(naming.STATE), goal)
+    carry(source, "", target, goal.staging, pair.manifest, going)
+    if made == pair.manifest:
         return pair
     target.remove_file(f"{goal.staging}/{naming.STATE}")
     target.put(f"{goal.staging}/{naming.STATE}", state)
     encoded = manifest.encode(made)
-    return ManifestPair(manifest.encode_commit(made, encoded), encoded, made)
+    return CommittedManifest(manifest.encode_commit(made, encoded), encoded, made)
 
 
 def counted(made: Manifest) -> WritePlan:

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bounded
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import manifest, thinning, verification
@@ -17,9 +18,8 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
-from holdfast_service.daemon.copying.copies import ManifestPair, read_pair
 from holdfast_service.daemon.copying.repair_sources import Directory
-from holdfast_service.storage import Tier, vouched
+from holdfast_service.storage import Tier
 
 PROVEN_MIN = 0.1  # of the tensors' bytes
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -28,7 +28,7 @@ _decode = decoder(Manifest)
 
 def trusted_pair(
     tier: Tier, which: CheckpointId, others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
-) -> tuple[ManifestPair, str | None]:
+) -> tuple[CommittedManifest, str | None]:
     """The pair with which this checkpoint was committed, and its source: None if the pair here is sound.
 
     `others` are other tiers that may have the checkpoint, by label. Raises `Damaged` for the pair here if no other one can
@@ -36,7 +36,7 @@ def trusted_pair(
     """
     directory = naming.checkpoint_path(*which)
     try:
-        return _of(read_pair(tier, directory), which), None
+        return _of(open_checkpoint(tier, directory), which), None
     except Damaged as error:
         damage = error
     commit, encoded = (stored(tier, f"{directory}/{name}") for name in (naming.COMMIT, naming.MANIFEST))
@@ -46,36 +46,36 @@ def trusted_pair(
     for label, pair in _pairs(others, which):
         if commit == pair.commit or encoded == pair.encoded:
             return pair, label
-        described = known is not None and bodies.as_committed(known) == bodies.as_committed(bodies.describe(pair.made))
+        described = known is not None and bodies.as_committed(known) == bodies.as_committed(bodies.describe(pair.manifest))
         if described and _proves_some(tier, directory, pair):
             return pair, label
     raise damage
 
 
-def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
+def same_pairs(others: Mapping[str, Tier], pair: CommittedManifest) -> list[str]:
     """The labels of tiers with this very checkpoint, first those with the same manifest, byte for byte; others have it
     before or after thinning or compaction, and so the files that stayed.
     """
-    found = list(_pairs(others, CheckpointId(pair.made.run, pair.made.step)))
+    found = list(_pairs(others, CheckpointId(pair.manifest.run, pair.manifest.step)))
     same = [label for label, other in found if other.encoded == pair.encoded]
     return same + [label for label, other in found if label not in same and _origin(other) == _origin(pair)]
 
 
-def _origin(pair: ManifestPair) -> str:
-    return thinning.origin_sha256(pair.made, manifest.stated_sha256(pair.commit))
+def _origin(pair: CommittedManifest) -> str:
+    return thinning.origin_sha256(pair.manifest, manifest.stated_sha256(pair.commit))
 
 
-def _of(pair: ManifestPair, which: CheckpointId) -> ManifestPair:
-    if (pair.made.run, pair.made.step) != which:
-        what = f"{pair.made.run}@{pair.made.step}, not {which[0]}@{which[1]}"
+def _of(pair: CommittedManifest, which: CheckpointId) -> CommittedManifest:
+    if (pair.manifest.run, pair.manifest.step) != which:
+        what = f"{pair.manifest.run}@{pair.manifest.step}, not {which[0]}@{which[1]}"
         raise CorruptManifest(f"this is {what}", hint="it was moved or copied: rename it back", file=naming.MANIFEST)
     return pair
 
 
-def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[str, ManifestPair]]:
+def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[str, CommittedManifest]]:
     for label, tier in others.items():
         try:
-            yield label, _of(read_pair(tier, naming.checkpoint_path(*which)), which)
+            yield label, _of(open_checkpoint(tier, naming.checkpoint_path(*which)), which)
         except CheckpointError:
             continue
 
@@ -83,29 +83,30 @@ def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[st
 def stored(tier: Tier, path: str) -> bytes:
     """The present content of COMMIT or a manifest; empty if it cannot be read, or is too long to be one."""
     try:
-        return vouched.read_whole(tier, path, manifest.MANIFEST_BYTES_MAX) or b""
+        return read_bounded(tier, path, manifest.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
         return b""
 
 
-def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> ManifestPair | None:
+def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> CommittedManifest | None:
     """A sound manifest whose digest is still readable in a damaged COMMIT, whose rest follows from it."""
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None
     try:
         made = _decode(encoded)
         rebuilt = manifest.encode_commit(made, encoded)
-        return _of(ManifestPair(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
+        return _of(CommittedManifest(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
     except (CheckpointError, ValueError):
         return None
 
 
-def _proves_some(tier: Tier, directory: str, pair: ManifestPair) -> bool:
+def _proves_some(tier: Tier, directory: str, pair: CommittedManifest) -> bool:
     """Whether many tensors here match the digests of this pair's manifest.
 
     Headers do not count: those of another step's are the same.
     """
     itself = Directory("itself", tier, directory)
-    pieces = [piece for listed in verification.pieces(pair.made).values() for piece in listed if piece.tensor is not None]
+    listed = verification.pieces(pair.manifest).values()
+    pieces = [piece for of_file in listed for piece in of_file if piece.tensor is not None]
     whole = sum(piece.length for piece in pieces)
     return sum(piece.length for piece in pieces if itself.piece(piece) is not None) >= PROVEN_MIN * whole

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor, same
 from holdfast_formats.programs import CompiledProgram, Program, compile_program, load, read_program
 
@@ -31,7 +32,7 @@ class MappedListing(NamedTuple):
     zeros: tuple[TensorKey, ...] = ()
 
 
-def mapped(files: ForeignFiles, listing: ForeignListing, program: str | None) -> MappedListing:
+def mapped(files: Files, listing: ForeignListing, program: str | None) -> MappedListing:
     """What an import writes; with a `program`, its name or its text, the program's results.
 
     Raises `InvalidRequest` and `StateMismatch` for an invalid program, or one that does not fit the tensors.
@@ -49,7 +50,7 @@ def _program(given: str) -> Program:
     return read_program(given) if "=" in given else load(given.strip())
 
 
-def _config(files: ForeignFiles) -> Mapping[str, Any]:
+def _config(files: Files) -> Mapping[str, Any]:
     size = files.size(CONFIG)
     if size is None:
         return {}

@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import CheckpointId, Place
-from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_back, read_pair
+from holdfast_service.daemon.copying.copies import Going, carry, read_back
 from holdfast_service.storage import Tier
 
 
-def renamed(tier: Tier, which: CheckpointId, run: str) -> ManifestPair:
+def renamed(tier: Tier, which: CheckpointId, run: str) -> CommittedManifest:
     """COMMIT and manifest of a copy under the run's new name; `Damaged` if those of the copy cannot be read."""
-    made = msgspec.structs.replace(read_pair(tier, naming.checkpoint_path(*which)).made, run=run)
+    made = msgspec.structs.replace(open_checkpoint(tier, naming.checkpoint_path(*which)).manifest, run=run)
     manifest.validate(made)
     encoded = manifest.encode(made)
-    return ManifestPair(manifest.encode_commit(made, encoded), encoded, made)
+    return CommittedManifest(manifest.encode_commit(made, encoded), encoded, made)
 
 
-def is_another(source: Tier, pair: ManifestPair) -> bool:
+def is_another(source: Tier, pair: CommittedManifest) -> bool:
     """Whether the root now has another checkpoint under the new name, such as a thinned one."""
     try:
-        return read_pair(source, naming.checkpoint_path(pair.made.run, pair.made.step)).encoded != pair.encoded
+        return open_checkpoint(source, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)).encoded != pair.encoded
     except CheckpointError:  # it is damaged: the copy is needed all the more
         return False
 
 
-def stage(tier: Tier, which: CheckpointId, place: Place, pair: ManifestPair, going: Going) -> None:
+def stage(tier: Tier, which: CheckpointId, place: Place, pair: CommittedManifest, going: Going) -> None:
     """Stage the verified files of a copy at `place`: as hard links, or as copies if the tier has none.
 
     Raises `Damaged` for bytes that fail their digest, `CopyStopped`, and errors of the tier.
     """
     old = naming.checkpoint_path(*which)
-    read_back(tier, old, pair.made, going)
+    read_back(tier, old, pair.manifest, going)
     tier.remove_tree(place.path)
-    if all(tier.link(f"{old}/{file.name}", f"{place.path}/{file.name}") for file in pair.made.files):
+    if all(tier.link(f"{old}/{file.name}", f"{place.path}/{file.name}") for file in pair.manifest.files):
         return
     tier.remove_tree(place.path)
-    carry(tier, old, tier, place.path, pair.made, going)
+    carry(tier, old, tier, place.path, pair.manifest, going)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Manifest
@@ -21,7 +22,7 @@ from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.control.checkpoints.replicas import RepairBook
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import Going, carry, read_pair
+from holdfast_service.daemon.copying.copies import Going, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
 from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
@@ -135,12 +136,12 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
         pair, label = trusted_pair(tier, which, elsewhere.tiers, elsewhere.known)
         for name, data in ((naming.MANIFEST, pair.encoded), (naming.COMMIT, pair.commit)):
             if label is not None and stored(tier, f"{directory}/{name}") != data:
-                mended.append(mend_small(tier, pair.made, name, data, label))
-        with elsewhere.held(pair.made) as slots:
-            sources: list[RepairSource] = [Derived(pair.made)]
+                mended.append(mend_small(tier, pair.manifest, name, data, label))
+        with elsewhere.held(pair.manifest) as slots:
+            sources: list[RepairSource] = [Derived(pair.manifest)]
             sources += [Directory(name, elsewhere.tiers[name], directory) for name in same_pairs(elsewhere.tiers, pair)]
             sources += [] if slots is None else [slots]
-            _mend_files(tier, pair.made, error, sources, mended)
+            _mend_files(tier, pair.manifest, error, sources, mended)
     except CheckpointError as left:
         return RepairOutcome(tuple(mended), left)
     return RepairOutcome(tuple(mended), None)
@@ -160,12 +161,13 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
             continue
         place = naming.job_place(*which, digest(f"bring back {label}".encode()))
         try:
-            pair = read_pair(source, directory)
-            if (pair.made.run, pair.made.step) != tuple(which):
-                raise CorruptManifest(f"{label} has {pair.made.run}@{pair.made.step} in {directory}", file=naming.MANIFEST)
-            records.admit(pair.made)
+            pair = open_checkpoint(source, directory)
+            found = CheckpointId(pair.manifest.run, pair.manifest.step)
+            if found != which:
+                raise CorruptManifest(f"{label} has {found.run}@{found.step} in {directory}", file=naming.MANIFEST)
+            records.admit(pair.manifest)
             tier.remove_tree(place.path)
-            carry(source, directory, tier, place.path, pair.made, Going())
+            carry(source, directory, tier, place.path, pair.manifest, Going())
             records.bring(source, label, place, pair.encoded, pair.commit)
         except CheckpointError as error:
             log.error("%s@%s cannot be copied back from %s: %s", *which, label, error.detail)

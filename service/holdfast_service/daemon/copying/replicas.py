@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import moments, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifest, thinning, verification
@@ -31,7 +32,7 @@ from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_service.control.checkpoints.replicas import ReplicaBook
 from holdfast_service.daemon.copying import renamed_copies
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, carry, read_back
 from holdfast_service.daemon.copying.second_names import stage_again
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import PosixStore, Tier
@@ -148,7 +149,7 @@ class Replicator:
         directory = naming.checkpoint_path(run, step)
         going = self._going()
         try:
-            made = read_pair(tier, directory).made
+            made = open_checkpoint(tier, directory).manifest
             read_back(tier, directory, made, going)
         except Damaged as error:
             log.error("%s@%s in replica %s is damaged: %s", run, step, self.name, error.detail)
@@ -164,7 +165,7 @@ class Replicator:
             self._mend(self.name, *which, error)
         directory = naming.checkpoint_path(*which)
         try:
-            made = read_pair(tier, directory).made
+            made = open_checkpoint(tier, directory).manifest
             read_back(tier, directory, made, self._going())
         except Damaged as left:
             return left
@@ -194,7 +195,7 @@ class Replicator:
         if renamed_copies.is_another(self._source, pair):
             return False
         self._publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
-        self._book.present(self.name, CheckpointId(run, which.step), pair.made.bytes)
+        self._book.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
         log.info("%s@%s in replica %s is %s@%s now", *which, self.name, run, which.step)
         return True
 
@@ -212,7 +213,7 @@ class Replicator:
         directory = naming.checkpoint_path(run, step)
         self._book.copying(self.name, checkpoint)
         try:
-            pair = read_pair(self._source, directory)
+            pair = open_checkpoint(self._source, directory)
             if tier.list(directory):
                 if self._refuse_another(tier, pair) and not self._follow(tier, pair):
                     self._skip(which)
@@ -220,8 +221,8 @@ class Replicator:
                 self.check(run, step)
                 return
             self._carry(tier, pair)
-            self._book.present(self.name, which, pair.made.bytes)
-            log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.made.bytes)
+            self._book.present(self.name, which, pair.manifest.bytes)
+            log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
             if not self.is_mine():  # the node that has it now reports it
                 log.warning("%s@%s is not copied to replica %s by this node: %s", run, step, self.name, error.detail)
@@ -237,12 +238,12 @@ class Replicator:
             self._book.failed(self.name, which, error, damaged=False)
             self._skip(which)
 
-    def _carry(self, tier: Tier, pair: ManifestPair) -> None:
-        made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
+    def _carry(self, tier: Tier, pair: CommittedManifest) -> None:
+        made, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
         self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, made, self._going()))
 
-    def _publish(self, tier: Tier, pair: ManifestPair, stage: Callable[[Place], None]) -> None:
-        place = Place(pair.made.run, pair.made.step, naming.NO_ATTEMPT)
+    def _publish(self, tier: Tier, pair: CommittedManifest, stage: Callable[[Place], None]) -> None:
+        place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
         staging = place.path
         tier.remove_tree(staging)
         try:
@@ -256,12 +257,12 @@ class Replicator:
                     tier.remove_tree(staging)
             raise
 
-    def _follow(self, tier: Tier, pair: ManifestPair) -> bool:
+    def _follow(self, tier: Tier, pair: CommittedManifest) -> bool:
         """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
         the copy stays, because no other checkpoint has what it would lose.
         """
-        made, directory = pair.made, naming.checkpoint_path(pair.made.run, pair.made.step)
-        whole = read_pair(tier, directory).made
+        made, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
+        whole = open_checkpoint(tier, directory).manifest
         if not self._book.may_follow(self.name, tier, made, whole):
             return False
         here, there = (verification.tensors_by_file(one) for one in (made, whole))
@@ -294,23 +295,23 @@ class Replicator:
         """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
         for directory, found in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
             try:
-                read_back(tier, directory, read_pair(tier, directory).made, self._going())
+                read_back(tier, directory, open_checkpoint(tier, directory).manifest, self._going())
             except (Damaged, NotFound):
                 continue
             return found
         return False
 
-    def _refuse_another(self, tier: Tier, pair: ManifestPair) -> bool:
+    def _refuse_another(self, tier: Tier, pair: CommittedManifest) -> bool:
         """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
         thinning or compaction.
         """
-        made = pair.made
+        made = pair.manifest
         try:
-            other = read_pair(tier, naming.checkpoint_path(made.run, made.step))
+            other = open_checkpoint(tier, naming.checkpoint_path(made.run, made.step))
         except Damaged:
             return False  # the repair shows what it is
-        origins = [thinning.origin_sha256(one.made, manifest.stated_sha256(one.commit)) for one in (pair, other)]
-        if origins[0] == origins[1] and thinning.lost(other.made) < thinning.lost(made):
+        origins = [thinning.origin_sha256(one.manifest, manifest.stated_sha256(one.commit)) for one in (pair, other)]
+        if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(made):
             return True
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(

@@ -18,6 +18,7 @@ from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import moves, target_files
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
@@ -38,13 +39,13 @@ from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut,
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import FileWriter, Readable, Tier
+from holdfast_service.storage import FileWriter, Tier
 
 WINDOWS = 2  # one is read while the other is written
 
 
 def stream(
-    source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: Going
+    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: Going
 ) -> tuple[FinishedFile, ...]:
     """Write target files into a staging directory, durably; files finished by an earlier start of the same job stay.
 
@@ -73,14 +74,14 @@ def stream(
 
 
 def noted(
-    source: Readable, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
+    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
 ) -> tuple[FinishedFile, ...] | None:
     """The records of an earlier start of the same job, if it had finished all files; None otherwise. Changes nothing."""
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
     return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
 
 
-def computed(source: Readable, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
+def computed(source: Files, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
     """What `stream` would record for these files, without writing them."""
     extents = _extent_bytes(files)
     made, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)

@@ -21,8 +21,9 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import filling
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.region import Box, byte_runs, intersect
@@ -62,7 +63,7 @@ class TargetBytes:
 
     def __init__(
         self,
-        source: ForeignFiles,
+        source: Files,
         tensors: Tensors,
         file: TargetFile,
         extent_bytes: int,
@@ -143,7 +144,7 @@ class TargetBytes:
 class _Joined:
     """Reads runs into a window, consecutive ones at once."""
 
-    def __init__(self, source: ForeignFiles, into: Bytes) -> None:
+    def __init__(self, source: Files, into: Bytes) -> None:
         self._source, self._into = source, into
         self._last: SourceRun | None = None
 

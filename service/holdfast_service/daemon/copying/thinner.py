@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifest, thinning
@@ -35,7 +36,7 @@ from holdfast_formats.naming import Place
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.compactor import stage_compact
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, read_back, read_pair
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, read_back
 from holdfast_service.daemon.copying.second_names import stage_again
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Store, Tier
@@ -142,9 +143,9 @@ class Thinner:
 
     def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Thin one checkpoint, or store it in fewer bytes; returns whether that was done."""
-        pair = read_pair(self._tier, naming.checkpoint_path(run, step))
+        pair = open_checkpoint(self._tier, naming.checkpoint_path(run, step))
         act = f"{self._node} {small or 'thin'} {manifest.stated_sha256(pair.commit)}"
-        done = pair.made.thinned is not None or (small is not None and pair.made.compacted is not None)
+        done = pair.manifest.thinned is not None or (small is not None and pair.manifest.compacted is not None)
         if done:  # by a node that was lost before the catalog heard of it, else it would not be due
             self._book.was_done(run, step)
             return False
@@ -170,16 +171,17 @@ class Thinner:
             self._clear(place)
             raise
         kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
-        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, pair.made.bytes - made.bytes, pair.made.bytes)
+        before = pair.manifest.bytes
+        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, before - made.bytes, before)
         return True
 
-    def _staged(self, place: Place, pair: ManifestPair, small: OptimRule | None) -> Manifest:
+    def _staged(self, place: Place, pair: CommittedManifest, small: OptimRule | None) -> Manifest:
         """Stage the checkpoint's replacement; its manifest."""
         going = Going(self._pace, self._closed.is_set)
         if small is not None:
             return stage_compact(self._tier, self._store, place, pair, small, going)
         state = self._tier.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
-        thin = thinning.thin(pair.made, pair.encoded, state, utc_now())
+        thin = thinning.thin(pair.manifest, pair.encoded, state, utc_now())
         stage(self._tier, self._store, place, thin, going)
         return thin.made
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from holdfast_formats.digest import digest, running
 from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_service.daemon.copying.member_sums import MemberPlace, MemberSums
-from holdfast_service.storage import Buffer, Readable
+from holdfast_service.storage import Buffer
 from holdfast_service.storage.tier import octets
 
 GAP_BYTES_MAX = 2**24  # between what is read of a file: headers and padding, read besides to digest the whole file
@@ -18,13 +19,13 @@ AGAIN_BYTES_MAX = 2**26  # a file up to this size is read once more where its di
 
 
 class WatchedSource:
-    """A `Readable` that remembers each file's stamp at the first read: size, modification time, inode.
+    """Files that remember each file's stamp at the first read: size, modification time, inode.
 
     With `digested`, or for its paths, it also computes the XXH3 digest of whole files from the bytes that pass. Thread-safe;
     bytes of a file that pass out of order are read again for its digest.
     """
 
-    def __init__(self, source: Readable, digested: bool | Callable[[str], bool] = False) -> None:
+    def __init__(self, source: Files, digested: bool | Callable[[str], bool] = False) -> None:
         self._source = source
         self._digested = digested if callable(digested) else lambda path: digested
         self._stamps: dict[str, str] = {}
@@ -32,6 +33,10 @@ class WatchedSource:
         self._streams: dict[str, _FileDigest] = {}
         self._members = MemberSums()
         self._passing = Lock()
+
+    @property
+    def label(self) -> str:
+        return self._source.label
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         self.stamp(path)
@@ -115,7 +120,7 @@ class WatchedSource:
 class _FileDigest:
     """The digest of one file's bytes [0, `at`). A short gap before later bytes is read, too."""
 
-    def __init__(self, source: Readable, path: str) -> None:
+    def __init__(self, source: Files, path: str) -> None:
         self._source, self._path = source, path
         self._running, self._at, self._lost = running(), 0, False
 

@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
 from holdfast_formats.exports.source import of_committed
+from holdfast_formats.files import Files
 from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box
-from holdfast_service.daemon.copying.copies import read_pair
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Buffer, Readable, read_once
+from holdfast_service.storage import Buffer, read_once
 
 KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep together
 
@@ -32,7 +33,7 @@ class ModelPlace(NamedTuple):
     """A model's directory in a tier, with its name for messages."""
 
     name: str
-    files: Readable
+    files: Files
     directory: str = ""
 
 
@@ -56,8 +57,9 @@ class MergeSource(NamedTuple):
 class JoinedFiles:
     """The files of several directories, `N/name` in the N-th of them; other names are in the one with number `plain`."""
 
-    def __init__(self, places: Sequence[Readable], plain: int = 0) -> None:
+    def __init__(self, places: Sequence[Files], plain: int = 0) -> None:
         self._places, self.plain = places, plain
+        self.label = ", ".join(place.label for place in places)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         files, name = self._found(path)
@@ -91,13 +93,14 @@ class JoinedFiles:
 
 
 class _Found(NamedTuple):
-    files: Readable
+    files: Files
     name: str
 
 
 class OneOf:
     def __init__(self, joined: WatchedSource, number: int) -> None:
         self._joined, self._number = joined, number
+        self.label = f"directory {number}"
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self._joined.read(self._at(path), offset, length)
@@ -105,11 +108,17 @@ class OneOf:
     def read_into(self, path: str, offset: int, buffer: Any) -> int:
         return self._joined.read_into(self._at(path), offset, buffer)
 
+    def read_stored(self, path: str, offset: int, buffer: Any) -> int:
+        return self._joined.read_stored(self._at(path), offset, buffer)
+
     def size(self, path: str) -> int | None:
         return self._joined.size(self._at(path))
 
     def list(self, path: str) -> list[str]:
         return self._joined.list(self._at(path))
+
+    def stamp(self, path: str) -> str:
+        return self._joined.stamp(self._at(path))
 
     def _at(self, path: str) -> str:
         return f"{self._number}/{path}"
@@ -159,9 +168,9 @@ def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
         if directory:
             raise NoSuchResource(f"{place.name} has no {naming.COMMIT}", hint="merge a committed checkpoint")
         return None
-    pair = read_pair(place.files, directory)
-    files = CommittedFiles(read_once(place.files), pair.made, directory, kept_bytes_max)
-    return _Own(files, of_committed(files, pair.made).listing, pair.commit, pair.made.run, pair.made.step)
+    pair = open_checkpoint(place.files, directory)
+    files = CommittedFiles(read_once(place.files), pair.manifest, directory, kept_bytes_max)
+    return _Own(files, of_committed(files, pair.manifest).listing, pair.commit, pair.manifest.run, pair.manifest.step)
 
 
 def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import filling, moves, target_files
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.target_files import TargetFile
 from holdfast_formats.foreign.torch_zips import TORCH_DTYPES
@@ -80,7 +81,7 @@ def _described(key: TensorKey, value: torch.Tensor) -> ForeignTensor:
     return ForeignTensor(spec, (ForeignPiece(f"{key.group}:{key.name}", 0, whole(spec.shape), strides(spec.shape)),))
 
 
-def write(root: Path, files: Iterable[TargetFile], source: ForeignFiles, tensors: Mapping[TensorKey, ForeignTensor]) -> None:
+def write(root: Path, files: Iterable[TargetFile], source: Files, tensors: Mapping[TensorKey, ForeignTensor]) -> None:
     """Write target files."""
     for file in files:
         target_files.check(file)

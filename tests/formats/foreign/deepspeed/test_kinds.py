@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.deepspeed.kinds import KIND
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignFiles, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_service.storage import snapshot
 
 GOLDEN = Path(__file__).parents[3] / "golden/foreign/deepspeed.tar.xz"
@@ -58,7 +59,7 @@ def read(directory: Path) -> ForeignListing:
     return KIND.read(snapshot.opened(directory), ReadOptions())
 
 
-def bits(files: ForeignFiles, tensor: ForeignTensor) -> bytes:
+def bits(files: Files, tensor: ForeignTensor) -> bytes:
     """The values, after those of its copies were found to be the same."""
     found = filling.fetched(files, tensor).tobytes()
     if tensor.copies:
@@ -84,7 +85,7 @@ def test_as_deepspeed_says(unpacked: Path, name: str) -> None:
     assert listing.step == 3
 
 
-def compare(files: ForeignFiles, listing: ForeignListing, wanted: dict[str, torch.Tensor], plain: bool) -> None:
+def compare(files: Files, listing: ForeignListing, wanted: dict[str, torch.Tensor], plain: bool) -> None:
     """All tensors of the listing against DeepSpeed's."""
     expected = {}
     for name, tensor in wanted.items():

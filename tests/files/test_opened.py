@@ -12,6 +12,8 @@ import pytest
 
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
+from holdfast_files import opened
+from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
@@ -19,9 +21,8 @@ from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.daemon.checking import verifier
-from holdfast_service.daemon.copying import copies, manifest_repair
-from holdfast_service.storage import PosixTier, vouched
+from holdfast_service.daemon.copying import manifest_repair
+from holdfast_service.storage import PosixTier
 from tests.control.published import a_manifest, put_checkpoint
 
 DIRECTORY = naming.checkpoint_path("run", 5)
@@ -30,7 +31,7 @@ ROOM = 1 << 30  # of address space: a file of four gigabytes that is read whole 
 _READ = """
 import resource, sys
 from pathlib import Path
-from tests.storage.test_vouched import READERS, ROOM, used
+from tests.files.test_opened import READERS, ROOM, used
 resource.setrlimit(resource.RLIMIT_AS, (used() + ROOM, -1))
 for name, reader in READERS.items():
     try:
@@ -49,8 +50,7 @@ def used() -> int:
 
 READERS = {
     "roots": lambda root: roots.load_manifest(PosixTier(root), "run", 5),
-    "copies": lambda root: copies.read_pair(PosixTier(root), DIRECTORY),
-    "verifier": lambda root: verifier.read_manifest(PosixTier(root), DIRECTORY),
+    "opened": lambda root: opened.open_checkpoint(PosixTier(root), DIRECTORY),
     "http": lambda root: OpenedCheckpoints(PosixTier(root), Readers()).open("run", 5),
     "client": lambda root: CheckpointReader.open(DirectorySource(root / DIRECTORY)),
 }
@@ -107,23 +107,23 @@ def test_the_bound_holds_for_what_is_there_when_it_is_read(tmp_path: Path) -> No
     """Up to the bound a file is read, one byte over it is refused, and nothing is None."""
     tier = PosixTier(tmp_path)
     tier.put("a/file", b"x" * 10)
-    assert vouched.read_whole(tier, "a/file", 10) == b"x" * 10
-    assert vouched.read_whole(tier, "a/none", 10) is None
-    assert vouched.read_whole(tier, "none/file", 10) is None
+    assert read_bounded(tier, "a/file", 10) == b"x" * 10
+    assert read_bounded(tier, "a/none", 10) is None
+    assert read_bounded(tier, "none/file", 10) is None
     with pytest.raises(CorruptManifest, match="over the limit of 9"):
-        vouched.read_whole(tier, "a/file", 9)
+        read_bounded(tier, "a/file", 9)
 
 
 def test_a_long_manifest_is_proven_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is longer than a reader takes at once is compared with COMMIT piece by piece, and a sound one is handed over."""
-    monkeypatch.setattr(vouched, "_AT_ONCE_BYTES", 100)
+    monkeypatch.setattr(opened, "_AT_ONCE_BYTES", 100)
     tier, made = PosixTier(tmp_path), a_manifest("run", 5)
     put_checkpoint(tier, made)
     assert roots.load_manifest(tier, "run", 5) == made
     with (tmp_path / DIRECTORY / naming.MANIFEST).open("r+b") as file:
         file.write(b" ")
     with pytest.raises(CorruptManifest, match="digest"):
-        vouched.read_manifest(tier, DIRECTORY, vouched.read_commit(tier, DIRECTORY))
+        opened.read_manifest(tier, DIRECTORY, opened.read_commit(tier, DIRECTORY))
 
 
 def test_no_manifest_is_written_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,5 +139,5 @@ def test_a_commit_that_is_too_long_is_none(tmp_path: Path) -> None:
     tier = PosixTier(tmp_path)
     tier.put(f"{DIRECTORY}/{naming.COMMIT}", b"x" * (manifest.COMMIT_BYTES_MAX + 1))
     with pytest.raises(NotCommitted):
-        vouched.read_commit(tier, DIRECTORY)
+        opened.read_commit(tier, DIRECTORY)
     assert issubclass(NotCommitted, CheckpointError)
