@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from holdfast_formats.rest.operations import Scope, TokenRequest
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 

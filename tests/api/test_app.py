@@ -11,17 +11,16 @@ import httpx
 import pytest
 import zstandard
 from fastapi import FastAPI
-from fastapi.routing import APIRoute, APIRouter
+from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast_formats import errors, naming
-from holdfast_service.api.app import ROOMS
+from holdfast_service.api.app import ROUTERS
 from holdfast_service.api.content.open_checkpoints import encode_cursor
 from holdfast_service.control.checkpoints import run_files
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 
-ROUTERS: tuple[APIRouter, ...] = tuple(room.router for room in ROOMS)
 TINY = "/v1/runs/tiny"
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from holdfast_formats.rest.operations import TokenRequest
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.attack.matrix import ROUTES, Route
 from tests.checkpoints import build_root
 from tests.serving import Served, served

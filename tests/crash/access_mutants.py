@@ -1,4 +1,4 @@
-"""What `mutations` takes away at the doors: who may come in, what they may do, and how much they may bring."""
+"""What `mutations` takes away of the access checks: authentication, authorization, admission and the limits of bodies."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from tests.crash.mutants import Mutation
 
 _API = "service/holdfast_service/api"
 _TOKENS = "service/holdfast_service/control/access/tokens.py"
-_DOORS = "tests/api/access/test_middleware.py"
+_MIDDLEWARE = "tests/api/access/test_middleware.py"
+_AUTHORIZATION = "tests/api/access/test_authorization.py"
 _LOGINS = "tests/api/access/test_logins.py"
 _CALLERS = "tests/daemon/arena/test_callers.py"
 
-DOORS = (
+ACCESS = (
     Mutation(
         "asking for a token",
-        f"{_API}/access/middleware.py",
+        f"{_API}/access/authentication.py",
         "            raise missing()\n",
         "            principal = ANYBODY\n",
-        (_DOORS,),
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "revocation",
@@ -32,48 +33,75 @@ DOORS = (
         "            if False:\n",
         ("tests/control/access/test_tokens.py",),
     ),
-    Mutation("the scope", f"{_API}/access/scopes.py", "    principal.require(needed(method, path))\n", "", (_DOORS,)),
+    Mutation(
+        "the scope, before the body",
+        f"{_API}/access/middleware.py",
+        "                required.check(principal)\n",
+        "",
+        (_MIDDLEWARE,),
+    ),
+    Mutation(
+        "the scope, in both checks",
+        f"{_API}/access/authorization.py",
+        "            principal.require(self.scope)\n",
+        "            pass\n",
+        (_MIDDLEWARE,),
+    ),
+    Mutation(
+        "a declaration on every route",
+        f"{_API}/access/authorization.py",
+        "    if len(found) != 1 or not isinstance(found[0], Needs):\n",
+        "    if not found:\n        return Needs(None)\n    if False:\n",
+        (_AUTHORIZATION,),
+    ),
+    Mutation(
+        "an admin for what no route serves",
+        f"{_API}/access/authorization.py",
+        'Needs("read") if safe else Needs("admin", "all")',
+        'Needs("read")',
+        (_MIDDLEWARE,),
+    ),
     Mutation(
         "the runs of a token, in paths",
-        f"{_API}/access/scopes.py",
-        "    return [*asked, *([at[1]] if at else [])]\n",
-        "    return asked\n",
-        ("tests/api/access/test_scopes.py",),
+        f"{_API}/access/authorization.py",
+        'return self.path.get("run") if self.needs.runs != "viewer" else None',
+        "return None",
+        (_AUTHORIZATION,),
     ),
     Mutation(
         "the runs of a token, in lists",
         "service/holdfast_service/control/database/database.py",
         "translated(), Session(self._reading) as session:\n            restrict(session)\n",
         "translated(), Session(self._reading) as session:\n",
-        (_DOORS,),
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "the runs of a token, in bodies",
-        f"{_API}/access/scopes.py",
-        "    elif isinstance(run, str):\n        principal.require_run(run)\n",
+        f"{_API}/access/authorization.py",
+        "        else:\n            principal.require_run(run)\n",
         "",
-        (_DOORS,),
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "the Host",
-        f"{_API}/access/middleware.py",
+        f"{_API}/access/authentication.py",
         "        if bearer is None:  # a browser",
         "        if False:  # a browser",
-        (_DOORS,),
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "the Origin",
-        f"{_API}/access/middleware.py",
-        "            self._check_origin(headers, told=cookie is not None or login is not None)\n",
+        f"{_API}/access/authentication.py",
+        "            self._check_origin(headers, required=cookie is not None or login is not None)\n",
         "            pass\n",
-        (_DOORS,),
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "the word of a browser that shows a cookie",
-        f"{_API}/access/middleware.py",
-        "told=cookie is not None or login is not None)",
-        "told=login is not None)",
-        (_DOORS,),
+        f"{_API}/access/authentication.py",
+        "required=cookie is not None or login is not None)",
+        "required=login is not None)",
+        (_MIDDLEWARE,),
     ),
     Mutation(
         "the secret of a login proxy",
@@ -98,10 +126,10 @@ DOORS = (
     ),
     Mutation(
         "the limit of a token",
-        f"{_API}/access/limits.py",
-        "                if holder.requests < 1:\n",
+        f"{_API}/access/admission.py",
+        "                if rate.requests < 1:\n",
         "                if False:\n",
-        ("tests/api/access/test_limits.py",),
+        ("tests/api/access/test_admission.py",),
     ),
     Mutation(
         "a token on loopback addresses",

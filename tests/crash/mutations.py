@@ -1,4 +1,4 @@
-"""Takes away every fsync, every digest check, the fence, the checks of leases and doors, one at a time (bar 3).
+"""Takes away every fsync, every digest check, the fence, the checks of leases and access, one at a time (bar 3).
 
     python -m tests.crash.mutations [--json PATH] [NAME ...]
 
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.crash.access_mutants import DOORS
+from tests.crash.access_mutants import ACCESS
 from tests.crash.mutants import MUTATIONS as OF_BYTES
 from tests.crash.mutants import Mutation
 
 TREE = Path(__file__).resolve().parents[2]
 COPIED = ("client", "formats", "service", "tests", "pyproject.toml")
 TEST_TIMEOUT_S = 900  # of a busy machine
-MUTATIONS = (*OF_BYTES, *DOORS)
+MUTATIONS = (*OF_BYTES, *ACCESS)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import Guarded, guarded
 from tests.checkpoints import build_root

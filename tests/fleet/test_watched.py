@@ -14,7 +14,7 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import TokenRequest
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.fleet import asking
 from holdfast_service.fleet.watched import Watch, check_address, read_tokens
 from tests.checkpoints import build_root

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.api.guarded import CHECKPOINT, Guarded, guarded
 
 NAMED = re.compile(r"(?:https?:)?//[A-Za-z0-9.-]+\.[a-z]{2,}")

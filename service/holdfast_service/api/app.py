@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from fastapi import APIRouter, FastAPI
 
 from holdfast_service import dashboard
-from holdfast_service.api import problems
-from holdfast_service.api.access import authorization
-from holdfast_service.api.access.audit import Trail
+from holdfast_service.api import problems, routes
+from holdfast_service.api.access import bodies
+from holdfast_service.api.access.admission import ByteBudget, StallLimit
+from holdfast_service.api.access.audit import AuditTrail
+from holdfast_service.api.access.authorization import Declarations, needs
 from holdfast_service.api.access.content_policy import ContentPolicy
-from holdfast_service.api.access.middleware import Doors
+from holdfast_service.api.access.middleware import AccessMiddleware
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
-from holdfast_service.api.content.rationing import Ration
 from holdfast_service.api.content.shard_plans import PlannedShards
 from holdfast_service.api.content.shard_streams import ShardStreams
-from holdfast_service.api.content.stall_limit import StallLimit
-from holdfast_service.api.routes import (
-    access,
-    alerts,
-    comparisons,
-    events,
-    files,
-    jobs,
-    links,
-    nodes,
-    notifications,
-    operations,
-    quotas,
-    replicas,
-    retention,
-    runs,
-    search,
-    shards,
-    statistics,
-    summaries,
-    tokens,
-    trash,
-    upkeep,
-    uploads,
-    watched,
-)
+from holdfast_service.api.routes import events, summaries, uploads
 
 from .metrics import Collected
 from .observing import Observed, Requests
@@ -73,35 +52,16 @@ _TAGS = [
 ]
 
 
-ROOMS = (
-    runs,
-    search,
-    summaries,
-    alerts,
-    retention,
-    trash,
-    replicas,
-    files,
-    comparisons,
-    statistics,
-    shards,
-    uploads,
-    tokens,
-    links,
-    access,
-    quotas,
-    nodes,
-    watched,
-    notifications,
-    operations,
-    upkeep,
-    jobs,
-    events,
-)
+# Every module of `routes` has a router.
+ROUTERS: list[APIRouter] = [
+    import_module(f"{routes.__name__}.{module.name}").router for module in iter_modules(routes.__path__)
+]
 _PAGES = APIRouter()
-_PAGES.include_router(dashboard.router, dependencies=authorization.PAGES)
+_PAGES.include_router(dashboard.router, dependencies=needs("read", "viewer", bodies.FORM))
+_PAGES.include_router(dashboard.sign_in_router, dependencies=needs(None, "none", bodies.FORM, act="signed-in"))
+_PAGES.include_router(dashboard.static_router, dependencies=needs(None, "none", bodies.FORM))
 # For every app the same: `include_router` in an app would build each route again, which takes longer than all else there.
-_ROUTES = [route for router in (*(room.router for room in ROOMS), _PAGES) for route in router.routes]
+_ROUTES = [route for router in (*ROUTERS, _PAGES) for route in router.routes]
 
 
 def create_app(services: Services) -> FastAPI:
@@ -119,7 +79,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.behind_tls = services.door.tls
     app.state.logout = services.door.logins.logout if services.door.logins is not None else None
-    app.state.trail = Trail(services.audit)
+    app.state.trail = AuditTrail(services.audit)
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
     app.state.requests = Requests()
@@ -127,13 +87,14 @@ def create_app(services: Services) -> FastAPI:
     app.state.collected = Collected(services, app.state.summaries, app.state.requests)
     app.state.streams = ShardStreams(services.tier)
     app.state.event_streams = events.EventStreams(services.events)
-    app.state.uploads = Ration(uploads.UPLOAD_BYTES_MAX)
-    authorization.verify(app.routes)
+    app.state.uploads = ByteBudget(uploads.UPLOAD_BYTES_MAX)
+    app.state.declarations = Declarations(app.routes)
     problems.install(app)
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)
-    # The last one added is the outermost. What is turned away at the door is measured as well.
-    app.add_middleware(Doors, services.door, services.tokens, services.refusals, app.state.trail)
+    # The last one added is the outermost. What is refused is measured as well.
+    checks = (app.state.declarations, services.door, services.tokens, services.refusals, app.state.trail)
+    app.add_middleware(AccessMiddleware, *checks)
     app.add_middleware(Observed, app.state.requests)
     app.add_middleware(ContentPolicy)
     return app

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -92,18 +91,8 @@ async def _http(request: Request, error: Exception) -> Response:
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        headers["Allow"] = ", ".join(_methods(request))
+        headers["Allow"] = ", ".join(request.app.state.declarations.methods(request.url.path))
     return problem_response(refused, error.status_code, headers)
-
-
-def _methods(request: Request) -> list[str]:
-    """The allowed methods at the path of a request, over all matching routes."""
-    found: set[str] = set()
-    for route in iter_route_contexts(request.app.routes):
-        pattern = getattr(route, "path_regex", None)
-        if pattern is not None and pattern.match(request.url.path):
-            found |= route.methods or set()
-    return sorted(found)
 
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:

@@ -15,7 +15,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RenamedRun, TrashedRun
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.access.refusals import Refusals
 from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner

@@ -81,7 +81,7 @@ from holdfast_service.wiring.telling import event_commands, notifier, watched
 from holdfast_service.wiring.watching import watch, watch_alerts
 
 if TYPE_CHECKING:
-    from holdfast_service.api.access.middleware import Policy
+    from holdfast_service.api.access.authentication import Policy
     from holdfast_service.api.services import Services
 
 log = logging.getLogger("holdfast_service")

@@ -12,13 +12,13 @@ import pytest
 from fastapi.routing import iter_route_contexts
 
 from holdfast_formats.rest.access import AUDITED, AuditEntry
-from holdfast_service.api.access import acts, scopes
-from holdfast_service.api.access.middleware import Policy
-from holdfast_service.api.access.throttle import TOLD_A_MINUTE_MAX
+from holdfast_service.api.access import audit as trails
+from holdfast_service.api.access.authentication import Policy
+from holdfast_service.api.access.authorization import SAFE, Declarations
+from holdfast_service.api.access.refusals import REPORTS_A_MINUTE_MAX
 from holdfast_service.control.access.audit import Act
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.matrix import OWN, ROUTES
-from tests.serving import services
 
 FORM = {"Sec-Fetch-Site": "same-origin"}
 
@@ -34,23 +34,24 @@ def entries(door: Guarded, token: str, **asked: str) -> list[AuditEntry]:
     return [AuditEntry.model_validate(item) for item in found]
 
 
-def test_every_route_that_changes_something_has_a_name(tmp_path: Path) -> None:
-    """A route that is added is recorded in any case; it is given a name in `acts` and in `AUDITED` too."""
-    from holdfast_service.api.app import create_app
-
-    with services(tmp_path) as made:
-        routes = list(iter_route_contexts(create_app(made).routes))
+def test_every_route_that_changes_something_has_a_name(closed: Guarded) -> None:
+    """A route that is added is recorded in any case; it declares its name, which `AUDITED` describes, too."""
+    app = closed.running.app
     unnamed = []
-    for route in routes:
-        for method in set(route.methods or ()) - scopes.SAFE:
+    for route in iter_route_contexts(app.routes):
+        for method in set(route.methods or ()) - SAFE:
             path = str(route.path).replace("{step}", "5").replace("{", "").replace("}", "")
-            kind = acts.named(method, path).kind
-            if path.startswith("/v1/") and not acts.SAVING.fullmatch(path) and kind in (None, acts.OTHER):
+            kind = kind_of(app.state.declarations, method, path)
+            if kind == trails.OTHER:
                 unnamed.append(f"{method} {route.path}")
             if kind is not None:
                 assert kind in AUDITED
-    assert unnamed == [], "name these in api/access/acts.py"
-    assert acts.named("PATCH", "/v1/what-nobody-has-thought-of").kind == acts.OTHER
+    assert unnamed == [], "declare `act` in needs(…) of these routes"
+    assert kind_of(app.state.declarations, "PATCH", "/v1/what-nobody-has-thought-of") == trails.OTHER
+
+
+def kind_of(declarations: Declarations, method: str, path: str) -> str | None:
+    return trails.act_of(declarations.of(method, path, b""), path)
 
 
 def test_every_kind_is_documented() -> None:
@@ -72,7 +73,8 @@ def test_every_route_and_method_leaves_its_trace(closed: Guarded, monkeypatch: p
     for route in ROUTES:
         if route.path in ("/login", "/enter"):
             continue
-        target, kind = route.target(OWN), acts.named(route.method, route.target(OWN)).kind  # a run that is not there
+        target = route.target(OWN)  # a run that is not there
+        kind = kind_of(closed.running.app.state.declarations, route.method, target.partition("?")[0])
         headers, body = route.sent(OWN) or ([], None)
         for name, token in tokens.items():
             _throttles(closed)
@@ -147,7 +149,7 @@ def test_nobody_spends_what_others_are_told_of(closed: Guarded) -> None:
     admin, reader = closed.token("admin"), closed.token("read")
     trail = closed.running.app.state.trail
     _throttles(closed)
-    assert sum(trail._throttle.due((str(number),), "") is not None for number in range(200)) == TOLD_A_MINUTE_MAX
+    assert sum(trail._throttle.due((str(number),), "") is not None for number in range(200)) == REPORTS_A_MINUTE_MAX
     assert closed.ask("PUT", f"{CHECKPOINT}/pin", reader).status_code == 403
     assert entries(closed, admin, refused="true")[0].who == closed.running.services.tokens.verify(reader).name
     _throttles(closed)
@@ -159,10 +161,10 @@ def test_secrets_in_a_path_are_not_kept(closed: Guarded, caplog: pytest.LogCaptu
     assert closed.ask("DELETE", f"/v1/tokens/{lost[:60]}", admin).status_code == 404
     assert lost[:40] not in closed.ask("GET", "/v1/audit?kind=token-revoked", admin).text
     reader = closed.token()
-    closed.running.services.refusals._throttle.forget()
+    closed.running.services.refusals._throttle.reset()
     for method, path in (("DELETE", f"/v1/tokens/{lost[:60]}"), ("PUT", f"/v1/runs/{lost[:60]}/policy")):
         assert closed.ask(method, path, reader).status_code == 403
-        closed.running.services.refusals._throttle.forget()
+        closed.running.services.refusals._throttle.reset()
     assert "request-refused" in (told := closed.ask("GET", "/v1/events?kind=request-refused", reader).text)
     assert lost[:40] not in told and lost[:40] not in caplog.text and "hf_…" in caplog.text
 
@@ -208,6 +210,17 @@ def test_what_a_page_did_is_its_viewers(closed: Guarded) -> None:
     assert closed.ask("POST", "/runs/team-a/checkpoints/5/pin", headers=cookie).status_code == 303
     (told,) = entries(closed, admin, who=name)
     assert (told.kind, told.via, told.address, told.path) == ("pin-set", "dashboard", "127.0.0.1", f"{CHECKPOINT}/pin")
+
+
+def test_a_form_that_another_site_sends_is_recorded(closed: Guarded) -> None:
+    """The page is refused before it asks the API for anything, so its refusal is an entry of its own."""
+    admin, writer = closed.token("admin"), closed.token("write")
+    name = closed.running.services.tokens.verify(writer).name
+    cookie = {"Cookie": f"holdfast_token={writer}", "Sec-Fetch-Site": "cross-site"}
+    for path in ("/runs/team-a/checkpoints/5/pin", "/logout"):
+        _throttles(closed)
+        assert closed.ask("POST", path, headers=cookie).status_code == 403
+        assert [(one.kind, one.path) for one in entries(closed, admin, who=name)][:1] == [("other", path)]
 
 
 def test_signing_in_and_out_is_told(closed: Guarded) -> None:
@@ -265,4 +278,4 @@ def test_an_enemy_fills_nothing(closed: Guarded) -> None:
 
 def _throttles(door: Guarded) -> None:
     """Let everything be told of again."""
-    door.running.app.state.trail._throttle.forget()
+    door.running.app.state.trail._throttle.reset()

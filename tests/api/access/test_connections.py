@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from holdfast_service.api.access import bodies, connections
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.api.guarded import Guarded, code, guarded
 from tests.daemons import wait_until
 

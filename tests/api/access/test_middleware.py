@@ -17,8 +17,8 @@ import pytest
 
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.operations import Scope
-from holdfast_service.api.access.lasting import Lasting
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.admission import CredentialWatch
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.access.request_head import COOKIE
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
@@ -419,13 +419,13 @@ LASTING = {
 @pytest.fixture
 def let_in(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a request was let in by its token, and is being answered."""
-    happened, serve = threading.Event(), Lasting.serve
+    happened, serve = threading.Event(), CredentialWatch.serve
 
     async def seen(*arguments: Any) -> None:
         happened.set()
         await serve(*arguments)
 
-    monkeypatch.setattr(Lasting, "serve", seen)
+    monkeypatch.setattr(CredentialWatch, "serve", seen)
     return happened
 
 
@@ -520,7 +520,7 @@ def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     """Each one counts, one a minute and peer is logged and becomes an event, and none of it has the token."""
     refusals, events = closed.running.services.refusals, closed.running.services.events
-    refusals._throttle.forget()
+    refusals._throttle.reset()
     before, newest = refusals.counts["unauthenticated"], events.bounds()[1]
     other = "hf_" + "s3cret" * 8
     with caplog.at_level(logging.INFO):
@@ -541,10 +541,8 @@ def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: py
     from holdfast_service.api.access import refusals as module
 
     refusals = module.Refusals(ajar.running.services.events)
-    from holdfast_service.api.access.throttle import KEYS_MAX, TOLD_A_MINUTE_MAX
-
     newest = ajar.running.services.events.bounds()[1]
-    for number in range(2 * KEYS_MAX):
+    for number in range(2 * module.KEYS_MAX):
         refusals.add(f"10.0.{number // 256}.{number % 256}", "GET", "/" * 10_000, Unauthenticated("no"))
-    assert len(refusals._throttle) == KEYS_MAX
-    assert len(ajar.running.services.events.after(newest, 999)) == TOLD_A_MINUTE_MAX
+    assert len(refusals._throttle) == module.KEYS_MAX
+    assert len(ajar.running.services.events.after(newest, 999)) == module.REPORTS_A_MINUTE_MAX

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.api.access import policy as entrance
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.config import parse
 
 # What a service is called by itself: its machine, and its --listen, which is the default one in these tests.

@@ -17,7 +17,7 @@ from holdfast.rest.api import Api
 from holdfast.rest.jobs import RETRY_S
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.content import event_wait
 from holdfast_service.api.routes import events as module
 from holdfast_service.control.catalog import events as ring

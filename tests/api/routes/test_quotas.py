@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import CatalogUnavailable
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.api.guarded import code, guarded
 
 

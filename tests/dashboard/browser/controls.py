@@ -71,7 +71,7 @@ def nameless(page: Page) -> list[str]:
 
 def routes() -> list[tuple[re.Pattern[str], str, set[str]]]:
     """Pattern, template and methods of every page."""
-    found: list[Any] = list(iter_route_contexts(dashboard.router.routes))
+    found: list[Any] = list(iter_route_contexts([*dashboard.router.routes, *dashboard.sign_in_router.routes]))
     return [(route.path_regex, route.path, route.methods or set()) for route in found]
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast_formats.rest.operations import Scope, TokenRequest
-from holdfast_service.api.access.middleware import Policy
+from holdfast_service.api.access.authentication import Policy
 from tests.dashboard.pages.test_importing import job_page
 from tests.dashboard.reading import Page
 from tests.serving import Served, served

@@ -21,7 +21,8 @@ class Door:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.app = FastAPI()
-        self.app.include_router(dashboard.router)
+        for router in (dashboard.router, dashboard.sign_in_router):
+            self.app.include_router(router)
         self.app.add_api_route("/readyz", lambda: {"status": "ready", "version": "1", "root": "/"})
         self.app.add_api_route("/v1/{path:path}", self.answer)
 

@@ -1,5 +1,5 @@
-"""One entry of the audit log for every request that changes something, and for every refused one, made at the door when its
-answer has begun. An attempt that failed is told of once a minute, with how many there were like it.
+"""One entry of the audit log for every request that changes something, and for every refused one, made when its answer has
+begun. An attempt that failed is recorded once a minute, with how many there were like it.
 
 Every answer says by `X-Request-Id` which request it was; what a page asks of the API has the page's.
 """
@@ -18,9 +18,10 @@ from starlette.types import Message, Scope, Send
 
 from holdfast_formats.errors import Denied
 from holdfast_formats.rest.access import By, Via
-from holdfast_service.api.access import acts, scopes
-from holdfast_service.api.access.places import NOBODY, asking
-from holdfast_service.api.access.throttle import Throttle
+from holdfast_service.api.access import bodies
+from holdfast_service.api.access.admission import NO_PEER, current_peer
+from holdfast_service.api.access.authorization import API, Required
+from holdfast_service.api.access.refusals import Throttle
 from holdfast_service.api.problems import MEDIA_TYPE
 from holdfast_service.control.access.audit import Act, Audit
 from holdfast_service.control.access.tokens import Principal, without_secrets
@@ -28,55 +29,67 @@ from holdfast_service.control.access.tokens import Principal, without_secrets
 ID_HEADER = "X-Request-Id"
 CLIENT = b"holdfast/"  # how User-Agent of our own client begins
 PROBLEM_BYTES_MAX = 64 * 1024
+READ, OTHER = "read", "other"  # what is only recorded when it is refused, and what has no name
 _REFUSED = (401, 403)
 _request_id: ContextVar[str] = ContextVar("holdfast_request_id", default="")
 
 
-class Trail:
-    """Tells the audit log of requests."""
+class AuditTrail:
+    """Adds requests to the audit log."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit, self._throttle = audit, Throttle()
 
     @contextmanager
-    def following(self, scope: Scope, send: Send) -> Iterator[Footprint]:
+    def recorded(self, scope: Scope, send: Send, required: Required) -> Iterator[RequestRecord]:
         """Within the block a request is answered; at its end an entry is made of it, if it is one to be recorded."""
-        inside = asking() is not NOBODY
-        made = Footprint(scope, send, (inside and _request_id.get()) or secrets.token_hex(8), inside, self._note)
-        before = _request_id.set(made.id)
+        inside = current_peer() is not NO_PEER
+        request_id = (inside and _request_id.get()) or secrets.token_hex(8)
+        record = RequestRecord(scope, send, required, request_id, self._add)
+        before = _request_id.set(request_id)
         try:
-            yield made
+            yield record
         finally:
             _request_id.reset(before)
-            made.end()
+            record.end()
 
-    def _note(self, made: Footprint) -> None:
-        found, refused = acts.named(made.method, made.path), made.status in _REFUSED
+    def _add(self, record: RequestRecord) -> None:
+        kind, refused = act_of(record.required, record.path), record.status in _REFUSED
         if refused:
-            if made.principal is not None and not acts.is_api(made.path):
+            if record.required.needs.runs == "viewer" and record.principal is not None and record.denied is None:
                 return  # a page shows what the API has refused, which is recorded
-            kind = found.kind or (acts.READ if made.method in scopes.SAFE else acts.OTHER)
-        elif found.kind is None or made.principal is None or made.rehearsed:
+            kind = kind or (READ if record.required.safe else OTHER)
+        elif kind is None or record.principal is None or record.is_dry_run:
             return
-        else:
-            kind = found.kind
-        untold = 0
-        if made.status >= 400:
-            due = self._throttle.due((made.who, made.address, kind, str(made.code)), made.who)
+        left_out = 0
+        if record.status >= 400:
+            due = self._throttle.due((record.who, record.address, kind, str(record.code)), record.who)
             if due is None:
                 return
-            untold = due
-        self._audit.add(made.act(found, kind, untold))
+            left_out = due
+        self._audit.add(record.act(kind, left_out))
 
 
-class Footprint:
+def act_of(required: Required, path: str) -> str | None:
+    """The kind of a request in the audit log; None: it changes nothing that is recorded. Of the page of a form only sending
+    it is. What ranks save is an event, and no change of what is there.
+    """
+    needs = required.needs
+    if needs.act is not None and (not required.safe or needs.body != bodies.FORM):
+        return needs.act
+    return OTHER if not required.safe and path.startswith(API) and needs.runs != "rank" else None
+
+
+class RequestRecord:
     """What is known of one request when it has been answered."""
 
-    def __init__(self, scope: Scope, send: Send, request_id: str, inside: bool, ended: Callable[[Footprint], None]) -> None:
-        self._scope, self._send, self.inside, self._ended = scope, send, inside, ended
+    def __init__(
+        self, scope: Scope, send: Send, required: Required, request_id: str, ended: Callable[[RequestRecord], None]
+    ) -> None:
+        self._scope, self._send, self.required, self.id, self._ended = scope, send, required, request_id, ended
+        self.inside = current_peer() is not NO_PEER  # a page sends it
         self._open = True
         self.showed = False  # a token, or that somebody is logged in
-        self.id = request_id
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.principal: Principal | None = None
         self.subject: Mapping[str, Any] = {}  # members of the body that say what it is about
@@ -87,7 +100,7 @@ class Footprint:
         self._is_problem = False
 
     async def send(self, message: Message) -> None:
-        """Hand on a message of the answer, and remember what it says of the result. Who has it all can see the entry."""
+        """Hand on a message of the answer, and remember the result. The entry is made before the last one is sent."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -103,8 +116,8 @@ class Footprint:
         await self._send(message)
 
     def deny(self, error: Denied) -> None:
-        """It is refused, whatever the answer looks like: a browser is led to the sign-in page instead. Whoever has shown
-        nothing has attempted nothing.
+        """It is refused, whatever the answer looks like: a browser is led to the sign-in page instead. A request that shows
+        no credentials has attempted nothing.
         """
         self.denied = error if self.showed else None
 
@@ -120,8 +133,8 @@ class Footprint:
     @property
     def signed_in(self) -> str | None:
         """The principal that a browser was just let in as, which the route has left here."""
-        found = self._scope.get("state", {}).get("signed_in")
-        return found if isinstance(found, str) else None
+        name = self._scope.get("state", {}).get("signed_in")
+        return name if isinstance(name, str) else None
 
     @property
     def who(self) -> str:
@@ -135,13 +148,16 @@ class Footprint:
         return str(client[0]) if client else ""
 
     @property
-    def rehearsed(self) -> bool:
+    def is_dry_run(self) -> bool:
         """Whether it was only asked what would happen, as the route has said."""
-        return self._scope.get("state", {}).get("rehearsed") is True
+        return self._scope.get("state", {}).get("dry_run") is True
 
-    def act(self, about: acts.NamedAct, kind: str, untold: int) -> Act:
-        """The entry of this request."""
-        said = self.subject
+    def act(self, kind: str, untold: int) -> Act:
+        """The entry of this request: what its path is about, or else its body."""
+        subject = self.subject
+        path = dict(self.required.path) if kind == self.required.needs.act else {}
+        run, step = path.pop("run", None), _step(path.pop("step", None))
+        target = next(reversed(path.values()), None) or _text(subject.get("kind")) or _text(subject.get("name"))
         return Act(
             who=self.who,
             by=self._by(),
@@ -152,9 +168,9 @@ class Footprint:
             path=without_secrets(self.path),
             status=self.status,
             request=self.id,
-            run=about.run or _text(said.get("run")),
-            step=about.step if about.step is not None else _number(said.get("step")),
-            target=without_secrets(about.target or _text(said.get("kind")) or _text(said.get("name")) or "") or None,
+            run=run or _text(subject.get("run")),
+            step=step if step is not None else _number(subject.get("step")),
+            target=without_secrets(target or "") or None,
             code=self.code,
             untold=untold,
         )
@@ -173,10 +189,14 @@ class Footprint:
 
 def _code(problem: bytes) -> str | None:
     try:
-        found = json.loads(problem).get("code")
+        code = json.loads(problem).get("code")
     except (ValueError, AttributeError):
         return None
-    return found[:64] if isinstance(found, str) else None
+    return code[:64] if isinstance(code, str) else None
+
+
+def _step(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def _text(value: Any) -> str | None:

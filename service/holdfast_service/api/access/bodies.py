@@ -10,7 +10,8 @@ import asyncio
 import json
 import re
 from collections import deque
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from starlette.types import Message, Receive, Scope
 
@@ -67,6 +68,37 @@ def media_type(kind: Kind) -> str:
 
 def _named() -> str:
     return f"known are {', '.join(MEDIA_TYPES)}, with no parameter but charset=utf-8"
+
+
+class CheckedBody(NamedTuple):
+    """A body that was looked at: the body once more, and what its JSON says."""
+
+    receive: Receive
+    document: Any = None
+
+
+async def checked(scope: Scope, headers: Mapping[str, str], receive: Receive, read_as: Kind) -> CheckedBody:
+    """The body, looked at as what the route reads; what reads it later is told that, and nothing else."""
+    given = kind_of(headers.get("content-type"))
+    if given is not None:
+        check_kind(given, read_as)
+    if read_as == OCTETS:
+        _tell(scope, read_as)
+        return CheckedBody(receive)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise unknown("this route does not take an encoded body", "leave Content-Encoding out")
+    body = await read(scope, receive)
+    if body:
+        check_kind(given, read_as)
+    _tell(scope, read_as if body else None)
+    return CheckedBody(replay(body, receive), parse(body) if body and read_as == JSON else None)
+
+
+def _tell(scope: Scope, kind: Kind | None) -> None:
+    """Leave the one Content-Type that the framework is to read a body by, and for the route what it was taken for."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    scope["headers"] = others if kind is None else [*others, (b"content-type", media_type(kind).encode())]
+    scope.setdefault("state", {})["body"] = kind
 
 
 async def read(scope: Scope, receive: Receive) -> bytes:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
-from holdfast_service.api.access.places import NOBODY, asked_by
+from holdfast_service.api.access.admission import NO_PEER, answering
 from holdfast_service.api.access.request_head import HEAD_BYTES_MAX
 from holdfast_service.api.problems import MEDIA_TYPE, TransferAborted
 from holdfast_service.control.database.visible import ALL, limited_to
@@ -44,14 +44,14 @@ class FromOutside:
     """ASGI: what comes from a connection is nobody's yet.
 
     asyncio hands a request the context of an earlier one: of that after which it was read from the pipeline, or whose body
-    made the connection wait. By its context the door knows what a page asks in the name of a request that came in.
+    made the connection wait. By its context the access check knows what a page asks in the name of a request that came in.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with asked_by(NOBODY), limited_to(ALL):
+        with answering(NO_PEER), limited_to(ALL):
             await self._app(scope, receive, send)
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast_service.api.access.scopes import OPEN_FILES
-
+OPEN_FILES = "/static/"  # style and scripts
 CALLER = "Authorization, Cookie"  # the headers that name the caller
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.owner_key import OwnerKey
+from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.access.logins import Logins, load
-from holdfast_service.api.access.middleware import Policy
 from holdfast_service.api.access.owner_file import left_for_owner
 from holdfast_service.config import Config, runtime_directory
 from holdfast_service.control.access.owner import Owner

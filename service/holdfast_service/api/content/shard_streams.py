@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +17,11 @@ from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.transfer import Direction, Elements
-from holdfast_service.api.access.places import Places, asking
+from holdfast_service.api.access.admission import ConcurrencyLimit
 from holdfast_service.api.content.delivery import parts_of
 from holdfast_service.api.content.extent_cache import CachedCheckpoint, Octets, ProvenExtents
 from holdfast_service.storage import Tier
@@ -71,7 +70,7 @@ class ShardStreams:
     def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
         self.extents = ProvenExtents(tier)
         self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
-        self._places = Places(lambda: streams_max)
+        self._limit = ConcurrencyLimit(lambda: streams_max)
 
     async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) of a shard's file, window by window.
@@ -93,8 +92,13 @@ class ShardStreams:
                 filling.add_done_callback(_heard)
                 ahead.append((span, filling))
 
-        async with self._admitted():
-            try:
+        full = (
+            f"{STREAMS_MAX} shard downloads are running, or too many by this token or address, and "
+            f"none of them ended within {STREAM_WAIT_MAX_S:.0f} s"
+        )
+        hint = "try again later, or send Accept: application/json to get a plan to read the shard from storage"
+        async with self._limit.awaited(STREAM_WAIT_MAX_S, full, hint):
+            with self.extents.opened(), _cancelled(ahead):
                 for _ in range(AHEAD):
                     begin()
                 if start < len(header):
@@ -109,23 +113,6 @@ class ShardStreams:
                     for part in parts_of(window.data[max(start - low, 0) : min(stop, high) - low]):
                         yield part
                     spare.append(window)
-            finally:
-                for _, filling in ahead:
-                    filling.cancel()
-
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as held:
-            try:
-                await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
-            except asyncio.TimeoutError:
-                raise DeadlineExceeded(
-                    f"{STREAMS_MAX} shard downloads are running, or too many by this token or address, and "
-                    f"none of them ended within {STREAM_WAIT_MAX_S:.0f} s",
-                    hint="try again later, or send Accept: application/json to get a plan to read the shard from storage",
-                ) from None
-            with self.extents.opened():
-                yield
 
     def _fill(self, recipe: Recipe, span: tuple[int, int], memory: Octets) -> Octets:
         """Fill one window, in a thread, which releases its slabs itself if the stream has ended.
@@ -148,6 +135,16 @@ class ShardStreams:
                 missing -= _scatter(run, data, wanted)
         assert missing == 0, f"{missing} bytes of window [{low}, {high}) were not found"
         return memory
+
+
+@contextmanager
+def _cancelled(ahead: Iterable[tuple[object, asyncio.Future[Octets]]]) -> Iterator[None]:
+    """At the end of the block what is still being read is cancelled."""
+    try:
+        yield
+    finally:
+        for _, filling in ahead:
+            filling.cancel()
 
 
 def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[StripPlace]]) -> int:

@@ -15,7 +15,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
 from holdfast_formats.visible import spreadsheet_cell
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_AUDIT, READS_OWN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
 from holdfast_service.control.access.audit import WantedEntries
 
@@ -25,7 +25,7 @@ CSV = "text/csv"
 _COLUMNS = tuple(AuditEntry.model_fields)
 
 
-@router.get("/whoami", dependencies=READS_OWN, summary="Who asks, and what they may do")
+@router.get("/whoami", dependencies=needs("read", "none"), summary="Who asks, and what they may do")
 def get_whoami(request: Request, viewer: Viewer) -> Whoami:
     whole = getattr(request.state, "whole", viewer)
     return Whoami(
@@ -41,7 +41,7 @@ def get_whoami(request: Request, viewer: Viewer) -> Whoami:
 
 @router.get(
     "/audit",
-    dependencies=READS_AUDIT,
+    dependencies=needs("admin"),
     summary="The audit log, newest first: who did what, from where, and what came of it",
     response_model=bodies.Page[AuditEntry],
     responses={200: {"description": "A page; with `format=csv` its items as CSV", "content": {CSV: {}}}},

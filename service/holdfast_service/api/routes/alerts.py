@@ -13,7 +13,7 @@ from holdfast_formats.errors import InUse, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Acknowledgement, AcknowledgeRequest, Alert, Overview
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON, READS, WRITES_RUN, WRITES_RUN_JSON
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import deaths
 from holdfast_service.api.routes.nodes import told_nodes
 from holdfast_service.api.routes.summaries import summaries_of
@@ -33,7 +33,7 @@ Subject = Annotated[str, Query(max_length=128, description="the replica or the n
 Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
 
 
-@router.get("/overview", dependencies=READS, summary="All runs in a few figures: states, alerts, exposure, cost")
+@router.get("/overview", dependencies=needs("read"), summary="All runs in a few figures: states, alerts, exposure, cost")
 def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
     found = summaries_of(request)
     return alerts.overview(found.board(), _of_nodes(services, viewer, found))
@@ -41,7 +41,7 @@ def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
 
 @router.get(
     "/alerts",
-    dependencies=READS,
+    dependencies=needs("read"),
     summary="What needs attention, with what mends it",
     response_model=bodies.Page[Alert],
 )
@@ -66,7 +66,9 @@ def list_alerts(
 
 
 @router.put(
-    "/runs/{run}/alerts/{code}/acknowledgement", dependencies=WRITES_RUN_JSON, summary="Acknowledge an alert of a run"
+    "/runs/{run}/alerts/{code}/acknowledgement",
+    dependencies=needs("write", act="alert-acknowledged"),
+    summary="Acknowledge an alert of a run",
 )
 def acknowledge(  # noqa: PLR0913 - what a request has
     request: Request, services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
@@ -85,7 +87,7 @@ def acknowledge(  # noqa: PLR0913 - what a request has
 
 @router.delete(
     "/runs/{run}/alerts/{code}/acknowledgement",
-    dependencies=WRITES_RUN,
+    dependencies=needs("write", act="alert-taken-back"),
     status_code=204,
     summary="Take back the acknowledgement of an alert of a run",
 )
@@ -99,7 +101,9 @@ def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code:
 
 
 @router.put(
-    "/alerts/{code}/{subject}/acknowledgement", dependencies=ADMINS_JSON, summary="Acknowledge an alert of a node or replica"
+    "/alerts/{code}/{subject}/acknowledgement",
+    dependencies=needs("admin", "all", act="alert-acknowledged"),
+    summary="Acknowledge an alert of a node or replica",
 )
 def acknowledge_other(
     request: Request, services: Wired, viewer: Viewer, code: str, subject: str, body: AcknowledgeRequest
@@ -112,7 +116,7 @@ def acknowledge_other(
 
 @router.delete(
     "/alerts/{code}/{subject}/acknowledgement",
-    dependencies=ADMINS,
+    dependencies=needs("admin", "all", act="alert-taken-back"),
     status_code=204,
     summary="Take back the acknowledgement of an alert of a node or replica",
 )
@@ -120,7 +124,12 @@ def take_back_other(request: Request, services: Wired, viewer: Viewer, code: str
     _take_back(services, viewer, summaries_of(request), AlertKey("", code, subject))
 
 
-@router.post("/replicas/{tier}/retry", dependencies=ADMINS, status_code=204, summary="Copy to a replica again, now")
+@router.post(
+    "/replicas/{tier}/retry",
+    dependencies=needs("admin", "all", act="replica-retried"),
+    status_code=204,
+    summary="Copy to a replica again, now",
+)
 def retry_replica(services: Wired, tier: str) -> None:
     """What could not be copied is tried at once, and not when its time has come. 404 if this daemon has no such replica, 409
     if another node copies to it.

@@ -13,7 +13,7 @@ from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference, DifferenceState
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
 from holdfast_service.api.services import Cursor, Limit, Wired
@@ -62,7 +62,7 @@ def _asked(
     return ComparisonRequest(left, right, group, state, q)
 
 
-@router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Compare two checkpoints tensor by tensor")
+@router.get("/runs/{run}/compare", dependencies=needs("read"), summary="Compare two checkpoints tensor by tensor")
 def compare_checkpoints(
     request: Request,
     services: Wired,

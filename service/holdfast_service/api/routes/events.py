@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS
-from holdfast_service.api.access.places import Places, asking
+from holdfast_service.api.access.admission import ConcurrencyLimit
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content.delivery import weights
 from holdfast_service.api.content.event_wait import listening
 from holdfast_service.api.services import Cursor, Limit, Wired
@@ -47,7 +45,7 @@ class EventStreams:
 
     def __init__(self, events: Events, streams_max: int = STREAMS_MAX) -> None:
         self._events, self._streams_max = events, streams_max
-        self._places = Places(lambda: streams_max)
+        self._limit = ConcurrencyLimit(lambda: streams_max)
 
     async def body(self, wanted: WantedEvents) -> AsyncGenerator[str, None]:
         """Yield frames until the service shuts down or the client disconnects; the first frame has the start
@@ -55,7 +53,9 @@ class EventStreams:
 
         Raises `DeadlineExceeded` if too many other streams are open.
         """
-        async with self._admitted():
+        full = f"{self._streams_max} event streams are open, or too many for this token or address"
+        hint = "try again later, or leave out Accept: text/event-stream to get pages of events"
+        async with self._limit.awaited(STREAM_WAIT_MAX_S, full, hint):
             with listening(self._events) as listener:
                 now = await run_in_threadpool(self._events.bounds)
                 position = now[1] if wanted.after is None else wanted.after
@@ -90,18 +90,6 @@ class EventStreams:
         last = events[-1].id if events else position
         return "".join(frames), last if full else max(last, found.newest), full
 
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as held:
-            try:
-                await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
-            except asyncio.TimeoutError:
-                raise DeadlineExceeded(
-                    f"{self._streams_max} event streams are open, or too many for this token or address",
-                    hint="try again later, or leave out Accept: text/event-stream to get pages of events",
-                ) from None
-            yield
-
 
 def _asked(
     after: Annotated[Id | None, Query(description="only events after this ID; a stream starts with the next one")] = None,
@@ -121,7 +109,7 @@ Asked = Annotated[WantedEvents, Depends(_asked)]
 
 @router.get(
     "/events",
-    dependencies=READS,
+    dependencies=needs("read"),
     summary="Events: a live stream with `Accept: text/event-stream`, otherwise a page, newest first",
     response_model=bodies.Page[Event],
     responses={200: {"description": "A page, or a stream", "content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},

@@ -19,7 +19,7 @@ from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.open_checkpoints import Contents, OpenedCheckpoints
@@ -49,7 +49,7 @@ def _held(request: Request, services: Wired, run: str, step: str) -> Contents:
 Held = Annotated[Contents, Depends(_held)]
 
 
-@router.get(f"{_CHECKPOINT}/manifest", dependencies=READS_RUN, response_class=Response, summary="The stored manifest")
+@router.get(f"{_CHECKPOINT}/manifest", dependencies=needs("read"), response_class=Response, summary="The stored manifest")
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
     """The ETag is the manifest's SHA-256, as in COMMIT. Compressed with zstd if Accept-Encoding contains it."""
     found = open_checkpoints.find(services, run, step)
@@ -68,7 +68,7 @@ def get_manifest(request: Request, services: Wired, run: str, step: str) -> Resp
     return Response(encoded, media_type="application/json", headers=headers)
 
 
-@router.get(f"{_CHECKPOINT}/tensors", dependencies=READS_RUN, summary="Tensors and aliases, sorted by group and name")
+@router.get(f"{_CHECKPOINT}/tensors", dependencies=needs("read"), summary="Tensors and aliases, sorted by group and name")
 def list_tensors(
     held: Held,
     group: Annotated[str | None, Query(description="only this group")] = None,
@@ -78,14 +78,18 @@ def list_tensors(
     return open_checkpoints.page_of_tensors(held, group, cursor, limit)
 
 
-@router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, sorted by name, with their lengths on storage")
+@router.get(
+    f"{_CHECKPOINT}/files",
+    dependencies=needs("read"),
+    summary="Files, sorted by name, with their lengths on storage",
+)
 def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
     return open_checkpoints.page_of_files(services.tier, held, cursor, limit)
 
 
 @router.get(
     f"{_CHECKPOINT}/files/{{name}}",
-    dependencies=READS_RUN,
+    dependencies=needs("read"),
     response_class=Response,
     responses=_BYTES,
     summary="Download a file or a byte range of it",
@@ -103,7 +107,10 @@ async def get_file(request: Request, services: Wired, run: str, step: str, name:
 
 
 @router.head(
-    f"{_CHECKPOINT}/files/{{name}}", dependencies=READS_RUN, response_class=Response, summary="A file's length and ETag"
+    f"{_CHECKPOINT}/files/{{name}}",
+    dependencies=needs("read"),
+    response_class=Response,
+    summary="A file's length and ETag",
 )
 def head_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
     return delivery.deliver_head(_delivery(_opened(request), services, (run, step, name), True), request.headers)

@@ -14,8 +14,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.api import problems
-from holdfast_service.api.access import scopes
-from holdfast_service.api.access.authorization import READS, WRITES_STATED, WRITES_STATED_JSON
+from holdfast_service.api.access.authorization import check_job, needs
 from holdfast_service.api.content import delivery
 from holdfast_service.api.content.event_wait import listening
 from holdfast_service.api.services import Cursor, Limit, Viewer, Wired
@@ -43,13 +42,13 @@ _THERE = {"model": Job, "description": "An identical job is already queued or ru
 
 def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
     """Check the parsed request against the viewer's rights."""
-    scopes.check_job(viewer, wanted.kind, wanted.run)
+    check_job(viewer, wanted.kind, wanted.run)
     return wanted
 
 
 @router.post(
     "/jobs",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "job", act="job-submitted"),
     status_code=202,
     summary="Submit a job; `Location` is its URL",
     response_model=Job,
@@ -64,7 +63,7 @@ def post_job(runner: Runner, wanted: Annotated[JobRequest, Depends(_permitted)])
     return JSONResponse(job.model_dump(), 202 if new else 200, headers)
 
 
-@router.get("/jobs", dependencies=READS, summary="Jobs, newest first")
+@router.get("/jobs", dependencies=needs("read"), summary="Jobs, newest first")
 def list_jobs(  # noqa: PLR0913 — one a filter
     runner: Runner,
     viewer: Viewer,
@@ -80,7 +79,7 @@ def list_jobs(  # noqa: PLR0913 — one a filter
 
 @router.get(
     "/jobs/{job_id}",
-    dependencies=READS,
+    dependencies=needs("read"),
     summary="One job: its progress and result",
     response_model=Job,
     responses={304: {"description": "Not changed since `If-None-Match`"}},
@@ -115,7 +114,7 @@ async def get_job(
 
 @router.delete(
     "/jobs/{job_id}",
-    dependencies=WRITES_STATED,
+    dependencies=needs("write", act="job-cancelled"),
     status_code=204,
     summary="Cancel a job",
     responses={202: {"model": Job, "description": "It is running and was asked to stop"}},
@@ -126,7 +125,7 @@ def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
     Callers that may not submit such a job may not cancel it.
     """
     known = runner.jobs.get(job_id)  # read first: for a caller that may not see its run, the job does not exist
-    scopes.check_job(viewer, known.kind, known.run)
+    check_job(viewer, known.kind, known.run)
     job = runner.cancel(job_id)
     if job.state in GOES_ON:
         return JSONResponse(job.model_dump(), 202, {"Location": f"/v1/jobs/{job.id}"})

@@ -11,7 +11,7 @@ from holdfast_formats.errors import Unauthenticated
 from holdfast_formats.rest.operations import Link
 from holdfast_service.api import problems
 from holdfast_service.api.access import request_head
-from holdfast_service.api.access.authorization import OPEN, READS, READS_OWN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.access.request_head import COOKIE
 from holdfast_service.api.services import Wired
 
@@ -32,7 +32,7 @@ _OUT = (
 
 @router.post(
     "/v1/links",
-    dependencies=READS,
+    dependencies=needs("read", "none", act="link-made"),
     status_code=201,
     summary="Create a one-time sign-in link for a browser, valid for a minute",
 )
@@ -46,7 +46,10 @@ def create_link(request: Request, services: Wired, response: Response) -> Link:
 
 
 @router.delete(
-    "/v1/links", dependencies=READS_OWN, status_code=204, summary="End the session of the browser that asks: sign it out"
+    "/v1/links",
+    dependencies=needs("read", "none", act="signed-out"),
+    status_code=204,
+    summary="End the session of the browser that asks: sign it out",
 )
 def end_session(request: Request, services: Wired) -> None:
     """A session that began with a sign-in link is accepted no more. A token stays in force."""
@@ -55,7 +58,7 @@ def end_session(request: Request, services: Wired) -> None:
         services.owner.links.end(shown)
 
 
-@router.get(ENTER, dependencies=OPEN, include_in_schema=False)
+@router.get(ENTER, dependencies=needs(None, "none", act="signed-in"), include_in_schema=False)
 def enter(request: Request, services: Wired, code: Annotated[str, Query(max_length=100)] = "") -> Response:
     """Exchange the code for the session's cookie."""
     try:

@@ -11,7 +11,7 @@ from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.moments import write
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS, READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
@@ -21,7 +21,7 @@ from holdfast_service.control.cluster.membership import ClusterNode
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
 
 
-@router.get("/nodes", dependencies=READS, summary="Daemons that write to this catalog")
+@router.get("/nodes", dependencies=needs("read"), summary="Daemons that write to this catalog")
 def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     """Process, root, machine and addresses are shown only to tokens for all runs; the socket also to tokens that may
     save.
@@ -29,7 +29,12 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     return bodies.Page(items=told_nodes(services, viewer))
 
 
-@router.delete("/nodes/{name}", dependencies=ADMINS, status_code=204, summary="Forget a node that is gone")
+@router.delete(
+    "/nodes/{name}",
+    dependencies=needs("admin", "all", act="node-forgotten"),
+    status_code=204,
+    summary="Forget a node that is gone",
+)
 def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
     """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
     services.forget(name)
@@ -37,7 +42,10 @@ def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) 
 
 
 @router.post(
-    "/nodes/secret", dependencies=ADMINS, status_code=204, summary="Make up a new secret for the nodes of this catalog"
+    "/nodes/secret",
+    dependencies=needs("admin", "all", act="secret-rotated"),
+    status_code=204,
+    summary="Make up a new secret for the nodes of this catalog",
 )
 def rotate_secret(services: Wired) -> None:
     """By this secret nodes know each other. The one before is accepted until the next rotation."""

@@ -10,20 +10,24 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Wired
 from holdfast_service.telling.notifier import Notifier
 
 router = APIRouter(prefix="/v1", tags=["notifications"], responses=problems.RESPONSES)
 
 
-@router.get("/notifications", dependencies=ADMINS, summary="Targets of notifications, without their secrets")
+@router.get("/notifications", dependencies=needs("admin", "all"), summary="Targets of notifications, without their secrets")
 def list_notifications(services: Wired) -> bodies.Page[NotificationTarget]:
     """What was sent, failed and dropped is counted over all nodes and starts. 404 if the daemon runs without `--notify`."""
     return bodies.Page(items=_notifier(services).targets())
 
 
-@router.post("/notifications/{name}/test", dependencies=ADMINS, summary="Send a test message to a target, now")
+@router.post(
+    "/notifications/{name}/test",
+    dependencies=needs("admin", "all", act="notification-tested"),
+    summary="Send a test message to a target, now",
+)
 def test_notification(services: Wired, name: Annotated[str, Path(max_length=63)]) -> TestDelivery:
     """Answers when the target has accepted it, or says why it did not; of the target's answer only the status is told."""
     return _notifier(services).test(name)

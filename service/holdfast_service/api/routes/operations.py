@@ -11,7 +11,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import OPEN, READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.listing import Within
@@ -21,7 +21,7 @@ router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
 RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]
 
 
-@router.get("/v1/rounds", dependencies=READS, summary="Saves, newest first")
+@router.get("/v1/rounds", dependencies=needs("read"), summary="Saves, newest first")
 def list_rounds(  # noqa: PLR0913 — one a filter
     services: Wired,
     run: Annotated[str | None, Query(description="only saves of this run")] = None,
@@ -36,7 +36,7 @@ def list_rounds(  # noqa: PLR0913 — one a filter
     return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
-@router.get("/healthz", dependencies=OPEN, summary="Liveness; `degraded` while the catalog does not answer")
+@router.get("/healthz", dependencies=needs(None, "health"), summary="Liveness; `degraded` while the catalog does not answer")
 async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
     """The version is shown only with scope `read`, the root only to tokens for all runs. The answer waits for
     nothing.
@@ -45,7 +45,9 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
     return _health("degraded" if away else "ok", services, viewer)
 
 
-@router.get("/readyz", dependencies=OPEN, summary="Readiness: catalog and storage answer; otherwise a 5xx problem")
+@router.get(
+    "/readyz", dependencies=needs(None, "health"), summary="Readiness: catalog and storage answer; otherwise a 5xx problem"
+)
 def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
         services.catalog.round_counts()
@@ -66,7 +68,9 @@ def _health(status: str, services: Services, viewer: Principal) -> bodies.Health
     return bodies.Health(status=status, version=services.version, root=root)
 
 
-@router.get("/metrics", dependencies=READS, response_class=Response, summary="Prometheus metrics, computed at the scrape")
+@router.get(
+    "/metrics", dependencies=needs("read"), response_class=Response, summary="Prometheus metrics, computed at the scrape"
+)
 def get_metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(request.app.state.collected)

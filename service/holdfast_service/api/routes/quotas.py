@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import Quota, QuotaRequest
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON, READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.control.access.tokens import check_pattern
 from holdfast_service.control.database.visible import covers
@@ -18,19 +18,28 @@ router = APIRouter(prefix="/v1", tags=["access"], responses=problems.RESPONSES)
 Pattern = Annotated[str, Path(max_length=128, description="a run's name, a prefix ending in *, or * for all")]
 
 
-@router.get("/quotas", dependencies=READS, summary="Quotas of teams, and how much of each is used")
+@router.get("/quotas", dependencies=needs("read"), summary="Quotas of teams, and how much of each is used")
 def list_quotas(services: Wired, viewer: Viewer) -> bodies.Page[Quota]:
     """A token for some runs sees the quotas of which it sees all runs."""
     told = [quota for quota in services.team_quotas.told() if covers(viewer.runs, quota.pattern)]
     return bodies.Page(items=told, next=None)
 
 
-@router.put("/quotas/{pattern}", dependencies=ADMINS_JSON, summary="Set how many bytes all runs of a pattern may hold")
+@router.put(
+    "/quotas/{pattern}",
+    dependencies=needs("admin", "all", act="quota-set"),
+    summary="Set how many bytes all runs of a pattern may hold",
+)
 def set_quota(services: Wired, pattern: Pattern, wanted: QuotaRequest) -> Quota:
     """It holds from the next save on: a save that does not fit is refused with `quota-exceeded`. Nothing is removed."""
     return services.team_quotas.set(check_pattern(pattern), wanted.quota_bytes)
 
 
-@router.delete("/quotas/{pattern}", dependencies=ADMINS, status_code=204, summary="Remove the quota of a pattern")
+@router.delete(
+    "/quotas/{pattern}",
+    dependencies=needs("admin", "all", act="quota-removed"),
+    status_code=204,
+    summary="Remove the quota of a pattern",
+)
 def remove_quota(services: Wired, pattern: Pattern) -> None:
     services.team_quotas.remove(pattern)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import replicas
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES
 
 @router.get(
     "/runs/{run}/checkpoints/{step}/replicas",
-    dependencies=READS_RUN,
+    dependencies=needs("read"),
     summary="Copies of a checkpoint in other tiers, sorted by tier",
 )
 def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:

@@ -11,7 +11,7 @@ from holdfast_formats.errors import PreconditionRequired
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, check_label
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.access.dry_run import DryRun
 from holdfast_service.api.content import delivery
 from holdfast_service.api.services import Wired
@@ -29,7 +29,10 @@ Forced = Annotated[
 
 
 @router.get(
-    "/runs/{run}/policy", dependencies=READS_RUN, summary="The retention policy in force", response_model=RetentionPolicy
+    "/runs/{run}/policy",
+    dependencies=needs("read"),
+    summary="The retention policy in force",
+    response_model=RetentionPolicy,
 )
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
     """Send its ETag as `If-Match` to change the policy. Until one is set, it is the trainer's `keep_last`."""
@@ -41,7 +44,7 @@ def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> 
 
 @router.put(
     "/runs/{run}/policy",
-    dependencies=ADMINS_RUN_JSON,
+    dependencies=needs("admin", act="policy-set"),
     summary="Set the retention policy; returns what it keeps and removes",
     response_model=Preview,
 )
@@ -66,7 +69,9 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
 
 
 @router.get(
-    "/runs/{run}/retention", dependencies=READS_RUN, summary="What the retention policy keeps and removes, with reasons"
+    "/runs/{run}/retention",
+    dependencies=needs("read"),
+    summary="What the retention policy keeps and removes, with reasons",
 )
 def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
     """All checkpoints of the run in one document, because their verdicts depend on each other."""
@@ -75,7 +80,7 @@ def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
 
 @router.put(
     f"{_CHECKPOINT}/pin",
-    dependencies=WRITES_RUN,
+    dependencies=needs("write", act="pin-set"),
     status_code=204,
     summary="Pin a checkpoint, which protects it from removal",
 )
@@ -83,14 +88,19 @@ def put_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
 
 
-@router.delete(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Unpin a checkpoint")
+@router.delete(
+    f"{_CHECKPOINT}/pin",
+    dependencies=needs("write", act="pin-removed"),
+    status_code=204,
+    summary="Unpin a checkpoint",
+)
 def delete_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
 
 
 @router.put(
     f"{_CHECKPOINT}/labels/{{label}}",
-    dependencies=WRITES_RUN,
+    dependencies=needs("write", act="label-set"),
     status_code=204,
     summary="Label a checkpoint, which protects it from removal",
 )
@@ -99,14 +109,19 @@ def put_label(services: Wired, run: str, step: int, label: str) -> None:
     services.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
 
 
-@router.delete(f"{_CHECKPOINT}/labels/{{label}}", dependencies=WRITES_RUN, status_code=204, summary="Remove a label")
+@router.delete(
+    f"{_CHECKPOINT}/labels/{{label}}",
+    dependencies=needs("write", act="label-removed"),
+    status_code=204,
+    summary="Remove a label",
+)
 def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     services.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
 
 
 @router.delete(
     _CHECKPOINT,
-    dependencies=ADMINS_RUN,
+    dependencies=needs("admin", act="checkpoint-removed"),
     status_code=204,
     summary="Remove a checkpoint",
     responses={200: {"model": bodies.CheckpointInfo, "description": "With `dry_run`: what would be removed"}},

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
+from collections.abc import Collection
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
+from holdfast_formats import naming
+from holdfast_formats.errors import Damaged
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import check_label
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS, READS_RUN, WRITES_RUN_JSON
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import deaths, open_checkpoints, selectors
-from holdfast_service.api.content.marks import Marks
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.findings import missing
 from holdfast_service.control.insight.run_orders import BY_NAME
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 Label = Annotated[str | None, Query(max_length=128, description="only checkpoints with this label")]
@@ -29,7 +38,40 @@ State = Annotated[
 ]
 
 
-@router.get("/runs", dependencies=READS, summary="Runs, by name or by a column of their summaries")
+class Marks:
+    """The pins and labels of a run as they are now: the run's file alone knows them, and is read once a request."""
+
+    def __init__(self, tier: Tier, run: str) -> None:
+        self._file = RunFile()
+        self._problem: Damaged | None = None
+        self._pins: set[int] = set()
+        self._labels: defaultdict[int, list[str]] = defaultdict(list)
+        if not naming.is_run_name(run):
+            return  # the catalog knows no such run
+        try:
+            self._file = read_run_file(tier, run)
+        except Damaged as error:
+            self._problem = error
+            log.warning("%s is listed without pins and labels: %s", run, error.detail)
+        self._pins = set(self._file.pins)
+        for label, steps in sorted(self._file.labels.items()):
+            for step in steps:
+                self._labels[step].append(label)
+
+    def labelled(self, label: str) -> Collection[int]:
+        """The steps that have this label; `InvalidRequest`, or `CorruptManifest` where the file cannot be read."""
+        check_label(label)
+        if self._problem is not None:
+            raise self._problem
+        return self._file.labels.get(label, ())
+
+    def on(self, checkpoint: bodies.CheckpointInfo) -> bodies.CheckpointInfo:
+        """The checkpoint with its marks."""
+        pinned, labels = checkpoint.step in self._pins, self._labels.get(checkpoint.step, [])
+        return checkpoint.model_copy(update={"pinned": pinned, "labels": labels}) if pinned or labels else checkpoint
+
+
+@router.get("/runs", dependencies=needs("read"), summary="Runs, by name or by a column of their summaries")
 def list_runs(
     request: Request, services: Wired, wanted: summaries.Wanted, cursor: Cursor = None, limit: Limit = 100
 ) -> bodies.Page[bodies.Run]:
@@ -43,14 +85,14 @@ def list_runs(
     return page.model_copy(update={"items": found.states(page.items)})
 
 
-@router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
+@router.get("/runs/{run}", dependencies=needs("read"), summary="One run")
 def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
     return _one(request, services, run)
 
 
 @router.get(
     "/runs/{run}/about",
-    dependencies=READS_RUN,
+    dependencies=needs("read"),
     summary="What is remembered of a run: owner, notes, and of each launch git commit, command and config",
 )
 def get_about(request: Request, services: Wired, run: str) -> RunAbout:
@@ -60,7 +102,7 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
 
 @router.patch(
     "/runs/{run}",
-    dependencies=WRITES_RUN_JSON,
+    dependencies=needs("write", act="run-changed"),
     summary="Set owner and notes, archive a run or take it back, acknowledge its death",
 )
 def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
@@ -87,7 +129,9 @@ def _one(request: Request, services: Wired, run: str) -> bodies.Run:
     return summaries.summaries_of(request).states([services.catalog.run(run)])[0]
 
 
-@router.get("/runs/{run}/checkpoints", dependencies=READS_RUN, summary="A run's committed checkpoints, newest step first")
+@router.get(
+    "/runs/{run}/checkpoints", dependencies=needs("read"), summary="A run's committed checkpoints, newest step first"
+)
 def list_checkpoints(  # noqa: PLR0913 — one a filter
     services: Wired,
     run: str,
@@ -107,7 +151,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 
 
-@router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or selector")
+@router.get("/runs/{run}/checkpoints/{step}", dependencies=needs("read"), summary="One checkpoint, by step or selector")
 def get_checkpoint(
     services: Wired, run: str, step: str, metric: selectors.Metric = None, mode: selectors.Mode = "min"
 ) -> bodies.CheckpointInfo:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from holdfast_formats.errors import Damaged
 from holdfast_formats.rest.search import SearchResult
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Wired
 from holdfast_service.control.catalog.search import SearchQuery
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -22,7 +22,7 @@ Sought = Annotated[str, Query(max_length=256, description="parts of a run's name
 Most = Annotated[int, Query(ge=1, le=HITS_MAX, description="maximum number of hits")]
 
 
-@router.get("/search", dependencies=READS, summary="Search runs, steps and labels for text")
+@router.get("/search", dependencies=needs("read"), summary="Search runs, steps and labels for text")
 def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
     """Capitals do not matter. Words are parts of a run's name, the last one perhaps of a label or a step. Labels of the
     first 500 runs are searched.

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.shard_plans import PlannedShard, PlannedShards, ShardKey
@@ -74,7 +74,7 @@ Shard = Annotated[PlannedShard, Depends(_shard)]
 
 @router.get(
     SHARD,
-    dependencies=READS_RUN,
+    dependencies=needs("read"),
     response_class=Response,
     responses=_ANSWERS,
     summary="A rank's shard in any parallel layout, or the plan to read it",
@@ -94,7 +94,7 @@ async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit
     return await delivery.deliver(_delivery(request, shard), request.headers)
 
 
-@router.head(SHARD, dependencies=READS_RUN, response_class=Response, summary="A shard's length and ETag")
+@router.head(SHARD, dependencies=needs("read"), response_class=Response, summary="A shard's length and ETag")
 def head_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """The headers of the GET answer. No extent is read."""
     if _prefers_plan(request.headers.get("accept", "")):

@@ -13,7 +13,7 @@ from holdfast_formats.rest import bodies, statistics
 from holdfast_formats.rest.observed import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import Columns, OpenedCheckpoints
 from holdfast_service.api.services import Cursor, Limit, Wired
@@ -28,7 +28,11 @@ Last = Annotated[int, Query(ge=1, le=LAST_MAX, description="number of newest ste
 router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
 
 
-@router.get("/runs/{run}/checkpoints/{step}/statistics", dependencies=READS_RUN, summary="Statistics of the tensors' values")
+@router.get(
+    "/runs/{run}/checkpoints/{step}/statistics",
+    dependencies=needs("read"),
+    summary="Statistics of the tensors' values",
+)
 def list_statistics(  # noqa: PLR0913 — one parameter a filter
     request: Request,
     services: Wired,
@@ -64,7 +68,11 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     return bodies.Page(items=items, next=open_checkpoints.encode_cursor(sort, str(shown[-1])) if more else None)
 
 
-@router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health per layer over the newest steps, for a heat map")
+@router.get(
+    "/runs/{run}/layers",
+    dependencies=needs("read"),
+    summary="Health per layer over the newest steps, for a heat map",
+)
 def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
     """Steps ascend. Steps of removed checkpoints are included if they are among the newest."""
     services.catalog.run(run)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RUN_SORTS, RunSummary
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS, READS_RUN
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
@@ -38,7 +38,7 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 
 @router.get(
     "/summaries",
-    dependencies=READS,
+    dependencies=needs("read"),
     summary="Summaries of all runs, by name, by need for attention, or by a column",
     response_model=bodies.Page[RunSummary],
 )
@@ -52,7 +52,7 @@ def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limi
 
 @router.get(
     "/runs/{run}/summary",
-    dependencies=READS_RUN,
+    dependencies=needs("read"),
     summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
 def get_summary(request: Request, run: str) -> RunSummary:

@@ -9,18 +9,23 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies, operations
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS, ADMINS_JSON
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Wired
 
 router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
 
 
-@router.get("/tokens", dependencies=ADMINS, summary="Tokens, newest first, without their text")
+@router.get("/tokens", dependencies=needs("admin", "all"), summary="Tokens, newest first, without their text")
 def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[operations.Token]:
     return services.tokens.page(cursor, limit)
 
 
-@router.post("/tokens", dependencies=ADMINS_JSON, status_code=201, summary="Create a token; its text is only in this answer")
+@router.post(
+    "/tokens",
+    dependencies=needs("admin", "all", act="token-created"),
+    status_code=201,
+    summary="Create a token; its text is only in this answer",
+)
 def create_token(services: Wired, wanted: operations.TokenRequest, response: Response) -> operations.NewToken:
     response.headers["Cache-Control"] = "no-store"
     return services.tokens.create(wanted)
@@ -28,7 +33,7 @@ def create_token(services: Wired, wanted: operations.TokenRequest, response: Res
 
 @router.post(
     "/tokens/{name}/rotate",
-    dependencies=ADMINS_JSON,
+    dependencies=needs("admin", "all", act="token-rotated"),
     status_code=201,
     summary="Give a token a new secret; the old one is accepted for a while longer",
 )
@@ -45,7 +50,7 @@ def rotate_token(
 
 @router.delete(
     "/tokens/{name}",
-    dependencies=ADMINS,
+    dependencies=needs("admin", "all", act="token-revoked"),
     status_code=204,
     summary="Revoke a token with all its secrets, at once and permanently",
 )

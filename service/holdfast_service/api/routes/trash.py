@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest.runs import RenamedRun, Trash, TrashedRun
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS_RUN, READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.access.dry_run import DryRun
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.control.retention.run_trash import RunTrash
@@ -21,7 +21,7 @@ Entry = Annotated[
 ]
 
 
-@router.delete("/runs/{run}", dependencies=ADMINS_RUN, summary="Delete a run: move it to the trash")
+@router.delete("/runs/{run}", dependencies=needs("admin", act="run-deleted"), summary="Delete a run: move it to the trash")
 def delete_run(services: Wired, run: str, dry_run: DryRun, marked: Marked = False) -> TrashedRun:
     """409 while its ranks are connected, something of it is being saved or read, a job works on it, or a link leads to it.
     Copies in replicas are removed.
@@ -31,7 +31,11 @@ def delete_run(services: Wired, run: str, dry_run: DryRun, marked: Marked = Fals
     return services.delete_run(run, marked=marked, dry_run=dry_run)
 
 
-@router.post("/runs/{run}/rename", dependencies=ADMINS_RUN, summary="Rename a run; returns it as it was")
+@router.post(
+    "/runs/{run}/rename",
+    dependencies=needs("admin", act="run-renamed"),
+    summary="Rename a run; returns it as it was",
+)
 def rename_run(
     services: Wired,
     viewer: Viewer,
@@ -48,13 +52,17 @@ def rename_run(
     return services.rename_run(run, to, dry_run=dry_run)
 
 
-@router.get("/trash", dependencies=READS, summary="Deleted runs that can be brought back, and the space that they take")
+@router.get(
+    "/trash", dependencies=needs("read"), summary="Deleted runs that can be brought back, and the space that they take"
+)
 def get_trash(services: Wired) -> Trash:
     return _trash(services).seen()
 
 
 @router.post(
-    "/runs/{run}/undelete", dependencies=ADMINS_RUN, summary="Bring a deleted run back; it is read back and verified again"
+    "/runs/{run}/undelete",
+    dependencies=needs("admin", act="run-undeleted"),
+    summary="Bring a deleted run back; it is read back and verified again",
 )
 def undelete_run(services: Wired, run: str, entry: Entry = None) -> TrashedRun:
     """409 if there is a run of this name, or ranks of one are connected."""
@@ -63,7 +71,7 @@ def undelete_run(services: Wired, run: str, entry: Entry = None) -> TrashedRun:
     return services.undelete_run(run, entry=entry)
 
 
-@router.delete("/runs/{run}/trash", dependencies=ADMINS_RUN, summary="Remove a deleted run for good")
+@router.delete("/runs/{run}/trash", dependencies=needs("admin", act="run-purged"), summary="Remove a deleted run for good")
 def empty_trash(services: Wired, run: str, entry: Entry = None) -> Trash:
     """Returns what was removed."""
     gone = _trash(services).empty(run, entry)

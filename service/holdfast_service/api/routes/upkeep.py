@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from holdfast_formats.rest.consistency import CatalogCheck
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import ADMINS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import consistency
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONS
 Thorough = Annotated[bool, Query(description="read every manifest, also those that did not change on storage")]
 
 
-@router.get("/catalog/check", dependencies=ADMINS, summary="Compare the catalog with the directories")
+@router.get("/catalog/check", dependencies=needs("admin", "all"), summary="Compare the catalog with the directories")
 def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
     """Lists contradictions that last while saves and removals continue; `count` is 0 if there are none. Changes
     nothing.

@@ -24,7 +24,8 @@ from holdfast_formats.errors import (
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import messages
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
+from holdfast_service.api.access.authorization import needs
+from holdfast_service.api.access.bodies import OCTETS
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.arena.upload import Chunk
@@ -75,7 +76,9 @@ def _own(viewer: Viewer, hello: bodies.RankHello) -> bodies.RankHello:
 Known = Annotated[RemoteRank, Depends(_rank)]
 
 
-@router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="Register a rank; can be repeated safely")
+@router.put(
+    _RANK, dependencies=needs("write", "rank", act="rank-registered"), summary="Register a rank; can be repeated safely"
+)
 def put_rank(
     services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[bodies.RankHello, Depends(_own)], viewer: Viewer
 ) -> bodies.RankWelcome:
@@ -97,7 +100,9 @@ def put_rank(
     )
 
 
-@router.delete(_RANK, dependencies=WRITES_STATED, status_code=204, summary="Disconnect a rank; sealed slots are still saved")
+@router.delete(
+    _RANK, dependencies=needs("write", "rank"), status_code=204, summary="Disconnect a rank; sealed slots are still saved"
+)
 def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     try:
         ranks.find(rank_id, viewer.sees)
@@ -108,7 +113,7 @@ def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
 
 @router.put(
     f"{_RANK}/segment",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     status_code=204,
     summary="Reserve memory for a rank's slots; 413 if the arena has too little",
 )
@@ -118,7 +123,7 @@ def put_segment(rank: Known, room: messages.Room) -> None:
 
 @router.put(
     _UPLOAD,
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     summary="Start an upload: lease a slot for a step; 409 if the step may not be saved",
 )
 def put_upload(rank: Known, number: Number, wanted: messages.SlotRequest) -> bodies.Upload:
@@ -128,12 +133,14 @@ def put_upload(rank: Known, number: Number, wanted: messages.SlotRequest) -> bod
     return rank.open(number, wanted)
 
 
-@router.get(_UPLOAD, dependencies=READS_STATED, summary="Progress and outcome of an upload")
+@router.get(_UPLOAD, dependencies=needs("read", "rank"), summary="Progress and outcome of an upload")
 def get_upload(rank: Known, number: Number) -> bodies.Upload:
     return rank.state(number)
 
 
-@router.put(f"{_UPLOAD}/{{part}}", dependencies=WRITES_CHUNKS, summary="Upload a chunk of a slot's data or table")
+@router.put(
+    f"{_UPLOAD}/{{part}}", dependencies=needs("write", "rank", OCTETS), summary="Upload a chunk of a slot's data or table"
+)
 async def put_chunk(
     request: Request,
     rank: Known,
@@ -162,7 +169,7 @@ async def put_chunk(
 
 @router.post(
     f"{_UPLOAD}/seal",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     summary="Seal the slot: it is complete, and the daemon saves it even if the rank dies",
 )
 def seal_upload(rank: Known, number: Number, whole: bodies.SealRequest) -> bodies.Upload:
@@ -170,7 +177,7 @@ def seal_upload(rank: Known, number: Number, whole: bodies.SealRequest) -> bodie
 
 
 @router.post(
-    f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Abandon an upload, and with it the save of this step"
+    f"{_UPLOAD}/abandon", dependencies=needs("write", "rank"), summary="Abandon an upload, and with it the save of this step"
 )
 def abandon_upload(rank: Known, number: Number, why: messages.AbandonRequest) -> bodies.Upload:
     return rank.abandon(number, from_problem(why.problem))
@@ -178,7 +185,7 @@ def abandon_upload(rank: Known, number: Number, why: messages.AbandonRequest) ->
 
 @router.put(
     f"{_RANK}/waiting",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     status_code=204,
     summary="This rank begins no other save before that of a step has ended; saves that lack only such ranks end",
 )
@@ -188,7 +195,7 @@ def put_waiting(rank: Known, said: messages.Waiting) -> None:
 
 @router.put(
     f"{_RANK}/stopping",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     summary="The launch is to stop: how far this rank is; answers after which step, once all ranks have said so",
 )
 def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
@@ -197,7 +204,7 @@ def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
 
 @router.get(
     f"{_RANK}/outcomes",
-    dependencies=READS_STATED,
+    dependencies=needs("read", "rank"),
     summary="Uploads that have ended; can wait for one. Also counts as a sign of life of the rank",
 )
 async def get_outcomes(
@@ -226,7 +233,7 @@ async def get_outcomes(
 
 @router.put(
     f"{_RANK}/choices/{{turn}}",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     summary="Which step to restore; all ranks get the same answer to their n-th question",
 )
 def put_choice(
@@ -238,7 +245,7 @@ def put_choice(
 
 @router.put(
     f"{_RANK}/choices/{{turn}}/end",
-    dependencies=WRITES_STATED_JSON,
+    dependencies=needs("write", "rank"),
     summary="Report how a restore ended; answers whether this rank continues, once all ranks have reported",
 )
 async def put_choice_end(

@@ -10,7 +10,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
 from holdfast_service.api import problems
-from holdfast_service.api.access.authorization import READS
+from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
 from holdfast_service.control.insight.run_orders import WantedRuns
@@ -19,7 +19,7 @@ from holdfast_service.fleet.watched import Watch
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
 
 
-@router.get("/daemons", dependencies=READS, summary="Watched daemons, and since when one is unreachable")
+@router.get("/daemons", dependencies=needs("read"), summary="Watched daemons, and since when one is unreachable")
 def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[WatchedDaemon]:
     """A token for some runs sees the daemons that have one of them. 404 if the daemon runs without `--watch`."""
     watch = _watch(services)
@@ -28,7 +28,7 @@ def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[Watched
     return bodies.Page(items=watch.daemons(viewer.sees))
 
 
-@router.get("/runs", dependencies=READS, summary="Runs of all watched daemons, those that need attention first")
+@router.get("/runs", dependencies=needs("read"), summary="Runs of all watched daemons, those that need attention first")
 def list_watched_runs(
     services: Wired,
     viewer: Viewer,

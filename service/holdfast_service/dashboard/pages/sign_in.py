@@ -15,18 +15,18 @@ from holdfast_service.dashboard.asking import COOKIE, Asked, SignInNeeded, Viewe
 from holdfast_service.dashboard.rendering import page, see, viewer_of
 from holdfast_service.dashboard.routing import Posted, page_router
 
-router = page_router()
+router, sign_in_router = page_router(), page_router()  # the second needs no token
 
 COOKIE_AGE_S = 30 * 86_400
 TOKEN_CHARACTERS_MAX = 512
 
 
-@router.get("/login")
+@sign_in_router.get("/login")
 async def show_sign_in(request: Request, api: Asked, next: Annotated[str, Query(max_length=2000)] = "/") -> Response:
     return page(request, "login.html", next=next, refused=False, open_to_all=await _who(api, None) is not None)
 
 
-@router.post("/login")
+@sign_in_router.post("/login")
 async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
     """Store a token that the API accepts in the cookie."""
     token = form.text("token")
